@@ -90,7 +90,7 @@ def committed(store: Store, path: CheckpointPath) -> Saved:
     """The commit of a checkpoint; NotFoundError when the store has none."""
     saved = store.find(str(path))
     if saved is None:
-        raise NotFoundError(f"checkpoint {path}: the store has it no longer")
+        raise NotFoundError(f"checkpoint {path}: it is no longer in the store")
     return saved
 
 

@@ -81,7 +81,7 @@ async def demand(journal_url: str) -> AsyncIterator[Callable[[], Awaitable[bool]
             waiting = journal.queue.pending_models() or journal.queue.waiting_samples()
             return bool(waiting or journal.recovery.unstored_models())
         except AWAY as error:
-            log.warning("the journal cannot be asked whether requests wait: %s", error)
+            log.warning("cannot query the journal for waiting requests: %s", error)
             return True
 
     try:

@@ -93,8 +93,6 @@ def _closing(
         try:
             service.close("success" if kind is None else "errored").result(_CLOSE_SECONDS)
         except TimeoutError:  # a task of the SDK may miss its cancellation, and then never ends
-            log.warning(
-                "the client's session was not closed within %g s; the service ends nevertheless", _CLOSE_SECONDS
-            )
+            log.warning("the client's session was not closed within %g s; the service ends anyway", _CLOSE_SECONDS)
 
     return close

@@ -80,7 +80,7 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
     config = _on_devices(group_config(settings, base_model, context, experts=cfg.experts > 0), target)
     check_context_parallel(cfg, config, row_devices(config))
     if config.kv_cache == "float8" and not target.device.float8:
-        raise UserError(f"kv_cache is 'float8', and {target.device.name} does not compute with such numbers")
+        raise UserError(f"kv_cache is 'float8', and {target.device.name} does not support that type")
     if not rank:
         raise UserError("rank 0: must be 1 or more; the plan of any rank includes training all parameters")
     spec = check_spec(LoraSpec(rank, expert_rank=expert_rank(rank, cfg.experts_per_token, settings.expert_rank)))

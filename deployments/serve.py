@@ -194,7 +194,7 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
         fix = (
             f"add it to the file, or delete it with `prefect deployment delete {stale!r}` (`tinkerflow prefect --env`)"
         )
-        print(f"Prefect has the deployment {stale}, which nobody serves: {fix}", flush=True)
+        print(f"Prefect has the deployment {stale}, which no process serves: {fix}", flush=True)
     loop, asked, output = asyncio.get_running_loop(), asyncio.Event(), sys.stdout
 
     def report(line: str) -> None:

@@ -236,7 +236,7 @@ def _info(journal: Journal, owner: str, wanted: str) -> ModelInfo:
     model = journal.models.get(wanted, owner)
     cards = {row.name: row.card for row in journal.base_models.all()}
     if model.base_model not in cards:
-        raise NotFoundError(f"model {wanted}: its base model {model.base_model!r} is not served here any more")
+        raise NotFoundError(f"model {wanted}: its base model {model.base_model!r} is no longer served here")
     card = ModelCard.from_json(cards[model.base_model])
     return ModelInfo(
         model_id=model.id,

@@ -74,7 +74,7 @@ async def upload_file(upload_id: str, file: str, services: Linked, request: Requ
     if upload.path is not None:
         raise ConflictError(f"upload {upload_id!r} is finished as {upload.path}: must be a new upload")
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise UserError(f"Content-Encoding is {encoding!r}: must be absent, files are taken as they are")
+        raise UserError(f"Content-Encoding is {encoding!r}: must be absent, files are stored unchanged")
     name = f"{file}@{new_id('put')}"
     most = _CONFIG_BYTES if file == ADAPTER_CONFIG else upload.max_bytes
     before = await asyncio.to_thread(services.journal.uploads.begin_file, upload_id, file, name)

@@ -75,7 +75,7 @@ def _from_hub(name: str, repository: str, revision: str, files: Sequence[str]) -
             "give a folder, or download it where there is a network"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise UserError(f"base model {name!r}: not a folder, and the hub did not give it ({error})") from error
+        raise UserError(f"base model {name!r}: not a folder, and the hub did not provide it ({error})") from error
 
 
 def _from_bucket(url: str, files: Sequence[str]) -> Path:

@@ -107,7 +107,7 @@ def make_receipt(journal: Journal, store: Store, run_id: str, now: datetime) -> 
 def check_receipt(receipt: Any) -> list[Mark]:
     """The marks of a receipt whose signature is right. UserError for anything else."""
     if not isinstance(receipt, dict) or receipt.get("format") != FORMAT:
-        raise UserError(f"receipt: it is no {FORMAT}, as `tinkerflow receipt` writes it")
+        raise UserError(f"receipt: it is not a {FORMAT} of `tinkerflow receipt`")
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(receipt["public_key"]))
         key.verify(bytes.fromhex(receipt["signature"]), _signed(receipt))

@@ -318,7 +318,7 @@ def _of_step(connection: sa.Connection, path: str, step: int, owner: str | None,
         col(TrainingStep.model_id) == run.id, col(TrainingStep.step) == step, col(TrainingStep.seq_id) != UNMADE
     )
     if step and not connection.execute(sa.select(made)).scalar():
-        raise NotFoundError(f"checkpoint {path!r} does not exist: its run stands at step {run.step}")
+        raise NotFoundError(f"checkpoint {path!r} does not exist: its run is at step {run.step}")
     spec = {field.name: getattr(run, field.name) for field in fields(LoraSpec)}
     return CheckpointView(
         path=path,

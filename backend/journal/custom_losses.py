@@ -139,7 +139,7 @@ class CustomLosses(Aggregate):
         with self._read() as connection:
             definition = connection.execute(sa.select(col(CustomLossRow.definition)).where(*of_session)).scalar()
         if definition is None:
-            raise NotFoundError(f"loss_fn_config['loss_id'] {loss_id!r}: this session has no custom loss of that id")
+            raise NotFoundError(f"loss_fn_config['loss_id'] {loss_id!r}: this session has no custom loss with that id")
         return definition
 
     def stability(
@@ -172,7 +172,7 @@ class CustomLosses(Aggregate):
             infos = {row.sequence_id: _record(row) for row in connection.execute(used)}
             if absent := sorted(set(sequence_ids) - infos.keys()):
                 raise NotFoundError(
-                    f"sequence_id {absent[0]!r}: nothing is recorded of it in this session. Sample with "
+                    f"sequence_id {absent[0]!r}: this session has no record of it. Sample with "
                     "record_stability_info true, and train within a day"
                 )
         return infos

@@ -244,16 +244,16 @@ class Runs(Aggregate):
             if model.state in TAKES_WORK:
                 return
             if model.state not in _REVIVABLE:
-                raise UserError(f"model {model_id} was unloaded ({model.detail}): there is nothing to go on with")
+                raise UserError(f"model {model_id} was unloaded ({model.detail}): there is nothing to continue from")
             session = get_owned(connection, Session, model.session_id, None)
             if session.state != SessionState.ACTIVE:
-                raise UserError(f"session {session.id} of model {model_id} is {session.state}: nobody could use it")
+                raise UserError(f"session {session.id} of model {model_id} is {session.state}: no client could use it")
             snapshot = sa.exists().where(
                 col(RecoverySnapshot.model_id) == model_id, col(RecoverySnapshot.snapshot_id).is_(None)
             )
             replayed = sa.exists().where(col(Request.model_id) == model_id, col(Request.replays))
             if not connection.execute(sa.select(sa.or_(snapshot, replayed))).scalar():
-                raise UserError(f"model {model_id} was never made ({model.detail}): there is nothing to go on with")
+                raise UserError(f"model {model_id} was never made ({model.detail}): there is nothing to continue from")
             back = {"state": ModelState.LIVE, "detail": None, "paused": None}
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(**back))
             put_event(

@@ -50,7 +50,7 @@ def keep_results(config: GroupConfig, compiled_for: str) -> None:
     try:
         log.info("fetched %d result(s) of autotuning", results.fetch())
     except OSError as error:
-        log.warning("the store's results of autotuning are not used, so kernels may be others: %r", error)
+        log.warning("the store's results of autotuning are not used, so kernels may differ: %r", error)
     results.keep_published()
 
 

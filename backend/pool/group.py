@@ -290,7 +290,7 @@ class Group:
                 async with asyncio.timeout(_REAP_SECONDS):
                     await member.process.ended()
             except TimeoutError:
-                log.error("process %d (rank %d) does not die", member.process.pid, member.rank)
+                log.error("process %d (rank %d) does not end", member.process.pid, member.rank)
         await self._tasks.cancel()
         for member in self._members:
             if member.link is not None:

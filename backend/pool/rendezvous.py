@@ -151,7 +151,7 @@ class Rendezvous:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 link = await accept(sock, secret, self._generation, len(self.members))
         except (OSError, EOFError, TimeoutError) as error:
-            log.warning("a stranger connected to worker group %d: %r", self._generation, error)
+            log.warning("an unknown peer connected to worker group %d: %r", self._generation, error)
             return
         member = self.members[link.rank]
         if member.link is not None:

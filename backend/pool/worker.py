@@ -197,7 +197,7 @@ class Inbox:
             try:
                 self._link.write(index, body)
             except OSError as error:
-                log.info("the driver does not listen any more (%s)", error)  # the reader thread handles this
+                log.info("the driver no longer listens (%s)", error)  # the reader thread handles this
 
     def send_progress(self, text: str) -> None:
         """Send a line of progress."""

@@ -92,7 +92,7 @@ def check_constraint(name: str, kind: Kind, text: str) -> None:
     except ValueError as error:
         problem = str(error)
     if problem:
-        raise UserError(f"{name} is no {kind} that can be obeyed: {first_lines(problem)}")
+        raise UserError(f"{name} is not a {kind} that can be enforced: {first_lines(problem)}")
 
 
 def _problem_of(kind: Kind, text: str) -> str:

@@ -85,7 +85,7 @@ class ImageProcessor:
         except UserError:
             raise
         except UnidentifiedImageError as error:
-            raise UserError(f"{name}.data is no {kind} file") from error
+            raise UserError(f"{name}.data is not a {kind} file") from error
         except Exception as error:  # Pillow raises many classes of errors for damaged files
             raise UserError(f"{name}.data cannot be read as {kind}: {error}") from error
         return np.asarray(image)

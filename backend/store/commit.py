@@ -173,7 +173,7 @@ def get_commit(blobs: Blobs, path: CheckpointPath) -> Saved:
     """The same as `find_commit`, but NotFoundError when there is no commit."""
     saved = find_commit(blobs, path)
     if saved is None:
-        raise NotFoundError(f"checkpoint {path}: there is none in the store")
+        raise NotFoundError(f"checkpoint {path}: it is not in the store")
     return saved
 
 

@@ -141,6 +141,6 @@ def _failures(doing: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise NotFoundError(f"cannot {doing}: it is there no longer ({error})") from error
+        raise NotFoundError(f"cannot {doing}: it no longer exists ({error})") from error
     except OSError as error:
         raise StoreAwayError(f"cannot {doing} ({error})") from error

@@ -225,7 +225,7 @@ class Store:
                 )
             except FileNotFoundError as error:
                 raise NotFoundError(
-                    f"checkpoint {where}: {file} of attempt {saved.attempt} is there no longer"
+                    f"checkpoint {where}: {file} of attempt {saved.attempt} no longer exists"
                 ) from error
 
     def signed_url(self, path: str, attempt: str, file: str, seconds: int) -> str | None:

@@ -177,7 +177,7 @@ def _argument(arg: object, known: set[str], where: str, depth: int) -> None:
             parts = arg
         case {"ref": str(name), **rest} if not rest:
             if name not in known:
-                raise UserError(f"{where}: refers to {shown(name)}, which is no node before it")
+                raise UserError(f"{where}: refers to {shown(name)}, which is not an earlier node")
         case {"tuple": list(parts), **rest} if not rest:
             pass
         case {"dict": dict(items), **rest} if not rest:
@@ -194,6 +194,6 @@ def _argument(arg: object, known: set[str], where: str, depth: int) -> None:
         case {"device": str(), **rest} | {"layout": str(), **rest} | {"memory_format": str(), **rest} if not rest:
             pass
         case _:
-            raise UserError(f"{where}: the argument {shown(arg)} is of no kind that a custom loss may hold")
+            raise UserError(f"{where}: the argument {shown(arg)} is not of a kind that a custom loss supports")
     for part in parts:
         _argument(part, known, where, depth + 1)

@@ -56,5 +56,5 @@ def pixels_of(chunk: Mapping[str, Any], name: str, processor: ImageProcessor, *,
     try:
         file = base64.b64decode(data, validate=True)
     except ValueError as error:
-        raise UserError(f"{name}.data is no base64: {error}") from error
+        raise UserError(f"{name}.data is not base64: {error}") from error
     return processor.read(file, kind, name, expected, blank=blank)

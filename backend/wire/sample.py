@@ -383,7 +383,7 @@ def _constraint(given: ConstraintBody, eos: Sequence[int]) -> Constraint:
         try:
             text = orjson.dumps(value).decode()
         except orjson.JSONEncodeError as error:  # a TypeError, because the schema is nested too deeply
-            raise UserError(f"{name} is no json_schema that can be obeyed: {error}") from error
+            raise UserError(f"{name} is not a json_schema that can be enforced: {error}") from error
     else:
         kind = "regex" if given.type == "regex" else "grammar"
         if not isinstance(value, str) or not value:

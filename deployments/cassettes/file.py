@@ -155,7 +155,7 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
         raise UserError(f"cassette {path} cannot be read: {error.strerror}") from error
     name, _, packed = data.partition(b"\n")
     if not name.startswith(_NAME):
-        raise UserError(f"{path} begins with {data[:20]!r}, which is no cassette")
+        raise UserError(f"{path} begins with {data[:20]!r}, which is not a cassette")
     if name != _NAME + b"%d" % VERSION:
         version = name.removeprefix(_NAME).decode(errors="replace")
         raise broken(f"the version of cassette {path}", version, f"{VERSION}, as this release reads it")
@@ -165,10 +165,10 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
         try:
             record = _DECODER.decode(message)
         except msgspec.MsgspecError as error:
-            raise UserError(f"cassette {path} is damaged behind record {records}: {error}") from error
+            raise UserError(f"cassette {path} is damaged after record {records}: {error}") from error
         if isinstance(record, RecordingEnd):
             if (record.records, record.digest) != (records, digest.digest()):
-                raise UserError(f"cassette {path} is damaged: its content does not fit its digest; record it again")
+                raise UserError(f"cassette {path} is damaged: its content does not match its digest; record it again")
             found = replace(found, whole=ends, digest=digest.hexdigest() if ends else "")
             break
         digest.update(message)
@@ -181,7 +181,7 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
             case TokenizerFiles():
                 found.tokenizers.append(record)
     if damage:
-        raise UserError(f"cassette {path} is damaged behind record {records}: {damage}; record it again")
+        raise UserError(f"cassette {path} is damaged after record {records}: {damage}; record it again")
     if not found.whole and not partial:
         raise UserError(
             f"cassette {path} has no end: it was cut, or its recorder was killed, behind request "

@@ -124,8 +124,8 @@ class _RunWriter:
             return  # it names the new run
         if recorded.result_hash and digest(result) != recorded.result_hash:
             raise UserError(
-                f"the result of {recorded.kind} of step {recorded.step} (request {recorded.seq_id}) is another one "
-                "when it is computed again, so there is no cassette: results are equal on the same type of machine "
+                f"the result of {recorded.kind} of step {recorded.step} (request {recorded.seq_id}) differs when "
+                "it is computed again, so there is no cassette: results are equal on the same type of machine "
                 "with the same release and settings"
             )
         media = _JSON if recorded.kind == Kind.OPTIM_STEP else _PROTOBUF

@@ -72,7 +72,7 @@ def _history(work: Blobs, name: str) -> list[dict[str, Any]]:
     from tinkerflow.backend.catalog.champions import champion_history, champion_names
 
     if not (history := champion_history(work, name)):
-        raise NotFoundError(f"champion {name!r}: there is none{did_you_mean(name, champion_names(work))}")
+        raise NotFoundError(f"champion {name!r}: does not exist{did_you_mean(name, champion_names(work))}")
     return history
 
 

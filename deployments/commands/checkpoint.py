@@ -126,7 +126,7 @@ def gc(
 
 def _missing(path: str, settings: Settings) -> NotFoundError:
     fix = "name the one that has it by --store or --data-dir"
-    return NotFoundError(f"checkpoint {path}: there is none in the store {settings.store_url}; {fix}")
+    return NotFoundError(f"checkpoint {path}: it is not in the store {settings.store_url}; {fix}")
 
 
 def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapshot, str]]:

@@ -49,7 +49,7 @@ def rerun(
         )
         again = Rerun(recorded, changes, _show)
         report = again.execute()
-        print(f"{report.steps} steps in the new run {report.run_id}, which stands at step {report.ended}")
+        print(f"{report.steps} steps in the new run {report.run_id}, which is at step {report.ended}")
         if report.parted is not None:
             parted = report.parted
             print(f"the first difference: {parted.kind} of step {parted.step} (request {parted.seq_id})")

@@ -44,7 +44,7 @@ class ControlsWatch:
 
     async def watch(self) -> None:
         """Obey the buttons that were pressed, every POLL_SECONDS while Prefect can be reached, until cancelled."""
-        await repeat(self._poll, POLL_SECONDS, on=Exception, what="Prefect's buttons cannot be obeyed now", log=log)
+        await repeat(self._poll, POLL_SECONDS, on=Exception, what="Prefect's buttons have no effect now", log=log)
 
     async def _poll(self) -> None:
         if self._connection.reachable:

@@ -35,7 +35,7 @@ _MEANINGS: Mapping[Wrong, str] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A result that is another one when it is computed again.
+    """A result that differs when it is computed again.
 
     kind, seq_id: of the first such request. step: that it made or belongs to. devices: of the worker group. places: its
     ranks with their hosts. wrong: which result was wrong, by a third execution.

@@ -107,4 +107,4 @@ CHANGES: Mapping[Kind, Execute] = {
 
 def gone(path: str) -> NotFoundError:
     """The error for a checkpoint that has a row in the journal, and is not in the store."""
-    return NotFoundError(f"path {path!r}: the store has this checkpoint no longer")
+    return NotFoundError(f"path {path!r}: this checkpoint is no longer in the store")

@@ -397,7 +397,7 @@ class SampleBatch:
             if (finished := self._waiting.get(result.request_id)) is not None:
                 finished.end(_outcome(finished, result))
         if not progress.active and not progress.waiting:
-            self._fail(self._decoding, ServerError("the sampler does not have this request any more"))
+            self._fail(self._decoding, ServerError("the sampler no longer has this request"))
             self._decoding = set()
 
     def _joining(self) -> tuple[SampleRequest, ...]:

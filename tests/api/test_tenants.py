@@ -424,7 +424,7 @@ def test_what_a_forward_backward_names_is_of_its_own_session(journal: Any, peopl
     ann, bob = people
     assert "placeholder" in journal.custom_losses.definition(ann.ids["loss"], ann.ids["session"])
     for it in (ann.ids["loss"], nobodys(ann.ids["loss"])):
-        with pytest.raises(NotFoundError, match="this session has no custom loss of that id"):
+        with pytest.raises(NotFoundError, match="this session has no custom loss with that id"):
             journal.custom_losses.definition(it, bob.ids["session"])
 
 

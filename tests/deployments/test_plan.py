@@ -75,7 +75,7 @@ def test_a_cache_in_float8_has_more_sequences_where_the_device_has_such_numbers(
         for kind in ("full", "float8")
     )
     assert small >= 2 * plain
-    with pytest.raises(UserError, match="kv_cache is 'float8', and a100 does not compute with such numbers"):
+    with pytest.raises(UserError, match="kv_cache is 'float8', and a100 does not support that type"):
         plan(tmp_path, "4B", "a100:1", kv_cache="float8")
 
 

@@ -218,9 +218,9 @@ async def test_serve_follows_the_prefect_server_of_its_data_dir(
         try:
             await _until_logged(log, f"Prefect: {server.access.api_url}\n")
             named = (
-                "Prefect has the deployment of-nightly/nightly, which nobody serves: add it to the file, or delete it"
+                "Prefect has the deployment of-nightly/nightly, which no process serves: add it to the file, or delete"
             )
-            assert named in log.read_text() and log.read_text().count("nobody serves") == 1
+            assert named in log.read_text() and log.read_text().count("no process serves") == 1
             await server.stop()
             await _until_logged(log, f"Prefect at {server.access.api_url} does not answer")
             old, server = server, await start_server(tmp_path / "data", stack.enter_context(await listen(0)))

@@ -147,7 +147,7 @@ def test_changes_and_wrong_words(run: str, command: Any) -> None:
         ("rerun", run, "--set", "beta1=half"): "must be beta1=NUMBER",
         ("rerun", run, "--without", "5:x"): "must be STEP, or STEP:ROW",
         ("rerun", "sess-0:train:0"): "'sess-0:train:0' does not exist",
-        ("fork", run, "--step", "99"): "its run stands at step 8",
+        ("fork", run, "--step", "99"): "its run is at step 8",
         ("blame", run, "--step", "99"): "its history has no forward_backward of step 99",
     }
     for words, text in wrong.items():

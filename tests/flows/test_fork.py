@@ -146,7 +146,7 @@ async def test_only_the_owner_of_a_run_with_a_history_has_its_steps(
     run: str, client: Any, serve: Any, context: Any, connect: Any
 ) -> None:
     get = client.journal.checkpoints.get
-    with pytest.raises(NotFoundError, match="@9' does not exist: its run stands at step 8"):
+    with pytest.raises(NotFoundError, match="@9' does not exist: its run is at step 8"):
         get(f"tinker://{run}/weights/@9", "local")
     with pytest.raises(NotFoundError, match="does not exist"):
         get(f"tinker://{run}/weights/@3", "another")

@@ -96,7 +96,7 @@ async def test_retry_takes_a_failed_run_up_again_and_else_changes_nothing(
         async with asyncio.timeout(120):
             while "Retry has changed nothing" not in state.get("message", ""):
                 state = await in_state(http, run, "Cancelled")
-        assert "there is nothing to go on with" in state["message"]
+        assert "there is nothing to continue from" in state["message"]
         assert "Retry" in await asyncio.to_thread(buttons, page, url, "Cancelled")
 
 

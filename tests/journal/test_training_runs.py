@@ -55,7 +55,7 @@ def test_a_model_that_ended_by_trouble_is_revived_while_its_session_goes_on(scen
     assert scene.submit(model, 2) in {pending.id for pending in scene.journal.requests.ready(model)}
     scene.journal.models.end(model, state, "again")
     scene.journal.sessions.finish(session, "local")
-    with pytest.raises(UserError, match="is finished: nobody could use it"):
+    with pytest.raises(UserError, match="is finished: no client could use it"):
         scene.journal.models.revive(model)
 
 

@@ -213,7 +213,7 @@ async def test_a_group_starts_although_strangers_knock(
     monkeypatch.setattr(places, "LocalWorker", knock_then_spawn)
     pool = await start_pool(processes=2)  # type: ignore[misc]
     assert pool.ready
-    assert caplog.text.count("a stranger connected to worker group 1") == 2
+    assert caplog.text.count("an unknown peer connected to worker group 1") == 2
 
 
 async def test_silent_strangers_hold_no_rank_up(
@@ -237,4 +237,4 @@ async def test_silent_strangers_hold_no_rank_up(
     finally:
         for stranger in silent:
             stranger.close()
-    assert "a stranger connected" not in caplog.text
+    assert "an unknown peer connected" not in caplog.text

@@ -458,7 +458,7 @@ async def test_a_process_that_only_its_connection_lost_has_not_crashed(
 async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCaptureFixture, wait_until: WaitUntil) -> None:
     with pytest.raises(errors.UserError, match=r"the group at 127.0.0.1:\d+ has another secret"):
         await bench.join("a", secret=b"some other secret")
-    await wait_until(lambda: "a stranger connected where hosts join" in caplog.text)
+    await wait_until(lambda: "an unknown peer connected where hosts join" in caplog.text)
     assert "none has joined" in bench.hosts.missing(1)
 
 

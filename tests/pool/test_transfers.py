@@ -103,7 +103,7 @@ async def test_a_process_that_fails_fails_the_transfer_and_not_the_group(
     with pytest.raises(StoreError, match=r"part-00001\.safetensors does not have the SHA-256"):
         await pool.transfer(FetchState("a", state))
     store.delete(saved.path)
-    with pytest.raises(NotFoundError, match="is there no longer"):
+    with pytest.raises(NotFoundError, match="no longer exists"):
         await pool.transfer(FetchState("a", state))
     with pytest.raises(GroupFailedError, match="serves no more"):
         await pool.transfer(FetchState("a", state), generation=7)

@@ -76,8 +76,8 @@ def test_a_turned_photo_is_read_upright() -> None:
     ("data", "kind", "expected", "text"),
     [
         (file_of(noise(16, 16)), "gif", None, "image.format is 'gif': must be png or jpeg"),
-        (file_of(noise(16, 16)), "jpeg", None, "image.data is no jpeg file"),
-        (b"", "png", None, "image.data is no png file"),
+        (file_of(noise(16, 16)), "jpeg", None, "image.data is not a jpeg file"),
+        (b"", "png", None, "image.data is not a png file"),
         (file_of(noise(64, 64))[:600], "png", None, "image.data cannot be read as png"),
         (file_of(noise(16, 16)), "png", 5, "image.expected_tokens is 5: must be 4, the tokens of 16 x 16"),
         (file_of(Image.new("L", (1, 201))), "png", None, "the longer side must be at most 200 times the other"),

@@ -87,7 +87,7 @@ def test_damage_is_named(local: Store, tmp_path: Path, at: int) -> None:
     with pytest.raises(StoreError, match=r"block 0 of part-00001\.safetensors does not have the SHA-256"):
         read(local.blobs, state)
     file.unlink()
-    with pytest.raises(NotFoundError, match=r"part-00001\.safetensors .* is there no longer"):
+    with pytest.raises(NotFoundError, match=r"part-00001\.safetensors .* no longer exists"):
         read(local.blobs, state)
 
 

@@ -161,7 +161,7 @@ def test_delete(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     assert not store.exists(saved.path)
     assert store.checkpoints() == []
     assert _blobs(store).children(f"runs/{RUN}/weights/x/{saved.attempt}") == []
-    with pytest.raises(NotFoundError, match="weights/x: there is none"):
+    with pytest.raises(NotFoundError, match="weights/x: it is not in the store"):
         store.load(saved.path)
     assert store.save(RUN, "weights", "x", make_state(2), meta).step == 2
 

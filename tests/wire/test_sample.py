@@ -298,7 +298,7 @@ def test_an_image_is_its_placeholders_and_its_pixels() -> None:
     [
         (picture(expected_tokens=5), "prompt.chunks[1].expected_tokens is 5: must be 6"),
         (picture(expected_tokens=True), "prompt.chunks[1].expected_tokens is True: must be a whole number"),
-        (picture(data="a*"), "prompt.chunks[1].data is no base64"),
+        (picture(data="a*"), "prompt.chunks[1].data is not base64"),
         (picture(data=None), "prompt.chunks[1].data is None: must be the file's bytes in base64"),
         (picture(format=["png"]), "prompt.chunks[1].format is ['png']: must be png or jpeg"),
         ({"type": "dmel"}, "prompt.chunks[1].type is 'dmel': must be encoded_text or image"),

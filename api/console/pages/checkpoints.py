@@ -114,7 +114,7 @@ def _get(visit: Visit, run_id: str, kind: CheckpointKind, name: str) -> Checkpoi
 def _own(visit: Visit, run_id: str, kind: CheckpointKind, name: str) -> CheckpointView:
     saved = _get(visit, run_id, kind, name)
     if not _is_own(visit, saved):
-        raise NotFoundError(f"checkpoint {saved.path!r} does not exist among yours")
+        raise NotFoundError(f"checkpoint {saved.path!r} does not exist in your project")
     return saved
 
 

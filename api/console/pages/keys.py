@@ -125,4 +125,4 @@ def _number(key: KeyView) -> int:
 
 def _only_admins(visit: Visit) -> None:
     if not visit.call.admin:
-        raise NotFoundError("there is no such page for this key: an admin's key is needed")
+        raise NotFoundError("this page needs an admin's key")

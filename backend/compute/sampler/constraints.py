@@ -56,7 +56,7 @@ class Matcher:
         fill_next_token_bitmask(self._matcher, self.allowed.view(np.int32)[None])
         if self._matcher.is_error() or not self.allowed.any():
             reason = describe_error(self._matcher.get_error())
-            raise UserError(f"sampling_params.constraint cannot be obeyed after {self._taken} tokens: {reason}")
+            raise UserError(f"sampling_params.constraint cannot be enforced after {self._taken} tokens: {reason}")
 
 
 def new_matcher(folder: str | Path, vocab: int, constraint: Constraint) -> Matcher:
@@ -72,7 +72,7 @@ def new_matcher(folder: str | Path, vocab: int, constraint: Constraint) -> Match
 
     matcher = on_large_stack(made)
     if matcher.is_error():
-        raise UserError(f"sampling_params.constraint cannot be obeyed: {first_lines(matcher.get_error())}")
+        raise UserError(f"sampling_params.constraint cannot be enforced: {first_lines(matcher.get_error())}")
     return Matcher(matcher, vocab)
 
 

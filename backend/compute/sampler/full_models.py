@@ -99,7 +99,9 @@ class FullModelSampler:
             placed = array if isinstance(array, jax.Array) else put(array, like.sharding)
             copy, finite = _frozen(like.sharding, kept.dtype, placed)  # one by one: all would not fit the devices
             if not bool(to_host(finite)):
-                raise UserError(f"snapshot {snapshot_id!r}: a weight of its model is not finite; snapshots must be")
+                raise UserError(
+                    f"snapshot {snapshot_id!r}: a weight of its model is not finite; snapshots must be finite"
+                )
             copies.append([(shard.device, np.asarray(shard.data)) for shard in copy.addressable_shards])
         self._snapshots[snapshot_id] = _HostWeights(copies, step)
 

@@ -138,7 +138,9 @@ class SnapshotCache:
         widths = widths_of(self._cfg, spec)
         copy, finite = frozen(self._mesh, widths, self._dtype, lora)
         if not bool(to_host(finite)):
-            raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
+            raise UserError(
+                f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be finite"
+            )
         snapshot = self._snapshots[snapshot_id] = AdapterSnapshot(snapshot_id, widths, copy, step)
         self._resident[snapshot] = None
         self._evict_except({snapshot, *self._stack.places})

@@ -151,7 +151,7 @@ class Host:
             case Spawned() if (starting := self._starting.get(message.process)) is not None and not starting.done():
                 starting.set_result(message)
             case Spawned():  # the start was cancelled, and the process has been killed
-                log.info("a process of host %s came too late", self.offer.host)
+                log.info("a process of host %s arrived too late", self.offer.host)
             case Ended() if message.process in self._endings:
                 ending = Ending(f"{message.how} (on host {self.offer.host})", message.crashed)
                 starting = self._starting.get(message.process)
@@ -269,7 +269,7 @@ class Hosts:
                 link = await accept(sock, self._secret, 0, 1)
                 offer = await self._receive_offer(link)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
-            log.warning("a stranger connected where hosts join: %r", error)
+            log.warning("an unknown peer connected where hosts join: %r", error)
             return
         if offer is None:
             return

@@ -245,7 +245,7 @@ def test_what_the_model_did_not_finish_as_a_call_is_content(gpt: openai.OpenAI, 
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
             "response_format",
-            "no json_schema that can be obeyed",
+            "not a json_schema that can be enforced",
         ),
         ({"temperature": -1}, "temperature", ">= 0"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "left out"),

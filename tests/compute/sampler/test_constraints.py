@@ -152,7 +152,7 @@ def test_what_cannot_be_obeyed_fails_alone(
         ask("good", prompt(9), 60, constraint=REGEX),
         ask("free", prompt(9), 20),
     )
-    assert "sampling_params.constraint cannot be obeyed after 0 tokens: no text" in results["impossible"].error
+    assert "sampling_params.constraint cannot be enforced after 0 tokens: no text" in results["impossible"].error
     assert "nobody" in results["broken"].error
     assert re.fullmatch(REGEX.text, text(results["good"].sequences[0]))
     assert results["free"].error is None
@@ -184,7 +184,7 @@ def test_work_is_limited(folder: Path) -> None:
     matcher = new_matcher(folder, 320, Constraint("grammar", 'start: "a" | start start | start start start', (END,)))
     letter = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["a"]
     with pytest.raises(
-        UserError, match=r"sampling_params\.constraint cannot be obeyed after \d+ tokens: .*Current row has"
+        UserError, match=r"sampling_params\.constraint cannot be enforced after \d+ tokens: .*Current row has"
     ):
         for count in range(1000):
             matcher.advance([letter] * count)

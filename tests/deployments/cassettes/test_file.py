@@ -62,7 +62,7 @@ def test_a_cut_file_is_refused_or_a_beginning(file: Path) -> None:
         try:
             found = read_cassette(file, partial=True)
         except UserError as error:
-            assert "which is no cassette" in str(error) or "the version of cassette" in str(error)
+            assert "which is not a cassette" in str(error) or "the version of cassette" in str(error)
         else:
             assert found.exchanges == RECORDS[: len(found.exchanges)]
             seen.add(len(found.exchanges))
@@ -83,10 +83,10 @@ def test_a_flipped_bit_changes_no_content(file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "x.cassette begins with b'', which is no cassette"),
-        (b"PK\x03\x04 something", "x.cassette begins with .*, which is no cassette"),
+        (b"", "x.cassette begins with b'', which is not a cassette"),
+        (b"PK\x03\x04 something", "x.cassette begins with .*, which is not a cassette"),
         (b"tinkerflow cassette 9\nmore", r"the version of cassette .*x.cassette is '9': must be 1, as this release"),
-        (b"tinkerflow cassette 1\nmore", "x.cassette is damaged behind record 0"),
+        (b"tinkerflow cassette 1\nmore", "x.cassette is damaged after record 0"),
     ],
 )
 def test_another_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:

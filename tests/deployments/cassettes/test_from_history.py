@@ -94,7 +94,7 @@ def test_a_result_that_is_another_one_today_leaves_no_file(
         return step(self, request)
 
     monkeypatch.setattr(Engine, "_optim_step", drifting)
-    with pytest.raises(UserError, match=r"the result of optim_step of step 2 \(request 4\) is another one"):
+    with pytest.raises(UserError, match=r"the result of optim_step of step 2 \(request 4\) differs"):
         command(run_id, "-o", str(tmp_path / "run.cassette"))
     with pytest.raises(NotFoundError, match="no history"):
         command(server.model(), "-o", str(tmp_path / "run.cassette"))

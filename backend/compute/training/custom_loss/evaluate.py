@@ -81,5 +81,5 @@ def evaluate(
 
     loss, metrics, where = run_graph(name, graph, values, call, DTYPES)
     if not isinstance(loss, jax.Array) or not np.issubdtype(loss.dtype, np.floating):
-        raise UserError(f"{where}: the loss is no floating-point tensor")
+        raise UserError(f"{where}: the loss is not a floating-point tensor")
     return loss, metrics
