@@ -1,1 +1,1 @@
-"""How the service is run: the `tinkerflow` command, the stack of processes behind `up`, the quickstart, the doctor."""
+"""Running the service: the `tinkerflow` command, the stack of processes behind `up`, the quickstart, the doctor."""

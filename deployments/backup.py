@@ -1,4 +1,4 @@
-"""A backup of a data dir as one tar file, made while the service runs, and its restoration.
+"""Back up a data dir to one tar file while the service runs, and restore it.
 
 The database is copied first, so the store then contains every checkpoint that the copy lists, except those that expire
 or are deleted while the store is copied. Files of the store and of the work folder never change once they are written.
@@ -31,9 +31,9 @@ _DRAFT = ".partial"
 
 
 def write_backup(settings: Settings, file: Path) -> Iterator[str]:
-    """Write a backup of the data dir to a new file; yields lines for people.
+    """Write a backup of the data dir to a new file. Yields lines for people.
 
-    Raises UserError when the file exists or cannot be written, or there is no data dir with a database.
+    UserError: the file exists or cannot be written, or there is no data dir with a database.
     """
     if file.exists():
         raise UserError(f"backup {file}: exists; give a new name")
@@ -67,9 +67,9 @@ def write_backup(settings: Settings, file: Path) -> Iterator[str]:
 
 
 def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
-    """Unpack a backup into a data dir; yields lines for people.
+    """Unpack a backup into a data dir. Yields lines for people.
 
-    Raises UserError when the file is no backup, or the data dir is not empty.
+    UserError: the file is not a backup, or the data dir is not empty.
     """
     if data_dir.is_dir() and any(data_dir.iterdir()):
         raise UserError(f"data dir {data_dir}: is not empty; give a new --data-dir, or move the old one away")
@@ -93,7 +93,7 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
 
 
 def _name_embedded_model(data_dir: Path) -> None:
-    """Let rows of the journal name the embedded model of this data dir. Its name is its folder (`EMBEDDED_FOLDER`)."""
+    """Rename the embedded model in the journal's rows to its folder in this data dir (`EMBEDDED_FOLDER`)."""
     if not (journal := data_dir / JOURNAL).exists():
         return
     folder = "/".join(EMBEDDED_FOLDER)
@@ -110,7 +110,7 @@ def _name_embedded_model(data_dir: Path) -> None:
 
 
 def _private(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-    """Refuse paths outside of the folder, and let only the owner read what is unpacked."""
+    """Refuse paths outside the folder, and restrict unpacked files to their owner."""
     checked = tarfile.data_filter(member, path)
     return checked.replace(mode=0o700 if checked.isdir() else 0o600, deep=False)
 
@@ -122,7 +122,7 @@ def _add_bytes(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _add_database(tar: tarfile.TarFile, name: str, file: Path) -> Iterator[str]:
-    """Copy an SQLite database as it is at one moment, while others write to it."""
+    """Add a consistent copy of an SQLite database, even while other processes write to it."""
     if not file.exists():
         return
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".backup-") as copy:
@@ -138,7 +138,7 @@ def _add_folder(tar: tarfile.TarFile, name: str, folder: Path) -> str:
     for path in [folder, *sorted(folder.rglob("*"))] if folder.is_dir() else []:
         try:
             tar.add(path, f"{name}/{path.relative_to(folder)}", recursive=False)
-        except FileNotFoundError:  # it expired meanwhile
+        except FileNotFoundError:  # the file expired meanwhile
             continue
         count += path.is_file()
     return f"{name}: {count} file(s)"

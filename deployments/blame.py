@@ -1,7 +1,7 @@
-"""The search for the rows that spoiled a step: each row of the step is computed alone, from the state before it.
+"""Find the rows that spoiled a step, by computing each row alone from the state before the step.
 
-A step may also suffer from an earlier one, which spoiled the weights. Then none of its rows is unlike the others, and
-the earlier step is found by bisection.
+An earlier step may have spoiled the weights instead. Then no row is unlike the others, and bisection finds the earlier
+step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _DTYPES = {pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4", pb.DTYPE_FLOAT32: "<f4"
 
 
 def rows_of_step(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]:
-    """A request for each row of the step's forward_backwards. NotFoundError: the history has no such step."""
+    """One request per row of the step's forward_backwards. NotFoundError: the history contains no such step."""
     rows = []
     for message in _requests(run, step):
         data = list(message.data)
         del message.data[:]
-        message.ClearField("seq_id")  # equal rows of several requests are equal
+        message.ClearField("seq_id")  # so that equal rows of different requests compare equal
         for datum in data:
             alone = pb.ForwardBackwardRequest()
             alone.CopyFrom(message)
@@ -54,10 +54,10 @@ def _requests(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]:
 
 
 def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
-    """Compute each row of `step` alone, from the state before the step. Returns them as `spec.outliers.ranked`.
+    """Compute each row of `step` alone, from the state before the step. Returns the rows as `ranked` orders them.
 
-    The optimizer takes a step of learning rate 0 after each row, which reports the norm of the row's gradients and
-    leaves the weights as they are. Equal rows are computed once. The pages of the run show the result.
+    After each row, an optimizer step of learning rate 0 reports the norm of the row's gradients and leaves the weights
+    unchanged. Equal rows are computed once. The run's pages show the result.
     """
     optimizer = OPTIMIZERS[run.about["optimizer"]]
     equal: dict[str, list[int]] = {}
@@ -71,7 +71,7 @@ def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
     found: list[BlamedRow] = []
 
     def answered(most: int) -> None:
-        """Wait until at most `most` rows have no figures."""
+        """Collect results until at most `most` rows are pending."""
         while len(waiting) > most:
             (number, *repeated), forward, made = waiting.popleft()
             output = pb.ForwardBackwardOutput.FromString(run.api.result(forward))
@@ -89,10 +89,10 @@ def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
 
 
 def origin(run: RecordedRun, step: int, back: int) -> int | None:
-    """The step that made the data of `step` unlikely, among the `back` steps before it; None: they are not unlikely.
+    """The step, among the `back` steps before `step`, that made its data unlikely; None if the data are not unlikely.
 
-    Bisects the states after these steps. The data are unlikely under a state that gives a token more nats than the
-    middle between the first and the last state. Those two must be log 4 nats apart.
+    Bisects the states after these steps. The data are unlikely under a state if their mean nats per token exceed the
+    midpoint between the first and the last state. Those two must be more than log 4 nats apart.
     """
     data = _requests(run, step)
     first, last = max(0, step - 1 - back), step - 1
@@ -109,7 +109,7 @@ def origin(run: RecordedRun, step: int, back: int) -> int | None:
 
 
 class _Probe:
-    """A fork of a run, with requests of its own."""
+    """A fork of a run, to which further requests are sent."""
 
     def __init__(self, run: RecordedRun, step: int, name: str) -> None:
         """Fork the run after `step`."""
@@ -128,7 +128,7 @@ class _Probe:
 
 
 def _nats(run: RecordedRun, step: int, data: Sequence[pb.ForwardBackwardRequest]) -> float:
-    """The mean nats of a token of these data, given the state after `step`; NaN if they have no logprobs."""
+    """Mean nats per counted token of the data under the state after `step`; NaN without logprobs."""
     probe, total, count = _Probe(run, step, f"search for the origin at step {step}"), 0.0, 0
     for message in data:
         message.forward_only = True
@@ -173,7 +173,7 @@ def _logprobs(record: pb.ArrayRecord) -> npt.NDArray[np.float32]:
 
 
 def _weights(datum: pb.Datum) -> npt.NDArray[Any] | None:
-    """The weights of the tokens in the loss, or their advantages; None: every token counts alike."""
+    """The tokens' weights in the loss: weights, advantages, or their product; None if all tokens count equally."""
     weights, advantages = _tensor(datum, "weights"), _tensor(datum, "advantages")
     if weights is None or advantages is None or weights.shape != advantages.shape:
         return advantages if weights is None else weights
@@ -182,7 +182,7 @@ def _weights(datum: pb.Datum) -> npt.NDArray[Any] | None:
 
 
 def _tensor(datum: pb.Datum, name: str) -> npt.NDArray[Any] | None:
-    """An input of the loss; None if the datum has none, or not as a dense array."""
+    """An input of the loss; None if it is absent, not dense, or of another dtype than `_DTYPES`."""
     tensor = datum.loss_fn_inputs.get(name)
     if tensor is None or tensor.WhichOneof("encoding") != "dense" or tensor.dtype not in _DTYPES:
         return None

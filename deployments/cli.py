@@ -24,7 +24,7 @@ def main() -> None:
         sys.exit(2)
     else:
         hide_password(words)
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch: we need none
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # we do not need PyTorch
         os.environ.setdefault("DO_NOT_TRACK", "1")  # otherwise Prefect's client sends usage data
         from tinkerflow.deployments.commands import run
 
@@ -32,9 +32,9 @@ def main() -> None:
 
 
 def hide_password(words: list[str]) -> None:
-    """Start this command again without a database password among its arguments, which every local user could read.
+    """Restart this command without a database password in its arguments, which every local user could read.
 
-    The URL goes into the environment, which only the same user can read.
+    The URL moves to the environment, which only the same user can read.
     """
     for i, word in enumerate(words):
         name, given, value = word.partition("=")
@@ -52,7 +52,7 @@ def has_password(url: str) -> bool:
     try:
         parts = urlsplit(url)
     except ValueError:
-        return True  # no URL at all: it is refused later, and must not be visible until then
+        return True  # not a URL: refused later, and must be hidden until then
     return parts.password is not None or "password=" in parts.query
 
 

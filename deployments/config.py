@@ -1,4 +1,4 @@
-"""Configuration files of pipelines: YAML in which every name counts."""
+"""Configuration files of pipelines: YAML that may not repeat a name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkerflow.backend.core.suggest import did_you_mean
 
 
 class _ConfigLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads YAML; a name that stands twice in one section is an error, and not replaced in silence."""
+    """Reads YAML. A name that appears twice in one section is an error, and not silently replaced."""
 
 
 def _mapping(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -36,12 +36,12 @@ _ConfigLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _m
 
 
 def import_beside(config: Path) -> None:
-    """Let rewards and environments be modules beside the file."""
+    """Make modules in the file's folder importable, for rewards and environments."""
     sys.path.insert(0, str(config.resolve().parent))
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text. yaml.YAMLError when it is wrong, or a name stands twice in one section."""
+    """Parse a YAML text. yaml.YAMLError: the text is invalid, or a name appears twice in one section."""
     return yaml.load(text, _ConfigLoader)
 
 
@@ -57,7 +57,7 @@ _HINTS = {  # the parser's problem: its usual cause
 
 
 def _in_words(error: yaml.YAMLError) -> str:
-    """The place and the problem of wrong YAML on one line, with its usual cause."""
+    """Describe an error in YAML on one line: its place, the problem, and the usual cause."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     mark = error.problem_mark
@@ -66,11 +66,10 @@ def _in_words(error: yaml.YAMLError) -> str:
 
 
 def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The parameters of a YAML file; relative paths of data in the file are relative to the file.
+    """Read parameters from a YAML file. Relative paths of data are relative to the file.
 
-    changes: parameters that replace those of the file, as `training.steps=10`. An empty value, or null, leaves out the
-    parameter of the file, so that it has its default. Raises UserError when the file cannot be
-    read, or a change is not NAME.NAME=VALUE.
+    changes: parameters that replace those of the file, as in `training.steps=10`. An empty value, or null, removes the
+    parameter, so that its default applies. UserError: the file cannot be read, or a change is not NAME.NAME=VALUE.
     """
     try:
         values = read_yaml(file.read_text(encoding="utf-8")) or {}
@@ -106,7 +105,7 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def make_absolute(folder: Path, values: dict[str, Any]) -> None:
-    """Make relative paths of data, which are the values of `url`, relative to `folder`."""
+    """Resolve relative paths of data, the values of `url`, against `folder`."""
     for name, value in values.items():
         if isinstance(value, dict):
             make_absolute(folder, value)

@@ -1,9 +1,9 @@
-"""Whether rows of a file were trained on: word for word, or in long parts.
+"""Find rows of a file that were trained on, word for word or in long parts.
 
-A token of a row counts as trained on if it is in an n-gram of 13 tokens that the training data have, too. 13-grams are
-those of GPT-3 (Brown et al., 2020, "Language Models are Few-Shot Learners", appendix C). The share of such tokens of a
-row, and 80 % as the limit, are those of Llama 2 (Touvron et al., 2023, "Llama 2", appendix A.6). N-grams that most rows
-of the file have, such as those of a chat template, do not count. N-grams are compared by hashes of 64 bits.
+A token of a row counts as trained on if it belongs to an n-gram of 13 tokens that also occurs in the training data.
+13-grams follow GPT-3 (Brown et al., 2020, "Language Models are Few-Shot Learners", appendix C). The share of such
+tokens in a row, and its limit of 80 %, follow Llama 2 (Touvron et al., 2023, "Llama 2", appendix A.6). N-grams that
+occur in most rows of the file, such as those of a chat template, do not count. N-grams are compared by 64-bit hashes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tinkerflow.deployments.recorded_run import Api
 
 NGRAM = 13
 CONTAMINATED = 0.8  # share of a row's tokens
-_FEWEST_ROWS = 4  # of a file, before n-grams that most rows have are taken for a template
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, as Knuth's multiplicative hashing has it: 2^64 / golden ratio
+_FEWEST_ROWS = 4  # of a file, for n-grams of most rows to be taken for a template
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd: Knuth's multiplicative hashing
 
 Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class TrainedRow:
-    """A row of a run's history. step, row: as `tinkerflow rerun --without STEP:ROW` names it."""
+    """A row of a run's history. step, row: as in `tinkerflow rerun --without STEP:ROW`."""
 
     run_id: str
     step: int
@@ -41,7 +41,7 @@ class TrainedRow:
 
 @dataclass
 class Overlap:
-    """A row of the file. exact: the trained row that is equal to it. share: of its tokens, that were trained on.
+    """How much of a row was trained on. exact: the trained row that equals it. share: of its tokens, trained on.
 
     nearest: the trained row with most of its n-grams.
     """
@@ -52,14 +52,14 @@ class Overlap:
 
     @property
     def contaminated(self) -> bool:
-        """Whether the row is of no use for an evaluation."""
+        """Whether the row is unfit for an evaluation."""
         return self.exact is not None or self.share >= CONTAMINATED
 
 
 def trained_rows(api: Api, against: str, unknown: Callable[[str], object]) -> Iterator[tuple[TrainedRow, Tokens]]:
-    """The different rows that a run, or a checkpoint and the checkpoints before it, were trained on, with their tokens.
+    """The distinct rows that a run, or a checkpoint and the checkpoints before it, were trained on, with their tokens.
 
-    unknown: called with a checkpoint before it whose rows are not known. NotFoundError: the run has no history, or did
+    unknown: called with each earlier checkpoint whose rows are not known. NotFoundError: the run has no history, or did
     not make the checkpoint.
     """
     seen: set[str] = set()
@@ -78,7 +78,7 @@ def trained_rows(api: Api, against: str, unknown: Callable[[str], object]) -> It
 
 
 def _tokens(datum: pb.Datum) -> Tokens:
-    """The tokens of a row with the last target. An image is one token, -1, which no text has."""
+    """The tokens of a row and its last target. An image becomes one token, -1, which occurs in no text."""
     parts = [np.frombuffer(one.encoded_text.tokens, "<i4") for one in datum.model_input if one.HasField("encoded_text")]
     if len(parts) < len(datum.model_input):
         kinds = [one.HasField("encoded_text") for one in datum.model_input]
@@ -95,7 +95,7 @@ def _tokens(datum: pb.Datum) -> Tokens:
 
 @dataclass
 class _NGrams:
-    """The n-grams of the file. hashes: sorted, each once. places: the rows and positions of each, by its index."""
+    """The n-grams of the file. hashes: sorted and unique. places: the rows and positions of each hash, by its index."""
 
     hashes: npt.NDArray[np.uint64]
     places: list[list[tuple[int, int]]]
@@ -103,7 +103,7 @@ class _NGrams:
 
 @dataclass
 class Comparison:
-    """Rows of a file, compared with trained rows one after another. rows: the tokens of each, at least one row."""
+    """Compares the rows of a file with trained rows, one at a time. rows: the tokens of each, at least one row."""
 
     rows: Sequence[Tokens]
     n: int = NGRAM
@@ -154,7 +154,7 @@ class Comparison:
 
 
 def hashes(tokens: Tokens, n: int) -> npt.NDArray[np.uint64]:
-    """A hash of 64 bits for each n-gram of a sequence; none if it is shorter than n."""
+    """A 64-bit hash for each n-gram of a sequence; empty if the sequence is shorter than n."""
     if len(tokens) < n:
         return np.empty(0, np.uint64)
     windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.int64).view(np.uint64), n)

@@ -54,7 +54,7 @@ class Checked:
 
 
 def parameters_of(pipeline: str, values: Mapping[str, Any]) -> AnyParameters:
-    """The parameters of a pipeline. UserError, as one line, when there is no such pipeline or a value is wrong."""
+    """Validate the parameters of a pipeline. UserError, as one line: there is no such pipeline, or a value is wrong."""
     model = PARAMETERS.get(pipeline)
     if model is None:
         names = f"{', '.join(PARAMETERS)}{did_you_mean(pipeline, PARAMETERS)}"
@@ -66,7 +66,7 @@ def parameters_of(pipeline: str, values: Mapping[str, Any]) -> AnyParameters:
 
 
 def check_code(parameters: AnyParameters) -> None:
-    """Raise UserError when the reward or the environment of a run cannot be imported."""
+    """Raise UserError if the reward or the environment of a run cannot be imported."""
     from tinkerflow.tasks.pipelines.adapters import adapter_named, environment_maker
 
     if not isinstance(parameters, JudgeParameters) or not parameters.judge:
@@ -76,9 +76,9 @@ def check_code(parameters: AnyParameters) -> None:
 
 
 def check_first_rows(parameters: AnyParameters) -> None:
-    """Refuse data that a run would refuse, as far as its first rows on this machine tell, within a second.
+    """Refuse data that a run would refuse, judged by its first rows on this machine, within a second.
 
-    Raises UserError when a file cannot be read, and DataCheckError when too many rows are wrong.
+    UserError: a file cannot be read. DataCheckError: too many rows are wrong.
     """
     for checked in data_sets(parameters):
         source = checked.source
@@ -109,7 +109,7 @@ def data_sets(parameters: AnyParameters) -> list[Checked]:
 def sources_of(url: str | None, config: Path | None, pipeline: str, options: Mapping[str, Any]) -> list[Checked]:
     """The data sets that the options of `tinkerflow data check` name.
 
-    UserError when they name none, or two, and when the reward or the environment of `config` cannot be imported.
+    UserError: they name none, or two, or the reward or the environment of `config` cannot be imported.
     """
     if (url is None) == (config is None):
         raise UserError("data check: give either a file, folder or URL, or --config FILE")
@@ -141,7 +141,7 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> str:
-    """The pipeline whose parameters these are, by those that only it has."""
+    """The pipeline that parameters belong to, recognised by a parameter that only this pipeline has."""
     marks = {"champion": "nightly", "grid": "sweep", "beta": "dpo", "teacher": "distill", "reward": "rl"}
     return next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
 
@@ -149,10 +149,10 @@ def _pipeline_of(values: Mapping[str, Any]) -> str:
 def check_files(
     console: Console, settings: Settings, sources: Sequence[Checked], base_model: str, show: int, against: str = ""
 ) -> bool:
-    """Check data sets and print what was understood; whether a run with them would begin.
+    """Check data sets and print the findings. Returns whether a run with them would begin.
 
-    base_model: whose tokenizer is used; "" = the first one that is served. show: rows to print as the model reads them.
-    against: a run or checkpoint; then also whether it was trained on none of the rows. "" = none.
+    base_model: whose tokenizer is used; "" = that of `against`, or the first one that is served. show: rows to print as
+    the model reads them. against: a run or checkpoint, or ""; the result is also False if it was trained on any row.
     """
     began, good = time.monotonic(), True
     for checked in sources:
@@ -202,9 +202,9 @@ def _model_behind(settings: Settings, against: str) -> str:
 def _compare(
     console: Console, settings: Settings, rows: Sequence[Any], places: Sequence[str], against: str, most: int = 10
 ) -> bool:
-    """Print which rows a run or a checkpoint was trained on; whether it was trained on none of them.
+    """Print which rows a run or a checkpoint was trained on. Returns whether it was trained on none of them.
 
-    rows: their tokens. places: of the rows in the data. most: rows to print.
+    rows: the tokens of each. places: of the rows in the data. most: rows to print.
     """
     from tinkerflow.deployments.contamination import CONTAMINATED, NGRAM, Comparison, trained_rows
     from tinkerflow.deployments.recorded_run import Api
@@ -237,7 +237,7 @@ def _compare(
 
 
 def _unused_without_pipeline(checked: Checked, read: ReadRows) -> list[str]:
-    """A note about columns that most pipelines refuse, when the check is for no pipeline."""
+    """A note about columns that most pipelines refuse, if the check is for no particular pipeline."""
     if checked.use.name != _ANY_SCHEMA.name:
         return []
     names = dict.fromkeys(name for _, row in read.good for name, value in row.extra.items() if value is not None)
@@ -251,7 +251,7 @@ def _unused_without_pipeline(checked: Checked, read: ReadRows) -> list[str]:
 
 
 def _flags(report: DataReport) -> str:
-    """The options of `data check` that would make wrong rows right; empty when there are none."""
+    """The options of `data check` that would repair wrong rows; empty if there are none."""
     columns = next((bad.columns for bad in report.first_errors if bad.columns), {})
     ignored = dict.fromkeys(name for bad in report.first_errors for name in bad.ignore)
     pairs = [("--column", f"{name}={column}") for name, column in columns.items()]
@@ -274,7 +274,7 @@ def _print_report(console: Console, checked: Checked, report: DataReport) -> Non
 
 
 def _print_example(console: Console, renderer: Renderer, example: TokenizedExample) -> None:
-    """Print a sequence with the trained parts in green, or in brackets where there are no colors."""
+    """Print a sequence with the trained parts in green, or in brackets if the console has no colors."""
     colors = console.is_terminal and not console.no_color
     text = Text()
     for piece, trained in renderer.pieces(example):
@@ -284,7 +284,7 @@ def _print_example(console: Console, renderer: Renderer, example: TokenizedExamp
 
 
 def _tokenizer(settings: Settings, name: str) -> Any:
-    """The tokenizer of a base model. That of the embedded model needs no folder, so a check leaves no files behind."""
+    """The tokenizer of a base model. The embedded model's is made in a scratch folder, so a check leaves no files."""
     from transformers import PreTrainedTokenizerFast
 
     from tinkerflow.backend.catalog.model_source import TEXT_FILES, find_model
@@ -299,7 +299,7 @@ def _tokenizer(settings: Settings, name: str) -> Any:
 
 
 def check_server(parameters: AnyParameters, url: str, key: str) -> None:
-    """Raise UserError, with the fix, when no server answers, or it refuses the key, the base model or a checkpoint."""
+    """Raise UserError, with the fix, if no server answers, or it refuses the key, the base model or a checkpoint."""
     try:
         answer = httpx.get(f"{url}/api/v1/get_server_capabilities", headers={"X-API-Key": key}, timeout=10)
     except httpx.HTTPError as error:
@@ -321,7 +321,7 @@ def check_server(parameters: AnyParameters, url: str, key: str) -> None:
 
 
 def _checkpoints_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The checkpoints that parameters name, after the names of the parameters."""
+    """The checkpoints among the parameters, as pairs of a parameter's name and a path."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _checkpoints_of(value, f"{prefix}{name}.")

@@ -27,7 +27,7 @@ NEEDED_BYTES = 100 * 2**20
 def owned(data_dir: Path, api_url: str) -> Iterator[None]:
     """Make the data dir if it is missing, repair its modes, and own it for the block.
 
-    Raises UserError when another process owns it, or it cannot be written to.
+    UserError: another process owns the data dir, its disk is almost full, or it cannot be written.
     """
     make_data_dir(data_dir)
     try:
@@ -37,7 +37,7 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
     with lock:
         if not _locks(lock):
             refuse_served(data_dir)
-            raise _served(data_dir, "another process")  # it has not written its name yet, or another release wrote it
+            raise _served(data_dir, "another process")  # its entry is not written yet, or is of another release
         try:
             _write_owner(lock, owner := Owner(os.getpid(), minute(datetime.now(UTC)), api_url, stopped=""))
         except OSError as error:
@@ -63,7 +63,7 @@ def _write_owner(lock: IO[str], owner: Owner) -> None:
 
 
 def make_data_dir(data_dir: Path) -> None:
-    """Make the data dir if it is missing; UserError when that fails."""
+    """Make the data dir if it is missing. UserError: it cannot be made."""
     try:
         make_folder(data_dir)
     except OSError as error:
@@ -71,13 +71,13 @@ def make_data_dir(data_dir: Path) -> None:
 
 
 def refuse_served(data_dir: Path) -> None:
-    """Raise UserError when a process serves the data dir."""
+    """Raise UserError if a process serves the data dir."""
     if (owner := read_owner(data_dir)) is not None:
         raise _served(data_dir, f"process {owner.pid} at {owner.api_url}")
 
 
 def _locks(lock: IO[str]) -> bool:
-    """Whether this process gets the lock. `read_owner` of another process may have it for a moment."""
+    """Try to take the lock, twice because another process may hold it briefly in `read_owner`."""
     for _ in range(2):
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

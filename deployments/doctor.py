@@ -1,6 +1,6 @@
 """`tinkerflow doctor`: check everything that a deployment needs, and print each finding with its remedy.
 
-The checks read the database, and never make or upgrade it.
+The checks read the database, and never create or upgrade it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_DATABASE = "there is no database yet; `tinkerflow up` makes it"
 
 
 def examine(settings: Settings, console: Console) -> bool:
-    """Print a table of checks; return whether all of them passed."""
+    """Print a table of checks. Returns whether all of them passed."""
     table = Table("", "check", "found", title="tinkerflow doctor")
     healthy = True
     for name, check in CHECKS.items():
@@ -56,13 +56,13 @@ def examine(settings: Settings, console: Console) -> bool:
 
 
 def check_settings(settings: Settings) -> str:
-    """The settings that a person asks for first."""
+    """The settings that people ask about first."""
     weights = f"{settings.dtype}, base weights {settings.base_weights}"
     return f"data dir {settings.data_dir}, {settings.processes} process(es), {weights}"
 
 
 def check_data_dir(settings: Settings) -> str:
-    """The data dir's modes and free space. UserError when others may read it, or its disk is full or read-only."""
+    """The data dir's modes and free space. UserError: others may read it, or its disk is full or read-only."""
     folder = settings.data_dir
     if not folder.exists():
         above = next(path for path in folder.parents if path.exists())
@@ -79,10 +79,10 @@ def check_data_dir(settings: Settings) -> str:
 
 
 def check_devices(settings: Settings, nvidia: str = "nvidia-smi") -> str:
-    """JAX's version and this host's devices, found without JAX: a device opened here would be taken from the workers.
+    """JAX's version and this host's devices, found without JAX: opening a device would take it from the workers.
 
-    nvidia: the program that lists NVIDIA's devices. UserError when devices are missing, or software that JAX needs to
-    use them.
+    nvidia: the program that lists NVIDIA's devices. UserError: devices are missing, or software that JAX needs to use
+    them.
     """
     expects, jax = expected(settings.platform, os.environ), f"jax {version('jax')}"
     if expects == "cpu":
@@ -103,7 +103,7 @@ def check_devices(settings: Settings, nvidia: str = "nvidia-smi") -> str:
 
 
 def check_journal(settings: Settings) -> str:
-    """The journal's database, and how much it holds. Raises ServerError when its schema is not this version's."""
+    """The journal's database, and its counts of runs and keys. ServerError: its schema is not this version's."""
     with opened_journal(settings) as journal:
         if journal is None:
             return f"{database_of(settings)}: {_NO_DATABASE}"
@@ -114,7 +114,7 @@ def check_journal(settings: Settings) -> str:
 def check_processes(settings: Settings, clock: Clock | None = None) -> str:
     """Last heartbeat of each part, the reasons why groups wait, and the requests that a lost group was executing.
 
-    UserError when the service was killed, or a part of it is silent.
+    UserError: the service was killed, or a part of it is silent.
     """
     with opened_journal(settings) as journal:
         if journal is None:
@@ -126,7 +126,7 @@ def check_processes(settings: Settings, clock: Clock | None = None) -> str:
         raise UserError(ended(last))
     ages = {part: max(0.0, (now - at).total_seconds()) for part, at in sorted(found.beats.items())}
     if owner is None and ages.get("engine") is None and ages.get("api", 0.0) > PAUSE_SECONDS:
-        ages = {}  # it was stopped, and only the engine's lease says so
+        ages = {}  # the service was stopped, as only the engine's lease shows
     lines = [f"{part} beat {age:.0f} s ago" for part, age in ages.items()]
     if any(age > PAUSE_SECONDS for age in ages.values()):
         raise UserError(
@@ -153,9 +153,9 @@ def check_recovery(settings: Settings) -> str:
 
 
 def check_store(settings: Settings) -> str:
-    """Write, read and remove objects, also where checkpoints are, through the code that saves these.
+    """Write, read and remove objects, also in the folder of checkpoints, through the code that saves checkpoints.
 
-    Raises StoreError when other bytes come back; UserError and OSError when the store cannot be opened or written.
+    StoreError: other bytes come back. UserError and OSError: the store cannot be opened or written.
     """
     blobs, name, content = open_blobs(settings.store_url), f".doctor-{uuid.uuid4().hex}", b"tinkerflow"
     for probe in (name, f"{RUNS}/{name}"):
@@ -199,7 +199,7 @@ def _compile_status(status: CompileStatus) -> str:
 
 
 def check_api(settings: Settings) -> str:
-    """Whether the API answers at its address. UserError when another program, or another data dir's API, answers."""
+    """Whether the API answers at its address. UserError: another program, or another data dir's API, answers."""
     service = service_url(settings)
     url = f"{service}/api/v1/healthz"
     try:
@@ -213,9 +213,9 @@ def check_api(settings: Settings) -> str:
 
 
 def check_prefect(settings: Settings) -> str:
-    """Whether the Prefect server answers that runs are tracked on: the one at PREFECT_API_URL, or the embedded one.
+    """Whether the Prefect server that tracks runs answers: the one at PREFECT_API_URL, or the embedded one.
 
-    Raises UserError when an external server is not named or does not answer.
+    UserError: an external server is not configured or does not answer.
     """
     if settings.prefect == "off":
         return "off: nothing is tracked"
@@ -234,7 +234,7 @@ def check_prefect(settings: Settings) -> str:
         raise UserError(f"{url}: no answer ({error}); start that server, or change PREFECT_API_URL") from error
 
 
-FIXES = {  # for errors of libraries, which name none
+FIXES = {  # for errors of libraries, which suggest no fix
     "journal": "check TINKERFLOW_DATABASE_URL, and that the database runs",
     "processes": "check TINKERFLOW_DATABASE_URL, and that the database runs",
     "recovery": "check TINKERFLOW_DATABASE_URL, and that the database runs",

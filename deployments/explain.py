@@ -1,4 +1,4 @@
-"""The ancestry of a checkpoint: its run, the data that changed it, and the checkpoint with which the run began."""
+"""The ancestry of a checkpoint: its run, the data that changed it, and the checkpoint that the run began from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_PARENTS = 100
 
 @dataclass
 class Ancestry:
-    """The part of a run that a checkpoint has in it. seq_id: of the request that made it. data: it was trained on."""
+    """The part of a run that led to a checkpoint. seq_id: of the request that made it. data: that it was trained on."""
 
     path: str
     run: RecordedRun
@@ -23,7 +23,7 @@ class Ancestry:
     data: TrainedData = field(default_factory=TrainedData)
 
     def add(self, recorded: RecordedRequest) -> None:
-        """Take up a successful request of the run."""
+        """Add a successful request of the run."""
         self.seq_id = recorded.seq_id
         self.data.add(recorded.kind, recorded.payload)
 
@@ -31,10 +31,10 @@ class Ancestry:
 def requests_behind(
     api: Api, against: str, unknown: Callable[[str], object]
 ) -> Iterator[tuple[RecordedRun, RecordedRequest]]:
-    """The requests that have made a checkpoint, or all of a run, and then those of the checkpoints that were loaded.
+    """The requests that led to a checkpoint, or all of a run, and then those behind the checkpoints that were loaded.
 
-    A request before one that replaces the weights is returned, too. unknown: called with a loaded checkpoint whose
-    requests are in no history. NotFoundError: see `explain`.
+    Requests before a load are included, although the load replaces the weights. unknown: called with a loaded
+    checkpoint whose requests are in no history. NotFoundError: see `explain`.
     """
     wanted: str | None = against
     for generation in range(_MOST_PARENTS):
@@ -54,7 +54,7 @@ def requests_behind(
 
 
 def explain(api: Api, path: str) -> Iterator[Ancestry]:
-    """The ancestry of a checkpoint, then those of the checkpoints before it, as far as their runs have histories.
+    """The ancestry of a checkpoint, then of the checkpoints before it, as long as their runs have histories.
 
     NotFoundError: the run of the first checkpoint has no history, or did not make the checkpoint.
     """
@@ -73,7 +73,7 @@ def explain(api: Api, path: str) -> Iterator[Ancestry]:
 
 
 def answers_of(api: Api, path: str) -> list[str]:
-    """Sentences about the champions that the checkpoint is, and the sample requests that it has answered."""
+    """Sentences about the champions that name the checkpoint, and the sample requests that it answered."""
     parts = CheckpointPath.parse(path)
     given = api.ask(f"training_runs/{quoted(parts.run_id)}/checkpoints/{parts.kind}/{quoted(parts.name)}/answers")
     lines = [f"champion/{name} since {at or 'an unknown time'}" for name, at in given["champions"].items()]

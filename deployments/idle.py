@@ -1,7 +1,7 @@
-"""Releasing worker processes while no request needs them, so that others have the devices.
+"""Release worker processes while no request needs them, so that other programs can use the devices.
 
-The engine goes on without them, as after the loss of its hosts: a request waits, and reports the reason. It is in the
-journal, where it is seen here, and the processes are started again. Models are restored as after a lost group.
+The engine continues without them, as after the loss of its hosts: a request waits, and reports the reason. This module
+sees the request in the journal and starts the processes again. Models are restored as after the loss of a group.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ async def keep_while_needed(
     *,
     look_seconds: float = LOOK_SECONDS,
 ) -> None:
-    """Run `keep` until nothing was needed for some time, and again when something is, for ever; raise what it raises.
+    """Run `keep` while processes are needed and `rest` while they are not, forever. Propagates their exceptions.
 
-    keep: keeps worker processes until it is cancelled. rest: runs in its place while nothing is needed.
-    needed: whether there is anything for them to do.
-    seconds: how long nothing must have been needed. report: gets lines for people.
-    look_seconds: between two questions to `needed`.
+    keep: keeps worker processes until it is cancelled. rest: runs instead of `keep` until it is cancelled.
+    needed: whether the processes have work to do.
+    seconds: how long there must be no work before `keep` is cancelled. report: gets lines for people.
+    look_seconds: between two calls of `needed`.
     """
 
     async def until_idle() -> None:
@@ -42,7 +42,7 @@ async def keep_while_needed(
             quiet = 0.0 if await needed() else quiet + look_seconds
 
     async def until_needed() -> None:
-        while not await needed():  # noqa: ASYNC110  the requests are another process's
+        while not await needed():  # noqa: ASYNC110  another process stores the requests
             await asyncio.sleep(look_seconds)
 
     while True:
@@ -53,7 +53,7 @@ async def keep_while_needed(
 
 
 async def _until_either_ends(*works: Coroutine[None, None, None]) -> None:
-    """Cancel the others when one of them ends; raise what it raises. They end in peace, also when we are cancelled."""
+    """Run until the first one ends, then cancel and await the rest, even if cancelled. Raises the first's exception."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -73,7 +73,7 @@ async def _until_either_ends(*works: Coroutine[None, None, None]) -> None:
 
 @asynccontextmanager
 async def demand(journal_url: str) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
-    """Whether requests of a journal wait for worker processes, or weights in their memory wait for the store."""
+    """Yields a check whether a journal's requests wait for worker processes, or weights in memory for the store."""
     journal = await asyncio.to_thread(Journal.open, journal_url)
 
     def needed() -> bool:

@@ -1,4 +1,4 @@
-"""Runs a part of a deployment (the engine, the API) as a child process, and restarts it when it ends or is silent.
+"""Runs a part of a deployment (the engine, the API) as a child process, and restarts it when it ends or falls silent.
 
 A part writes lines to its standard output: heartbeats (pulse.py), READY when it serves, and other lines for people.
 """
@@ -19,7 +19,7 @@ from tinkerflow.backend.supervise.processes import tail
 from tinkerflow.deployments.pulse import BEAT, READY
 
 STOP_SECONDS = 20.0
-FOR_PEOPLE = "tinkerflow: "  # begins the line with which a command answers an error that a person can fix
+FOR_PEOPLE = "tinkerflow: "  # begins a command's last line after an error that a person can fix
 
 
 def _unanswered() -> Future[None]:
@@ -34,8 +34,8 @@ class Part:
 
     name: the name for people and for the log file.
     command, environment: how the process is started.
-    log_dir: the folder of its log file, which gets its standard error.
-    silence: the part is killed after so many seconds without a line.
+    log_dir: the folder of the log file for its standard error.
+    silence: the part is killed after this many seconds without a line.
     report: gets lines for people, also from another thread.
     """
 
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def log(self) -> Path:
-        """The log file, which gets the standard error of the part."""
+        """The log file for the standard error of the part."""
         return self.log_dir / f"{self.name}.log"
 
     async def keep(self, may_end: Callable[[], bool] = lambda: True) -> None:

@@ -1,4 +1,4 @@
-"""The interface of launchers, which start worker processes, and the plan that they get.
+"""The interface of launchers, which start worker processes, and the plan that launchers receive.
 
 A launcher makes processes join the engine's group. It starts `tinkerflow worker`, or the same agent
 (`backend/pool/host/agent.py`), for each process. The cluster's own system places processes, restarts them and applies
@@ -27,11 +27,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """The processes that shall join a group.
+    """The processes that are to join a group.
 
     processes: the number of processes of all groups that run at a time.
     devices: the number of accelerators to request for each process; 0 = none.
-    platform: the setting: which kind of devices.
+    platform: the kind of devices, as in the settings.
     spread: whether each process must have its own host.
     base_models: ids or folders of the served base models. Folders must exist on the hosts.
     group: HOST:PORT where the processes join.
@@ -57,7 +57,7 @@ class Plan:
     def of(cls, settings: Settings, environment: Mapping[str, str]) -> Plan:
         """The plan for these settings. Creates the group's secret if it is missing.
 
-        UserError when the file of the secret has no secret, and when CPUs shall have accelerators.
+        UserError: the secret's file contains no secret, or accelerators are requested for the platform `cpu`.
         """
         if settings.process_devices and settings.platform == "cpu":
             raise broken("process_devices", settings.process_devices, "0 where platform is 'cpu'")
@@ -86,8 +86,8 @@ class Launcher:
 
     name: the value of the setting `launcher`, and the name of the launcher's file.
     keep: starts the plan's processes, and replaces those that end, until cancelled. Then it ends all of them. Its
-    second argument reports lines to people. UserError when the plan is impossible.
-    address: returns the address of this host that the processes reach, for a group without a configured address.
+    second argument reports lines to people. UserError: the plan is impossible.
+    address: returns the address at which processes reach this host, for a group without a configured address.
     rest: runs instead of `keep` while no request needs the processes, until cancelled.
     """
 
@@ -108,7 +108,7 @@ def own_address(peer: str = "") -> str:
 
 
 def ending_with_us(command: Sequence[str]) -> tuple[str, ...]:
-    """A command for a child process that gets SIGTERM when this process ends for any reason."""
+    """A command for a child process that receives SIGTERM when this process ends for any reason."""
     code = (
         "import os, signal, sys; from tinkerflow.backend.supervise.processes import die_with_parent; "
         "die_with_parent(int(sys.argv[1]), signal.SIGTERM); os.execvp(sys.argv[2], sys.argv[2:])"

@@ -1,4 +1,4 @@
-"""`tinkerflow.local`: the complete service and a client of it, for a block of a program or for a notebook."""
+"""`tinkerflow.local`: the complete service with a client, for a block of a program or for a notebook."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def local(
     TINKER_API_KEY name the service, for programs that read them.
 
     base_model: a Hugging Face id or a folder; empty, or `tinkerflow/tiny` = the tiny embedded model.
-    data_dir: the folder for checkpoints, logs and compiled programs, which a later block finds there; None = a scratch
+    data_dir: the folder for checkpoints, logs and compiled programs, which later blocks can reuse; None = a scratch
     folder, which is removed at the end.
     progress: gets lines for people, from other threads.
-    settings: settings of docs/settings.md, such as `processes=2`. They win over environment variables.
+    settings: settings of docs/settings.md, such as `processes=2`. They override environment variables.
 
-    Raises ValueError (pydantic's) when a setting is wrong. Raises ServerError with the last lines of the log when the
-    service does not start.
+    ValueError (pydantic's): a setting is wrong. ServerError, with the last lines of the log: the service does not
+    start.
     """
     if base_model:
         settings["base_models"] = (str(base_model),)

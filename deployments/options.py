@@ -1,4 +1,4 @@
-"""Parts of commands: options that are settings, errors of options, times, tables, and the console.
+"""Helpers for commands: options from settings, errors of options, times, tables, and the console.
 
 The help of every command imports this module, so it imports pydantic and rich only where they are used.
 """
@@ -30,7 +30,7 @@ def setting(name: str, remark: str = "", *, default: str = "") -> Any:
     """An option for the setting `name`.
 
     remark: text in addition to the setting's description. default: the default that the help shows, for a command whose
-    default is not the setting's.
+    default differs from the setting's.
     """
     description, usual = describe(name)
     default = default or ("" if usual in ("", ()) else str(usual))
@@ -42,9 +42,9 @@ DataDir = Annotated[Path | None, setting("data_dir")]
 
 
 def settings_with(**given: Any) -> Settings:
-    """Settings from the environment, with those options on top that were given, which are not None.
+    """Settings from the environment, overridden by the given options that are not None.
 
-    Raises UserError for a wrong value; it names the variable of a value from the environment.
+    UserError: a value is wrong. For a value from the environment, the error names its variable.
     """
     from pydantic import ValidationError
 
@@ -59,9 +59,9 @@ def settings_with(**given: Any) -> Settings:
 
 
 def export_data_dir(data_dir: Path | None) -> None:
-    """Let settings that are read later, and processes that are started, use the data dir that was given.
+    """Make settings that are read later, and child processes, use the given data dir.
 
-    UserError when it cannot be one.
+    UserError: the path cannot be a data dir.
     """
     if data_dir is not None:
         settings_with(data_dir=data_dir)
@@ -69,12 +69,12 @@ def export_data_dir(data_dir: Path | None) -> None:
 
 
 def minute(moment: datetime | None) -> str:
-    """A moment for people; "" for none."""
+    """A time for people, to the minute; "" for None."""
     return f"{moment:%Y-%m-%d %H:%M} UTC" if moment else ""
 
 
 def plain_console(**options: Any) -> Console:
-    """A console that prints texts as they are: the `:train:` of a model's id is no emoji, and `[gpu]` no style."""
+    """A console that prints text unchanged: `:train:` in a model's id is no emoji, and `[gpu]` is no style."""
     from rich.console import Console
 
     return Console(emoji=False, markup=False, **options)
@@ -83,7 +83,7 @@ def plain_console(**options: Any) -> Console:
 def print_wide(table: Table, *, empty: str = "") -> None:
     """Print a table whose cells people copy: a narrow table would fold or cut paths and ids.
 
-    empty: the line for a table without rows, which is not printed then.
+    empty: the line to print instead of a table without rows.
     """
     if empty and not table.row_count:
         print(empty)
@@ -92,14 +92,14 @@ def print_wide(table: Table, *, empty: str = "") -> None:
 
 
 def existing(settings: Settings, url: str) -> str:
-    """The URL of a store, unless it is a folder of a data dir that does not exist: that is a UserError."""
+    """The URL of a store. UserError: the store is a folder of a data dir that does not exist."""
     if f"{url}/".startswith(f"{settings.data_dir.as_uri()}/") and not settings.data_dir.is_dir():
         raise UserError(f"data dir {settings.data_dir}: does not exist")
     return url
 
 
 def database_of(settings: Settings) -> str:
-    """The journal's database without user and password, which may be in front of the host or in the query."""
+    """The journal's database without user and password, which may precede the host or be in the query."""
     return settings.journal_url.rsplit("@", 1)[-1].partition("?")[0]
 
 
@@ -111,7 +111,7 @@ def explain(
 ) -> str:
     """The error as a line for people: the place, the value and the rule of each wrong value.
 
-    model: the owner of the parameters, to suggest names for unknown ones. names: other names of outermost places.
+    model: the owner of the parameters, to suggest names for unknown ones. names: replace outermost places.
     """
     return "; ".join(_explain(wrong, model, names) for wrong in error.errors(include_url=False))
 

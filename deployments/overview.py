@@ -1,4 +1,4 @@
-"""The commands of `tinkerflow` with their modules and summaries: the help of the command itself loads nothing else."""
+"""The commands of `tinkerflow` with their modules and summaries. The top-level help loads nothing else."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ OVERVIEW = {
     },
 }
 MODULES = {name: module for commands in OVERVIEW.values() for name, (module, _) in commands.items()}
-# Every pipeline has an example of its name.
+# Every pipeline has an example that is named after it.
 PIPELINES = sorted(path.stem for path in Path(__file__).with_name("examples").glob("*.yaml"))
 
 
 def overview() -> str:
-    """The help of the command itself."""
+    """The top-level help."""
     lines = ["Usage: tinkerflow COMMAND [OPTIONS]", "", ABOUT]
     for group, commands in OVERVIEW.items():
         lines += ["", f"{group}:", *(f"  {name:12}{summary}" for name, (_, summary) in commands.items())]

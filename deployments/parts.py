@@ -28,7 +28,7 @@ from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
 
 def run_engine_part(settings: Settings, parent: int) -> None:
-    """Run the engine until SIGTERM; stdout gets its progress, READY when it executes requests, and beats for `up`."""
+    """Run the engine until SIGTERM. Prints progress, READY when it executes requests, and beats for `up`."""
     pulse = _begin(parent)
     from tinkerflow.flows.engine import run_engine
 
@@ -40,7 +40,7 @@ def run_engine_part(settings: Settings, parent: int) -> None:
 
 
 def run_api_part(settings: Settings, parent: int) -> None:
-    """Run the API until SIGTERM; stdout gets READY when it listens, and beats for `up`."""
+    """Run the API until SIGTERM. Prints READY when it listens, and beats for `up`."""
     pulse = _begin(parent)
     from tinkerflow.api.serve import serve
 
@@ -61,10 +61,10 @@ def run_worker_part(settings: Settings, group: str, processes: int) -> None:
 
 
 def run_track_part(settings: Settings, parent: int, *, once: bool) -> None:
-    """Mirror training runs to the trackers of the settings until SIGTERM; stdout gets READY and beats for `up`.
+    """Mirror training runs to the trackers of the settings until SIGTERM. Prints READY and beats for `up`.
 
-    once: write what the journal has, and return. UserError when the settings name no tracker and no OpenLineage server,
-    or one that cannot be used.
+    once: mirror the journal as it is, and return. UserError: the settings name no tracker and no OpenLineage server, or
+    one that cannot be used.
     """
     from tinkerflow.backend.catalog.openlineage import LineageMirror
     from tinkerflow.backend.store import Store
@@ -104,9 +104,9 @@ def run_track_part(settings: Settings, parent: int, *, once: bool) -> None:
 
 
 def with_base_models(settings: Settings) -> Settings:
-    """The settings with the folder of the embedded model instead of its alias. It is also the default base model.
+    """The settings, with the folder of the embedded model, which is also the default, instead of its alias.
 
-    The embedded model is made in the data dir first.
+    Makes the embedded model in the data dir if it is missing.
     """
     named = settings.base_models or (EMBEDDED,)
     if EMBEDDED not in named:
@@ -124,19 +124,19 @@ def with_base_models(settings: Settings) -> Settings:
 
 
 def resolve_base_model(settings: Settings, name: str) -> str:
-    """The model that a name in the settings stands for; "" = the first that they name. See `with_base_models`."""
+    """The base model of a name, as `with_base_models` resolves it; "" = the first one of the settings."""
     named = {"base_models": (name,)} if name else {}
     return with_base_models(Settings(**(settings.model_dump() | named))).base_models[0]
 
 
 def embedded_model(settings: Settings) -> Path:
-    """Where the embedded model is, or will be."""
+    """The folder of the embedded model, which may not exist yet."""
     return settings.data_dir.joinpath(*EMBEDDED_FOLDER)
 
 
 @contextmanager
 def open_journal(settings: Settings) -> Iterator[Journal]:
-    """The journal, after its database is made or migrated; for commands that read or change the journal."""
+    """Open the journal for a command. Creates or migrates its database first."""
     make_data_dir(settings.data_dir)
     migrate(settings.journal_url)
     journal = Journal.open(settings.journal_url)
@@ -162,7 +162,7 @@ def _until_signal(work: Callable[[], Coroutine[None, None, None]], log: Callable
 
 
 def _begin(parent: int) -> Pulse:
-    """The start of every part: end with the parent and send it heartbeats, write private files, and log to stderr."""
+    """Prepare a part: end with the parent and send it heartbeats, write private files, and log to stderr."""
     os.umask(0o077)
     pulse = Pulse()
     if parent:

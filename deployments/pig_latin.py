@@ -14,7 +14,7 @@ class Lesson:
 
     @property
     def prompt(self) -> str:
-        """What the model is asked."""
+        """The prompt for the model."""
         return f"English: {self.english}\nPig Latin:"
 
     @property

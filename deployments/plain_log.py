@@ -1,4 +1,4 @@
-"""The console log of `tinkerflow serve` and its flow runs: texts as they are, and no error where a person cancels."""
+"""The console log of `tinkerflow serve` and its flow runs: unchanged text, and no error when a person cancels a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 
 
 class PlainConsoleHandler(PrefectConsoleHandler):
-    """Prefect's handler, without two faults: `:train:` of a run's id becomes an emoji, and a cancelled run an error."""
+    """Prefect's handler, except that `:train:` in a run's id stays text, and a cancelled run is no error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""

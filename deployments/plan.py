@@ -1,7 +1,7 @@
 """`tinkerflow plan`: whether a base model fits a machine, which batch and context it allows, and its highest speed.
 
-It reads `config.json` alone, which comes with this package for popular models. It loads no weights and needs no
-accelerator. `python -m tests.accelerators.plan` of the repository also compiles the programs of a plan with the
+It reads only `config.json`, which this package includes for popular models. It loads no weights and needs no
+accelerator. `python -m tests.accelerators.plan` in the repository also compiles the programs of a plan with the
 accelerator's compiler.
 """
 
@@ -37,7 +37,7 @@ from tinkerflow.backend.spec.ranks import expert_rank
 from tinkerflow.flows.groups import group_config
 
 CONFIG = "config.json"
-ROW = 1024  # tokens of the examples that training is estimated for
+ROW = 1024  # tokens of an example in the estimate for training
 _WIDTH = 44  # of the column with the kind of work
 _WORTHWHILE = 1.2  # times the rate of training
 _HOST_GPUS = 8
@@ -63,7 +63,7 @@ class ServicePlan:
     memory: MemoryPlan
 
     def slots(self, positions: int) -> int:
-        """How many sequences of so many positions are decoded together."""
+        """How many sequences of `positions` positions are decoded together."""
         config = sampling_config(self.cfg, self.config)
         return max(config.fsdp, min(config.sample_slots, self.memory.cells // positions))
 
@@ -71,8 +71,8 @@ class ServicePlan:
 def plan_service(settings: Settings, base_model: str, topology: str, *, rank: int) -> ServicePlan:
     """The plan that a service with these settings would make.
 
-    base_model: as of `find_model`. topology: such as "v6e:2x4" or "h100:8". rank: of adapters. UserError names an
-    unknown device, shape or config, a wrong mesh, or a rank or context out of range. DoesNotFitError: without room.
+    base_model: as for `find_model`. topology: such as "v6e:2x4" or "h100:8". rank: of adapters. UserError: an unknown
+    device, shape or config, a wrong mesh, or a rank or context out of range. DoesNotFitError: too little memory.
     """
     target = parse_topology(topology)
     cfg = parse_config(_config(base_model), name=base_model)
@@ -93,7 +93,7 @@ def plan_service(settings: Settings, base_model: str, topology: str, *, rank: in
 
 
 def _config(base_model: str) -> Mapping[str, Any]:
-    """The content of the model's config.json. UserError when it cannot be read."""
+    """The content of the model's config.json. UserError: it cannot be read."""
     if base_model in known_models() and not Path(base_model).is_dir():
         return known_models()[base_model][0]
     try:
@@ -104,7 +104,7 @@ def _config(base_model: str) -> Mapping[str, Any]:
 
 
 def what_fits(settings: Settings, base_model: str, topology: str, *, rank: int) -> str:
-    """The end of an answer about a model that does not fit: an option with which it fits; "" if none was found."""
+    """A hint for a model that does not fit: an option with which it fits; "" if none was found."""
     for option, changed, place in _larger(settings, topology):
         try:
             plan_service(changed, base_model, place, rank=rank)
@@ -116,7 +116,7 @@ def what_fits(settings: Settings, base_model: str, topology: str, *, rank: int) 
 
 def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, str]]:
     target = parse_topology(topology)
-    for kind in ("mxfp4", "int8", "nf4"):  # the first for gpt-oss alone
+    for kind in ("mxfp4", "int8", "nf4"):  # mxfp4 is only for gpt-oss
         yield f"--base-weights {kind}", settings.model_copy(update={"base_weights": kind}), topology
     for count in (2, 4, 8):
         if target.device.platform.name == CUDA.name and len(target.shape) == 1 and count > target.count:
@@ -128,7 +128,7 @@ def _larger(settings: Settings, topology: str) -> Iterator[tuple[str, Settings, 
 
 
 def command_of(plan: ServicePlan, settings: Settings) -> str:
-    """The command that serves the base model as planned. For GPUs of several hosts: that of the first host."""
+    """The command that serves the base model as planned. For GPUs on several hosts: the command of the first host."""
     planned = ("max_context", "base_weights", "tensor_parallel", "expert_parallel", "context_parallel")
     changed = [name for name in planned if getattr(settings, name) != Settings.model_fields[name].default]
     words = [f"TINKERFLOW_{name.upper()}={getattr(settings, name)}" for name in changed]
@@ -145,7 +145,7 @@ def _hosts(target: Topology) -> int:
 
 
 def about_hosts(target: Topology) -> list[str]:
-    """Lines about GPUs of several hosts: the command of the others, and a limit of the plan."""
+    """Lines about GPUs on several hosts: the command of the other hosts, and a limit of the plan."""
     if _hosts(target):
         return [
             "and on each host: tinkerflow worker --group ADDRESS:7000 --secret-file group.secret "
@@ -158,7 +158,7 @@ def about_hosts(target: Topology) -> list[str]:
 
 
 def with_expert_axis(plan: ServicePlan, settings: Settings) -> str:
-    """A line about whole experts on each device of a host, where this trains faster; "" otherwise."""
+    """A line about placing whole experts on each device of a host, if this trains faster; else ""."""
     size = math.gcd(plan.cfg.experts, plan.target.shape[-1] // plan.config.tensor)
     if plan.config.expert > 1 or size < 2:
         return ""
@@ -180,7 +180,7 @@ def with_expert_axis(plan: ServicePlan, settings: Settings) -> str:
 def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
     """The plan in lines of text: a verdict, the sizes that fit, and upper bounds of the speed.
 
-    price: US dollars that all devices cost for an hour, for the cost of tokens; 0 = not known.
+    price: US dollars per hour for all devices, to show the cost of tokens; 0 = unknown.
     """
     cfg, config, target, memory = plan.cfg, plan.config, plan.target, plan.memory
     assert memory.uses is not None  # an accelerator
@@ -228,7 +228,7 @@ def _training(plan: ServicePlan) -> Estimate:
 
 
 def _decode(plan: ServicePlan, positions: int) -> Estimate:
-    """The bound of a decode step of sequences with so many positions."""
+    """The bound of a decode step for sequences of `positions` positions."""
     assert plan.memory.uses is not None
     undivided = replace(plan.config, fsdp=1, tensor=1, expert=1)
     slots, weights = plan.slots(positions), 0.0

@@ -1,6 +1,6 @@
-"""The deployments in prefect.yaml and prefect-kubernetes.yaml, made from the pipelines and their examples.
+"""Generate the deployments in prefect.yaml and prefect-kubernetes.yaml from the pipelines and their examples.
 
-`python -m tinkerflow.deployments.prefect_files` writes them; a test compares the files with the pipelines.
+`python -m tinkerflow.deployments.prefect_files` writes the files. A test compares the files with the pipelines.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _BEGIN = "deployments: # below this line: python -m tinkerflow.deployments.prefe
 
 
 def rewritten(file: Path) -> str:
-    """The text of a file with new deployments; the part above them stays."""
+    """The text of a file with new deployments. The part above them stays unchanged."""
     head = file.read_text(encoding="utf-8").partition(_BEGIN)[0]
     on_kubernetes = file.name == "prefect-kubernetes.yaml"
     return head + _BEGIN + "\n".join(_entry(pipeline, on_kubernetes) for pipeline in pipelines().values())
 
 
 def files() -> list[Path]:
-    """The files that are made."""
+    """The generated files."""
     folder = Path(str(resources.files("tinkerflow.deployments")))
     return [folder / "prefect.yaml", folder / "prefect-kubernetes.yaml"]
 
@@ -50,7 +50,7 @@ def _entry(pipeline: Pipeline, on_kubernetes: bool) -> str:
 
 
 def _moved(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """The parameters with every `url` of example data put into `folder`."""
+    """The parameters with every `url` of example data moved to `folder`."""
     moved = {name: _moved(value, folder) if isinstance(value, dict) else value for name, value in values.items()}
     return moved | ({"url": f"{folder}{moved['url']}"} if "url" in moved else {})
 

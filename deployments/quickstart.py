@@ -33,7 +33,7 @@ STEPS = 30
 LEARNING_RATE = 5e-3
 RANK = 32
 RUN_NAME = "quickstart: pig latin"  # in the console and in Prefect
-SAVED = "pig-latin"  # the checkpoint of what was learnt
+SAVED = "pig-latin"  # the checkpoint with the trained weights
 SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
 
 
@@ -65,7 +65,7 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
 
 
 def _progress(status: Status) -> Callable[[str], None]:
-    """Shows the newest line of a service's parts, in a file one now and then; the line of the ready service stays."""
+    """Show the newest line of a service's parts, or without a terminal, one now and then. The `ready:` line stays."""
     next_line = time.monotonic()
 
     def report(line: str) -> None:
@@ -85,9 +85,9 @@ def _client(api_url: str) -> str:
 
 
 def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: int) -> tuple[bool, str]:
-    """Fine-tune on the service at `api_url` for `steps` optimizer steps; whether it learnt, and the path of its page.
+    """Fine-tune at `api_url` for `steps` optimizer steps. Returns whether it learnt, and the path of the run's page.
 
-    prefect: the server that shows the run; None: none does, and then the run has no page.
+    prefect: the server that shows the run; None = there is none, and the path is empty.
     """
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
@@ -169,16 +169,16 @@ def _table(before: list[str], after: list[str]) -> Table:
 
 
 def _printable(text: str) -> str:
-    """The text in ASCII on one line; "?" for bytes of the untrained model that are no character."""
+    """The text in ASCII on one line, with "?" for the untrained model's bytes that form no character."""
     return ascii(text.replace("\ufffd", "?"))[1:-1]
 
 
 def _flow_run_page(prefect: PrefectAccess, model_id: str) -> str:
-    """The path of the page of the training run of `model_id`; of the page of all runs if the run is untracked."""
+    """The path of the page of the training run `model_id`, or of all runs if this one is not found in SHOWN_SECONDS."""
     tagged, url = {"flow_runs": {"tags": {"all_": [model_id]}}}, f"{prefect.api_url}/flow_runs/filter"
     deadline = time.monotonic() + SHOWN_SECONDS
     while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):  # on a busy machine Prefect may be late, or start anew
+        with contextlib.suppress(httpx.TransportError):  # on a busy machine Prefect may be late, or restart
             if runs := httpx.post(url, json=tagged, headers=prefect.headers).raise_for_status().json():
                 return f"/runs/flow-run/{runs[0]['id']}"
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The comparison of a training run with its receipt: the history, and the results when they are computed again."""
+"""Compare a training run with its receipt: the history, and the recomputed results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinkerflow.deployments.rerun import Changes, Rerun
 
 
 def read_receipt(file: Path) -> tuple[dict[str, Any], list[Mark]]:
-    """A receipt and its marks. UserError: the file is absent, or no receipt, or was changed."""
+    """Read a receipt and its marks. UserError: the file is absent, is not a receipt, or was changed."""
     try:
         issued = orjson.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -25,7 +25,7 @@ def read_receipt(file: Path) -> tuple[dict[str, Any], list[Mark]]:
 
 
 def verify_history(run: RecordedRun, wanted: Sequence[Mark]) -> str | None:
-    """The first place where the history differs from a receipt's marks, for people; None if it does not."""
+    """The first place where the history differs from a receipt's marks, for people; None if there is none."""
     try:
         return first_difference(wanted, marks(run.links()))
     except ServerError as error:

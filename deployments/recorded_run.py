@@ -16,13 +16,13 @@ from tinkerflow.backend.catalog.receipt import Link
 from tinkerflow.backend.core.errors import NotFoundError, ServerError, UserError
 
 _HEARTBEAT_SECONDS = 20.0
-_AWAY_SECONDS = 120.0  # for which a server may be away
-_AGAIN = (429, 502, 503, 504)  # statuses of answers that are asked for again
+_AWAY_SECONDS = 120.0  # how long a server may be away
+_AGAIN = (429, 502, 503, 504)  # statuses after which a request is repeated
 
 
 # ------------------------------------------------------------------ the server
 class Api:
-    """The server's API, for one session, which is made when it is first needed and finished at the end."""
+    """The server's API, for one session, which is created on first use and finished at the end."""
 
     def __init__(self, url: str, key: str) -> None:
         """url, key: of the server."""
@@ -48,17 +48,17 @@ class Api:
     def ask(self, path: str, body: Mapping[str, Any] | bytes | None = None, **params: Any) -> Any:
         """The JSON answer to a POST of `body`, or to a GET without one.
 
-        A server that has answered before may be away for two minutes. ServerError when it does not answer.
+        A server that has answered before may be away for two minutes. ServerError: the server does not answer.
         """
         return orjson.loads(self._ask(path, body, **params))
 
     def submit(self, path: str, body: Mapping[str, Any] | bytes) -> str:
-        """Send a request of the session; its id."""
+        """Send a request of the session. Returns its id."""
         self._keep_alive()
         return str(self.ask(path, body)["request_id"])
 
     def result(self, request_id: str) -> bytes:
-        """The bytes of a result, when it is there. UserError if the request failed."""
+        """Wait for a result. Returns its bytes. UserError: the request failed."""
         while True:
             self._keep_alive()
             answer = self._ask("retrieve_future", {"request_id": request_id})
@@ -71,7 +71,7 @@ class Api:
                 return answer
 
     def new_model(self, operation: str, body: Mapping[str, Any]) -> str:
-        """Make a model by `create_model` or `load_weights`. Returns its id."""
+        """Create a model with `create_model` or `load_weights`. Returns its id."""
         if self._session is None:
             session = {"sdk_version": "tinkerflow", "tags": ["rerun"]}
             self._session = str(self.ask("create_session", session)["session_id"])
@@ -146,7 +146,7 @@ class RecordedRun:
 
     @classmethod
     def find(cls, api: Api, run_id: str) -> RecordedRun:
-        """The run. NotFoundError: it is unknown, or has no history."""
+        """Find a run. NotFoundError: the run is unknown, or has no history."""
         page = api.ask(f"training_runs/{quoted(run_id)}/history", payloads=False, after=2**62)
         return cls(api, run_id, page["run"])
 
@@ -190,5 +190,5 @@ class RecordedRun:
 
 
 def quoted(run_id: str) -> str:
-    """The id as a part of a URL."""
+    """The id, escaped for a URL."""
     return quote(run_id, safe="")

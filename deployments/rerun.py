@@ -1,8 +1,8 @@
 """Reruns and forks of a training run: a client that sends the run's requests again.
 
-The history of a run (docs/history.md) has its requests, and a digest of each result. A rerun makes a new run with the
-same seed and sends the requests in their order, with changes. As long as nothing was changed, each result must be equal
-to the recorded one, byte for byte, and the first that differs is noted.
+The history of a run (docs/history.md) contains its requests, and a digest of each result. A rerun creates a new run
+with the same seed and sends the requests in order, with changes. Until the first change, each result must equal the
+recorded one, byte for byte, and the first difference is noted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPARED = (*_FORWARD, "optim_step")  # operations whose results do not name th
 # ------------------------------------------------------------------ changes
 @dataclass(frozen=True)
 class Change:
-    """New values of an optimizer's parameters. factor: the recorded value is multiplied instead of replaced."""
+    """A new value of an optimizer's parameter. factor: multiply the recorded value by it instead of replacing it."""
 
     name: str
     value: float
@@ -39,7 +39,7 @@ class Change:
 
     @classmethod
     def parse(cls, text: str, optimizer: str) -> Change:
-        """`learning_rate=1e-5`, or `learning_rate=*0.5`. UserError: no parameter of the optimizer, or no number."""
+        """Parse `learning_rate=1e-5` or `learning_rate=*0.5`. UserError: an unknown parameter, or not a number."""
         name, _, value = text.partition("=")
         known = list(OPTIMIZERS[optimizer].bounds)
         if name not in known:
@@ -50,7 +50,7 @@ class Change:
             raise UserError(f"--set {text!r}: must be {name}=NUMBER, or {name}=*NUMBER to multiply it") from error
 
     def of(self, params: Mapping[str, Any]) -> float:
-        """The new value."""
+        """The new value. UserError: `params` contain no value to multiply."""
         if not self.factor:
             return self.value
         if self.name not in params:
@@ -62,8 +62,8 @@ class Change:
 class Changes:
     """The changes of a rerun.
 
-    first, last: the steps that are executed; None: from the beginning, to the end. sets: for optimizer steps. without:
-    steps that are left out, and rows of steps by their number among the rows of the step.
+    first, last: the range of steps to execute; None = from the beginning, to the end. sets: for optimizer steps.
+    without: steps to leave out, or rows of a step, by their numbers among the rows of the step.
     """
 
     first: int | None = None
@@ -73,7 +73,7 @@ class Changes:
 
     @staticmethod
     def parse_without(texts: Sequence[str]) -> dict[int, Collection[int] | None]:
-        """`812` leaves out step 812, and `812:3` only row 3 of its data. UserError for other texts."""
+        """Parse `812`, which leaves out step 812, and `812:3`, only row 3 of its data. UserError: another text."""
         found: dict[int, set[int] | None] = {}
         for text in texts:
             step, separator, row = text.partition(":")
@@ -90,8 +90,8 @@ class Changes:
 class Report:
     """The result of a rerun.
 
-    run_id: of the new run. steps: that were made. compared: results that were equal. parted: the first request whose
-    result differs. ended: the optimizer step at the end of the new run.
+    run_id: of the new run. steps: how many were made. compared: how many results were equal. parted: the first request
+    whose result differs. ended: the optimizer step at the end of the new run.
     """
 
     run_id: str
@@ -120,7 +120,7 @@ class Rerun:
         self._changed = False
 
     def execute(self) -> Report:
-        """Make the new run. Before the first change, the results are compared with those of the recorded run."""
+        """Execute the new run. Before the first change, the results are compared with those of the recorded run."""
         changes, requests = self._changes, self._run.requests()
         self._model_id = self._begin(requests)
         report = self._report = Report(self._model_id)
@@ -144,7 +144,7 @@ class Rerun:
         return str(orjson.loads(self._api.result(request))["path"])
 
     def _begin(self, requests: Iterator[RecordedRequest]) -> str:
-        """Make the new run. Returns its id. requests: of the recorded run; the first one is taken if it is needed."""
+        """Create the new run. Returns its id. requests: of the recorded run; consumes the first one if needed."""
         about, first = self._run.about, self._changes.first
         metadata = {**for_repeats(about["user_metadata"]), "rerun_of": self._run.run_id}
         if first is not None and first > 1:
@@ -226,7 +226,7 @@ class Rerun:
 
 
 def saved_fork(run: RecordedRun, step: int, name: str) -> str:
-    """Save the state of a run after `step` under `name` in a run of its own. Returns the path."""
+    """Save the state of a run after `step` under `name` in a new run. Returns the path."""
     metadata = {**for_repeats(run.about["user_metadata"]), "fork_of": run.run_id}
     body = {"path": run.checkpoint(step), "optimizer": True, "user_metadata": metadata}
     model_id = run.api.new_model("load_weights", body)

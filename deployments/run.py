@@ -1,4 +1,4 @@
-"""`tinkerflow run`: a run of a pipeline, now, in this process, with a progress bar."""
+"""`tinkerflow run`: run a pipeline now, in this process, with a progress bar."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tinkerflow.deployments.options import settings_with
 from tinkerflow.tasks.pipelines.parameters import AnyParameters, PipelineParameters
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
-_LABELS = {"first": "first tenth", "last": "last tenth"}  # of the steps, whose means a result has
+_LABELS = {"first": "first tenth", "last": "last tenth"}  # of the steps; a result contains their means
 _EXAMPLE_MODEL = (
     "the example's model is tiny and began with random weights: it learns the words of the training rows, and not to\n"
     "generalize. The samples are its answers to held-out rows, which ask in other words: most of them are wrong"
 )
-LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+LINE_SECONDS = 10.0  # between lines of progress without a terminal
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -58,14 +58,14 @@ def run(
     changes: Sequence[str],
     data_dir: Path | None,
 ) -> bool:
-    """Run a pipeline and show its result; whether the run completed.
+    """Run a pipeline and show its result. Returns whether the run completed.
 
     console: where to print. pipeline: its name. config: a YAML file with its parameters; the service at TINKER_BASE_URL
     does the work. example: instead of `config`, use our example on a service that is started for it. changes: values
     that replace those of the file, as `training.steps=10`. data_dir: of a started service and Prefect server; default:
     a scratch folder for the example, else the setting.
 
-    Raises UserError unless one of config and example is given.
+    UserError: both or neither of config and example are given.
     """
     if example == (config is not None):
         raise UserError("run: give either --config FILE or --example")
@@ -76,7 +76,7 @@ def run(
     import_beside(config)
     values = read_config(config, changes)
     parameters = parameters_of(pipeline, values)
-    block = parameters.connection  # of Prefect, which names the service
+    block = parameters.connection  # of Prefect, with the service's address
     url, key = ("", "") if block else server_from_environment(settings)
     source = "TINKER_BASE_URL" if "TINKER_BASE_URL" in os.environ else f"data dir {settings.data_dir}"
     print_line(console, f"service: as Prefect's block {block!r} names it" if block else f"service: {url} ({source})")
@@ -91,7 +91,7 @@ def run(
         for change in changes:
             words += [] if change.startswith("resume=") else ["--set", change]
         again = shlex.join([*words, *(("--data-dir", str(data_dir)) if data_dir else ())]) + " --set resume="
-        again = again if isinstance(parameters, PipelineParameters) else ""  # others begin again
+        again = again if isinstance(parameters, PipelineParameters) else ""  # other pipelines start over
         page, completed = run_and_show(console, find(pipeline), values, prefect, again, url.rstrip("/"))
     _print_page(console, page, prefect, settings.data_dir, ends=starts)
     return completed
@@ -103,7 +103,7 @@ def _print_page(console: Console, page: str, prefect: PrefectAccess, data_dir: P
 
 
 def other_data_dir(parameters: AnyParameters, settings: Settings, url: str) -> str:
-    """A warning when the service at `url` is on this machine, and is not that of the run's data dir; else ""."""
+    """A warning if the service at `url` is on this machine, but is not that of the run's data dir; else ""."""
     owner, address = read_owner(settings.data_dir), urlsplit(url)
     own = urlsplit(owner.api_url) if owner is not None else None
     local = address.hostname in ("localhost", "127.0.0.1", "::1")
@@ -134,20 +134,20 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
 
 
 def dim_lines(console: Console) -> Callable[[str], None]:
-    """Prints the lines of a service's parts, so that they stand back."""
+    """A function that prints the lines of a service's parts dimmed."""
     return lambda line: console.print(f"  {line}", style="dim", highlight=False)
 
 
 def quiet_client() -> AbstractContextManager[None]:
-    """Hide the SDK's warnings inside: it logs one whenever an answer takes long."""
+    """Hide the SDK's warnings in the block: the SDK logs one for every slow answer."""
     return logging_at(logging.ERROR, "tinker")
 
 
 @contextmanager
 def logs_in_prefect() -> Iterator[None]:
-    """Send the lines of flow and task runs to Prefect inside, although the console is to have none of them."""
+    """Send the log lines of flow and task runs to Prefect in the block, even if the console hides them."""
     names = ("prefect.flow_runs", "prefect.task_runs")
-    in_console = logging.getLogger(names[0]).isEnabledFor(logging.INFO)  # then a person wants them there, too
+    in_console = logging.getLogger(names[0]).isEnabledFor(logging.INFO)  # then the user wants them there, too
     with nullcontext() if in_console else logging_at(logging.INFO, *names, propagate=False):
         try:
             yield
@@ -162,7 +162,7 @@ def print_line(console: Console, line: str) -> None:
 
 
 def find(name: str) -> Pipeline:
-    """The pipeline of a name; UserError when there is none."""
+    """The pipeline of a name. UserError: there is none."""
     from tinkerflow.flows.pipelines import pipelines
 
     if name not in pipelines():
@@ -177,9 +177,9 @@ def example_file(name: str) -> Path:
 
 @contextmanager
 def prefect_api(console: Console, settings: Settings) -> Iterator[tuple[PrefectAccess, bool]]:
-    """The Prefect server at PREFECT_API_URL, or that of the data dir, or one for the block only.
+    """Yields the Prefect server at PREFECT_API_URL, or that of the data dir, or one that is started for the block.
 
-    Also whether it is for the block only.
+    Also yields whether it was started for the block.
     """
     if (prefect := server_for_clients(settings.data_dir, os.environ)) is not None:
         yield prefect, False
@@ -213,9 +213,9 @@ def see_again(page: str, data_dir: Path | None) -> str:
 
 
 def wait_for_prefect(find: Callable[[], PrefectAccess | None], seconds: float) -> PrefectAccess:
-    """The Prefect server that `find` finds, once it answers: the service is ready without it.
+    """Wait until the Prefect server from `find` answers, and return it: the service may be ready before Prefect.
 
-    ServerError after `seconds`.
+    ServerError: no answer within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while (prefect := find()) is None or not answers(prefect.api_url):
@@ -241,9 +241,9 @@ def _import() -> None:
 
 
 def _make_student_and_teacher(console: Console, values: dict[str, Any], prefect: PrefectAccess) -> None:
-    """Train what an example with `example_teacher` needs: a student that has learnt a little, and a teacher."""
+    """Train the models of an example with `example_teacher`: a briefly trained student, and a teacher."""
     lesson = read_config(example_file("sft.yaml")) | {"work": values["work"], "samples": {"rows": 0}}
-    del lesson["held_out"]  # nobody looks at it: fewer programs to compile
+    del lesson["held_out"]  # its result is not shown: fewer programs to compile
     short = lesson | {"name": "student", "training": lesson["training"] | {"steps": 8}}
     student = _run(console, find("sft"), short, prefect)
     start = values.setdefault("model", {})["start_from"] = _result(student)["state"]
@@ -265,10 +265,10 @@ def run_and_show(
     again: str = "",
     server: str = "",
 ) -> tuple[str, bool]:
-    """Run the pipeline and show its result; the path of the run's page in Prefect, and whether the run completed.
+    """Run the pipeline and show its result. Returns the path of the run's page in Prefect, and whether it completed.
 
-    again: the command that goes on with a run, up to the run's name; "" = there is none. server: the address of the
-    service, for a link to the run's page in the console; "" = it ends with this command, or is not known.
+    again: the command that resumes a run, up to the run's name; "" = there is none. server: the address of the service,
+    for a link to the run's page in the console; "" = the service ends with this command, or its address is unknown.
     """
     from tinkerflow.tasks.pipelines.artifacts import training_runs
 
@@ -282,7 +282,7 @@ def run_and_show(
     if state.is_completed():
         result = _result(state)
         console.print(result_table(result), highlight=False)
-        newest = result.get("training_run", newest)  # also of a finished run that is resumed, which makes no model
+        newest = result.get("training_run", newest)  # resuming a finished run makes no model
     else:
         show_failure(console, pipeline.name, state)
         if again and state.is_cancelled():
@@ -318,7 +318,7 @@ def show_failure(console: Console, name: str, state: State[BaseModel]) -> None:
 def _run(
     console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect: PrefectAccess, again: str = ""
 ) -> State[BaseModel]:
-    """Run the pipeline with a progress bar; its final state. UserError when a parameter is wrong.
+    """Run the pipeline with a progress bar. Returns its final state. UserError: a parameter is wrong.
 
     again: as for `run_and_show`; the command is also printed when the run begins.
     """
@@ -374,7 +374,7 @@ def _run(
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
-    """The values of a result that are not empty, by name."""
+    """A table of a result's values that are not empty, by name."""
     table = Table(show_header=False, box=None)
     for name, value in result.items():
         if value not in ("", [], None):
@@ -383,7 +383,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
 
 
 def as_text(value: object) -> str:
-    """A value of a result for people: the entries of a mapping on one line, of lists in it only the length."""
+    """A value of a result for people: a mapping's entries on one line, with only the lengths of its lists."""
     match value:
         case Mapping() if not value:
             return "none"

@@ -1,7 +1,7 @@
-"""`tinkerflow serve`: run the deployments of a prefect.yaml on this machine, by their schedules, with no work pool.
+"""`tinkerflow serve`: run the deployments of a prefect.yaml on this machine, on their schedules, without a work pool.
 
 The file defines the flows; the Prefect server defines only their times and parameters. The flows are loaded
-from the file's entry points when `serve` starts, and run in processes of their own. A run fails if its deployment got
+from the file's entry points when `serve` starts, and run in separate processes. A run fails if its deployment was given
 pull steps, another entry point or job variables on the server. Parameters can name only rewards and environments that
 the file names.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 30
 UNPOLLED_SECONDS = 60.0  # Prefect's own limit, after which a deployment is not ready
-WATCH_SECONDS = 2.0  # between looks at the Prefect server
+WATCH_SECONDS = 2.0  # between checks of the Prefect server
 RESULTS = "tinkerflow-results"
 PLAIN_LOG = "tinkerflow.deployments.plain_log.PlainConsoleHandler"
 FOR_WORK_POOLS = ("work_pool", "version", "build", "push", "pull", "enforce_parameter_schema")
@@ -54,7 +54,7 @@ CODE_PARAMETERS = ("reward", "environment")  # parameters that hold import paths
 
 
 class Deployment(BaseModel):
-    """One deployment of a prefect.yaml. `serve` does not use the fields that are for work pools."""
+    """One deployment of a prefect.yaml. `serve` ignores the fields for work pools."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -83,9 +83,9 @@ class ServedFile:
 
 
 def read_file(file: Path) -> ServedFile:
-    """Parse a prefect.yaml; relative paths of data in parameters are relative to the file.
+    """Parse a prefect.yaml. Relative paths of data in parameters are relative to the file.
 
-    Raises UserError when the file cannot be read or has no deployments, and for a field that breaks its rule.
+    UserError: the file cannot be read or has no deployments, or a field breaks its rule.
     """
     try:
         content = read_yaml(file.read_text(encoding="utf-8"))
@@ -145,12 +145,12 @@ def _code(values: object) -> Iterator[str]:
 def serve(file: Path, settings: Settings, *, limit: int) -> None:
     """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at the same time, each in its own process.
 
-    The end cancels the runs that are running, and pauses the schedules until the deployments are served again. The
-    Prefect server is at PREFECT_API_URL, or else it is the data dir's. In that case `start_deadline` bounds the wait.
+    At the end, flow runs are cancelled, and the schedules are paused until the deployments are served again. The
+    Prefect server is the one at PREFECT_API_URL, or else the data dir's. `start_deadline` bounds the wait for it.
 
     When the data dir's server moves to another address, or Prefect's runner gives up because no server answers, this
-    process starts its command again, which waits for a server. ServerError after `start_deadline`, and when another
-    data dir's server has taken the address, which refuses the credential.
+    process restarts its command, which waits for a server. ServerError: no server answers within `start_deadline`, or
+    the server of another data dir has taken the address and refuses the credential.
     """
     served, before = read_file(file), dict(os.environ)
     for deployment in served.deployments:
@@ -162,7 +162,7 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     os.environ |= prefect.environment | {MAY_IMPORT: " ".join(served.allowed_code)}
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS", PLAIN_LOG)
-    warnings.filterwarnings("ignore", r"coroutine 'Runner\..* was never awaited")  # the task that it could not start
+    warnings.filterwarnings("ignore", r"coroutine 'Runner\..* was never awaited")  # a task that cannot start
     os.umask(0o077)  # results and records of runs are for the owner only
     if asyncio.run(_serve(served, settings, prefect, limit)):
         print("stopped", flush=True)
@@ -171,7 +171,7 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
 
 
 async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess, limit: int) -> bool:
-    """Serve until a signal asks for the end: True. False: Prefect has moved, or has been away for too long.
+    """Serve. Returns True after a signal, False if Prefect has moved or was away for too long.
 
     ServerError: Prefect refuses the credential, and the data dir has no other.
     """
@@ -203,7 +203,7 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
     with outages_in_one_line():
         working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
         watching = asyncio.create_task(watch_prefect(prefect, settings.data_dir, report))
-        await asyncio.sleep(0)  # the runner has set its own handler, which would raise in the middle of a step
+        await asyncio.sleep(0)  # lets the runner set its handler first, which would raise in the middle of a step
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, asked.set)
         report(f"Prefect: {prefect.api_url}")
@@ -231,10 +231,10 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
 async def watch_prefect(
     prefect: PrefectAccess, data_dir: Path, report: Callable[[str], None], seconds: float = WATCH_SECONDS
 ) -> None:
-    """Report when the Prefect server goes away and answers again.
+    """Report when the Prefect server stops answering, and when it answers again.
 
     Returns when the data dir's server has moved, or the server refuses the credential.
-    report: gets lines for people. seconds: between two looks.
+    report: gets lines for people. seconds: between two checks.
     """
     is_away = False
     while True:
@@ -252,13 +252,13 @@ async def watch_prefect(
 
 
 def moved_to(prefect: PrefectAccess, data_dir: Path) -> PrefectAccess | None:
-    """The data dir's Prefect server, when it has another address or credential than `prefect`."""
+    """The data dir's Prefect server, if its address or credential differs from that of `prefect`; else None."""
     now = find_server(data_dir) if prefect.is_embedded else None
     return now if now is not None and now.environment != prefect.environment else None
 
 
 def probe_prefect(prefect: PrefectAccess) -> tuple[bool, bool]:
-    """Whether the Prefect server is away, and whether it answers that the credential is wrong. `health` needs none."""
+    """Whether the Prefect server is away, and whether it refuses the credential, which `health` would not check."""
     try:
         answer = httpx.get(f"{prefect.api_url}/admin/version", headers=prefect.headers, timeout=2.0)
     except httpx.TransportError:
@@ -267,9 +267,9 @@ def probe_prefect(prefect: PrefectAccess) -> tuple[bool, bool]:
 
 
 async def check_access(prefect: PrefectAccess, data_dir: Path, seconds: float = WATCH_SECONDS) -> None:
-    """Raise ServerError when the Prefect server refuses the credential, and the data dir has no other server.
+    """Raise ServerError if the Prefect server refuses the credential, and the data dir has no other server.
 
-    seconds: given to a server that starts, to note its address in the data dir.
+    seconds: how long a starting server has to write its address to the data dir.
     """
     _, is_refused = await asyncio.to_thread(probe_prefect, prefect)
     if is_refused:
@@ -286,7 +286,7 @@ class OutageFilter(logging.Filter):
     """Drops the tracebacks of Prefect's runner about a server that is away or refuses us, which `serve` reports."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is about anything else."""
+        """Whether to keep the record, because it is not about an outage."""
         from websockets.exceptions import WebSocketException
 
         error = record.exc_info[1] if record.exc_info else None
@@ -295,15 +295,15 @@ class OutageFilter(logging.Filter):
         is_refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401
         # After a 401, Prefect's observer raises a bare Exception, and starts a task from a callback without a loop.
         is_refused |= isinstance(error and error.__cause__, WebSocketException)
-        is_refused |= type(error).__name__ == "NoEventLoopError"  # older releases of anyio have none
+        is_refused |= type(error).__name__ == "NoEventLoopError"  # older releases of anyio lack this class
         is_of_runner = record.name.split(".")[0] in ("prefect", "asyncio")
         return not is_of_runner or not (has_given_up or is_refused or isinstance(error, away))
 
 
 @contextmanager
 def outages_in_one_line() -> Iterator[None]:
-    """Drop what Prefect's runner logs and prints about a server that is away or refuses us, inside."""
-    # Releases of Prefect differ in the logger that has the console.
+    """In the block, drop the output of Prefect's runner about a server that is away or refuses us."""
+    # Releases of Prefect attach the console to different loggers.
     handlers, outage = [*logging.getLogger("prefect").handlers, *logging.getLogger().handlers], OutageFilter()
     for handler in handlers:
         handler.addFilter(outage)
@@ -324,7 +324,7 @@ def automations() -> list[AutomationCore]:
 
 
 async def ensure_automations(wanted: Sequence[AutomationCore]) -> list[str]:
-    """Make the automations whose names Prefect does not have yet; the names of those that were made."""
+    """Create the automations whose names are new to Prefect. Returns the names of the created ones."""
     from prefect.client.orchestration import get_client
 
     async with get_client() as client:
@@ -337,8 +337,8 @@ async def ensure_automations(wanted: Sequence[AutomationCore]) -> list[str]:
 async def unserved(served: Collection[str], seconds: float = UNPOLLED_SECONDS) -> list[str]:
     """The deployments without a work pool, as FLOW/NAME, that neither this process nor another one serves.
 
-    served: those of this process. seconds: without a request for its runs, nobody serves a deployment. Such ones stay
-    after a restore, or after a change of the file. Their runs would be late for ever.
+    served: those of this process. seconds: how long a deployment that no process polled counts as served. Unserved
+    deployments remain after a restore, or after a change of the file. Their runs would be late forever.
     """
     from prefect.client.orchestration import get_client
 
@@ -353,9 +353,9 @@ async def unserved(served: Collection[str], seconds: float = UNPOLLED_SECONDS) -
 
 
 async def ensure_results(url: str) -> dict[str, str]:
-    """Register a folder (a path or any fsspec URL) for the results of flows; return the variables that runs need.
+    """Register a folder (a path or any fsspec URL) for the results of flows. Returns the variables that runs need.
 
-    Each flow run has a JSON file there. Results of tasks are not stored: see `tinkerflow.tasks.pipelines.progress`.
+    Each flow run writes a JSON file there. Results of tasks are not stored: see `tinkerflow.tasks.pipelines.progress`.
     """
     from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 
@@ -371,7 +371,7 @@ async def ensure_results(url: str) -> dict[str, str]:
 
 
 async def ensure_tag_limits(limits: Mapping[str, int]) -> None:
-    """Let Prefect limit how many task runs with a tag run at the same time: tag -> how many."""
+    """Make Prefect limit how many task runs with a tag run at the same time. limits: tag -> how many."""
     from prefect.client.orchestration import get_client
 
     async with get_client() as client:
@@ -387,7 +387,7 @@ def _schedule(wanted: dict[str, Any]) -> Schedule:
     try:
         match wanted:
             case {"cron": str(cron), **rest}:
-                CronSchedule(cron=cron, timezone=rest.get("timezone"))  # its check, which Cron does not have
+                CronSchedule(cron=cron, timezone=rest.get("timezone"))  # validates, which Cron does not
                 return Cron(cron, **rest)
             case {"interval": int() | float() as seconds, **rest}:
                 return Interval(seconds, **rest)
@@ -411,7 +411,7 @@ def check_parameters(wanted: Deployment) -> None:
 def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]:
     """The flow of a deployment, and its arguments for `Runner.aadd_flow` of Prefect.
 
-    Raises UserError when the flow cannot be imported, or a schedule is wrong. `check_parameters` checks parameters.
+    UserError: the flow cannot be imported, or a schedule is wrong. `check_parameters` checks parameters.
     """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.flows import load_flow_from_entrypoint
@@ -437,14 +437,14 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
 
 
 def unless_changed(flow: Flow[..., Any], entrypoint: str) -> Flow[..., Any]:
-    """The flow, whose runs fail when their deployment on the server has pull steps or executes anything else."""
+    """A copy of the flow, whose runs fail if their deployment was changed on the server (`_check_deployment`)."""
     checked = flow.with_options()
     checked.fn = ServedFunction(flow, entrypoint)
     return checked
 
 
 class ServedFunction:
-    """The function of a served flow. The process of a run gets a copy of this, and imports the flow itself."""
+    """The function of a served flow. The process of a run receives a copy, which imports the flow again."""
 
     def __init__(self, flow: Flow[..., Any], entrypoint: str) -> None:
         """entrypoint: the import path of the flow."""
@@ -453,7 +453,7 @@ class ServedFunction:
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the flow's function, if the deployment is the one that `serve` has made."""
+        """Run the flow's function. UserError: the deployment is not the one that `serve` made."""
         from prefect.flows import load_flow_from_entrypoint
 
         _check_deployment(self._entrypoint)
@@ -462,7 +462,7 @@ class ServedFunction:
 
 
 def _check_deployment(entrypoint: str) -> None:
-    """Raise UserError when the deployment of this flow run is not the one that `serve` has made."""
+    """Raise UserError if the deployment of this flow run is not the one that `serve` made."""
     from prefect.client.orchestration import get_client
     from prefect.runtime import deployment, flow_run
 

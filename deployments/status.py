@@ -25,7 +25,7 @@ from tinkerflow.backend.settings import Settings
 
 
 def show_status(settings: Settings, console: Console) -> bool:
-    """Print the state of the service; return whether its own API answers."""
+    """Print the state of the service. Returns whether its own API answers."""
     owner, last, url = read_owner(settings.data_dir), last_owner(settings.data_dir), service_url(settings)
     problem = _problem(settings, url)
     table = Table(show_header=False, box=None)
@@ -74,7 +74,7 @@ def ended(last: Owner) -> str:
 
 
 def _problem(settings: Settings, url: str) -> str:
-    """Why the service's API cannot be used; "" when it answers."""
+    """Why the service's API cannot be used; "" if it answers."""
     if not api_answers(url):
         return f"{url}: does not answer"
     try:

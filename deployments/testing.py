@@ -43,10 +43,10 @@ class TinyService:
 
 @contextmanager
 def serve_tiny(data_dir: Path, **settings: Any) -> Iterator[TinyService]:
-    """The API, the engine and a worker, as child processes until the block ends.
+    """Run the API, the engine and a worker as child processes until the block ends.
 
-    data_dir: for everything that the service stores; a folder that is used again has the programs compiled. settings:
-    as in Settings. In the block, TINKER_BASE_URL and TINKER_API_KEY name the service, so that flows find it.
+    data_dir: for everything that the service stores; a reused folder already contains compiled programs. settings: as
+    in Settings. In the block, TINKER_BASE_URL and TINKER_API_KEY point to the service, so that flows find it.
     """
     plain: dict[str, Any] = {"prefect": "off", "warm_up": False}
     with running_stack(data_dir, lambda line: None, **(plain | settings)) as stack:
@@ -58,7 +58,7 @@ def serve_tiny(data_dir: Path, **settings: Any) -> Iterator[TinyService]:
 def calls_as_functions() -> Iterator[None]:
     """Make calls of tasks and flows plain function calls: no server, states, retries or parameter checks.
 
-    This is for tasks that are called, not for tasks that are submitted or mapped to a task runner.
+    This applies to tasks that are called, not to tasks that are submitted or mapped to a task runner.
     """
 
     def call(self: Task[..., Any] | Flow[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def tiny_service(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.
 
 @pytest.fixture
 def plain_calls() -> Iterator[None]:
-    """Calls of tasks and flows are plain function calls."""
+    """Make calls of tasks and flows plain function calls during a test."""
     with calls_as_functions():
         yield
 

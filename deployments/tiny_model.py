@@ -1,4 +1,4 @@
-"""A tiny Qwen3-architecture model and its tokenizer, made here from a seed: something to train with nothing downloaded.
+"""A tiny Qwen3-architecture model and its tokenizer, made here from a seed: a model to train without a download.
 
 Its weights are random, so it generates nonsense before training. It is large enough to memorize a few sentences.
 """
@@ -26,7 +26,7 @@ VOCAB = 1024
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 128, 4, 4, 2, 32, 384
 MAX_POSITIONS = 8192
 EOT, START, END, PAD = SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")  # ids 0, 1, 2, 3
-CHAT_TEMPLATE = (  # reasoning and tools as Qwen3 has them
+CHAT_TEMPLATE = (  # reasoning and tools as in Qwen3
     "{% if tools %}<|im_start|>system\n"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n{% endif %}"
     'Tools, called by <tool_call>{"name": …, "arguments": {…}}</tool_call>:'
@@ -44,9 +44,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def make_tiny(folder: str | Path) -> Path:
-    """Make the tiny model in `folder` as a Hugging Face folder, the same bytes every time; the folder, absolute.
+    """Make the tiny model as a Hugging Face folder, the same bytes every time. Returns the absolute path.
 
-    It appears whole or not at all. If the model is there already, nothing is done; UserError if something else is.
+    The folder appears whole or not at all. If it already holds the model, nothing is done. UserError: it holds
+    something else, or cannot be made.
     """
     target = Path(folder).expanduser().resolve()
     if _is_there(target):
@@ -89,7 +90,7 @@ def _write(folder: Path) -> None:
     write_tokenizer(folder)
     save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
     for path in folder.iterdir():
-        flush(path)  # a folder must not come back from a power cut with empty files
+        flush(path)  # a power cut must not leave a folder with empty files
 
 
 def _json(value: object) -> str:
@@ -143,11 +144,11 @@ def _tokenizer_config() -> dict[str, Any]:
 
 
 def _train_tokenizer() -> Tokenizer:
-    """Byte-level BPE: any text round-trips; words of the corpus are single tokens, digits stand alone."""
+    """Byte-level BPE: any text round-trips, words of the corpus are single tokens, and so is each digit."""
     text = resources.files("tinkerflow.deployments").joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        # Digits apart (also from a space before them), so that arithmetic is about digits, not about whole numbers.
+        # Digits are split (also from a space before them), so that arithmetic uses digits, not whole numbers.
         [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
@@ -167,8 +168,9 @@ def _train_tokenizer() -> Tokenizer:
 def _weights() -> dict[str, Floats]:
     """Random weights by Hugging Face name, drawn in this order from one seeded stream.
 
-    Uniform, not normal: its float32 values are exact arithmetic, so they do not depend on a C library. A spread of
-    1/sqrt(in) keeps activations of size one. Outputs to the residual stream are divided by the number of additions.
+    Uniform, not normal: uniform float32 values need only basic arithmetic, so they do not depend on a C library. A
+    spread of 1/sqrt(in) keeps activations at size one. Outputs to the residual stream are divided by the square root of
+    the number of additions.
     """
     stream = np.random.Generator(np.random.PCG64(SEED))
 

@@ -38,22 +38,22 @@ _PREFECT = "http://127.0.0.1:4200/api"
 
 
 class Stack:
-    """All parts of one deployment on this machine; a context manager that ends what it started.
+    """All parts of one deployment on this machine, as a context manager that ends the parts at exit.
 
-    A thread with an event loop starts the parts and looks after them. The launcher (`launchers/`) runs in that thread,
-    too: the workers that it starts outlive an engine that is killed.
+    A thread with an event loop starts and supervises the parts. The launcher (`launchers/`) also runs in that thread,
+    so the workers that it starts outlive an engine that is killed.
 
-    Raises ServerError when a part ends before the stack is ready, with the end of that part's log.
+    ServerError, with the end of a part's log: the part ended before the stack was ready.
     """
 
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
-        """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads.
+        """Nothing starts yet. `report` gets the parts' lines, for example about compilation, from other threads.
 
-        UserError when there is no launcher, store, base model or tracker of that name, when another process serves the
-        data dir or has the port, or when the file of the group's secret does not hold a secret.
+        UserError: there is no launcher, store, base model or tracker of that name, another process serves the data dir
+        or uses the port, or the file of the group's secret does not hold a secret.
         """
         _check_places(settings)
-        from tinkerflow.deployments.launchers import launcher_of  # takes a second, which no refusal above waits for
+        from tinkerflow.deployments.launchers import launcher_of  # takes a second, so after the refusals above
 
         self._launcher = launcher_of(settings)
         self.settings = _with_ports(settings, self._launcher)
@@ -85,14 +85,14 @@ class Stack:
 
     @property
     def prefect(self) -> PrefectAccess | None:
-        """How to reach Prefect; None when nothing is tracked, or the embedded server does not run yet."""
+        """How to reach Prefect; None if nothing is tracked, or the embedded server does not run yet."""
         if self.settings.prefect == "embedded":
             return find_server(self.settings.data_dir)
         return server_for_clients(self.settings.data_dir, os.environ) if self.settings.prefect == "external" else None
 
     @property
     def prefect_url(self) -> str:
-        """Where Prefect's UI is; empty when nothing is tracked, or the embedded server does not run yet."""
+        """The URL of Prefect's UI; empty if nothing is tracked, or the embedded server does not run yet."""
         return "" if (prefect := self.prefect) is None else prefect.pages_url
 
     @property
@@ -103,7 +103,7 @@ class Stack:
 
     @property
     def sign_in_line(self) -> str:
-        """A line for a terminal, with a link that signs a browser in to Prefect; empty where it needs none."""
+        """A line for a terminal, with a link that signs a browser in to Prefect; empty if no sign-in is needed."""
         if (prefect := self.prefect) is None or not prefect.is_embedded:
             return ""
         return (
@@ -113,7 +113,7 @@ class Stack:
     def __enter__(self) -> Self:
         """Start the parts and wait until requests can be served.
 
-        UserError when another process serves the data dir, or it cannot be written to.
+        UserError: another process serves the data dir, or it cannot be written.
         """
         self._owned.enter_context(owned(self.settings.data_dir, self.api_url))
         try:
@@ -130,11 +130,11 @@ class Stack:
             self.stop()
 
     def keep(self) -> None:
-        """Start parts again that end or are silent, for ever."""
+        """Block while the thread restarts parts that end or fall silent. Raises the error that ends the stack."""
         self._ended.result()
 
     def stop(self) -> None:
-        """End all parts, last started first, and then the workers that an engine may have left."""
+        """End all parts, last started first, and then the workers that an engine may have left behind."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop has just been closed
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -182,7 +182,7 @@ class Stack:
             raise ServerError(f"not ready in {self.settings.start_deadline:.0f} s (start_deadline): {late}") from None
 
     async def _keep_workers(self, launcher: Launcher, plan: Plan) -> None:
-        """Have the launcher keep the group's processes, and begin again when it fails. UserError ends the start."""
+        """Run the launcher, and restart it when it fails. A UserError before the stack is ready propagates."""
         restarts = Restarts()
         while True:
             try:
@@ -205,7 +205,7 @@ class Stack:
         needed: Callable[[], Awaitable[bool]] | None = None
 
         async def is_needed() -> bool:
-            return needed is None or await needed()  # they are, until the engine serves
+            return needed is None or await needed()  # True until the engine serves
 
         async with contextlib.AsyncExitStack() as stack:
             keep, rest = (partial(work, plan, self._report) for work in (launcher.keep, launcher.rest))
@@ -225,9 +225,9 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def _check_places(settings: Settings) -> None:
-    """UserError for a data dir, a port, a platform, a store, a base model or a tracker that cannot be used.
+    """Raise UserError if a data dir, a port, a platform, a store, a base model or a tracker cannot be used.
 
-    Of models of the hub, only config.json is fetched. The engine asks buckets.
+    For models of the hub, only config.json is fetched. Buckets are checked by the engine.
     """
     refuse_served(settings.data_dir)
     make_data_dir(settings.data_dir)
@@ -256,7 +256,7 @@ def _check_places(settings: Settings) -> None:
 
 
 def _check_writable(name: str, url: str) -> None:
-    """Write and remove an object. UserError when the store cannot be opened or written."""
+    """Write and remove an object. UserError: the store cannot be opened or written."""
     blobs, probe = open_blobs(url), f".up-{secrets.token_hex(8)}"
     try:
         blobs.create(probe, b"")
@@ -266,7 +266,7 @@ def _check_writable(name: str, url: str) -> None:
 
 
 def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:
-    """The settings with every port 0 replaced by a free one, and the Prefect mode that the environment asks for."""
+    """The settings with every port 0 replaced by a free one, and the Prefect mode that the environment requires."""
     changes: dict[str, object] = {}
     if settings.port == 0:
         changes["port"] = free_port()
@@ -289,9 +289,9 @@ def _accepts(host: str, port: int) -> bool:
 
 
 def _refuse_used(host: str, port: int) -> None:
-    """Raise UserError when nothing can listen at the port.
+    """Raise UserError if the port cannot be bound.
 
-    A service that has just ended may keep the port for a moment. One that accepts connections has not.
+    Retries for a moment, because a service that has just ended may keep the port, unless one accepts connections.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + PORT_SECONDS
@@ -302,7 +302,7 @@ def _refuse_used(host: str, port: int) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline or _accepts(host, port):
                 fix = "choose another with --host and --port (0 = any free port)"
-                is_lookup = isinstance(error, socket.gaierror)  # its numbers are not those of the system
+                is_lookup = isinstance(error, socket.gaierror)  # its error numbers are not the system's
                 why = str(error.strerror) if is_lookup else os.strerror(error.errno or 0)
                 raise UserError(f"port {port} of {host}: {why.lower()}; {fix}") from error
         time.sleep(0.1)

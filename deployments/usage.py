@@ -1,6 +1,6 @@
 """The help of a command, and the answer to a wrong command line: a line with the command, the option and a fix.
 
-The errors are click's, or those of the copy of click that typer brings. So their attributes tell the kinds apart.
+The errors are those of click, or of the copy of click in typer, so they are distinguished by their attributes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def is_usage_error(error: Exception) -> bool:
 
 
 def usage_line(error: Any, words: Sequence[str]) -> str:
-    """The line for an error of usage; the whole help for a group of commands that was called without one.
+    """The line for a usage error, or the whole help for a group of commands that was called without a command.
 
-    words: the command line, which has the wrong value.
+    words: the command line, which contains the wrong value.
     """
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
     command = "tinkerflow" if ctx is None else ctx.command_path

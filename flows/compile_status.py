@@ -1,4 +1,4 @@
-"""Records the worker group of a base model in the journal, with its programs and its memory, for people."""
+"""Records a base model's worker group in the journal for people, with the group's programs and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UPDATE_SECONDS = 5.0
 class CompileStatusWatch:
     """Records changes of one base model's group and of its compile status.
 
-    It logs a warning each time that a request needed programs that were not compiled during the warm-up.
+    It logs a warning each time a request needed programs that were not compiled during the warm-up.
     """
 
     def __init__(self, journal: Journal, pool: Pool, card: ModelCard) -> None:
@@ -41,9 +41,7 @@ class CompileStatusWatch:
         await self._pool.serving()
         if self._pool.info != self._group:
             await asyncio.to_thread(notes.note_worker_group, base_model, self._pool.info)
-            self._card = self._card.served_by(
-                self._pool.info
-            )  # nobody knew this before the first group of a base model
+            self._card = self._card.served_by(self._pool.info)  # unknown before the first group of a base model
             await asyncio.to_thread(notes.note_card, base_model, self._card.to_json())
             self._group = self._pool.info
         status = await self._pool.submit(ReadCompileStatus())

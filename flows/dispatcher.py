@@ -30,7 +30,7 @@ POLL_SECONDS = 1.0  # a notification may be lost
 
 
 async def observed(serve: Callable[[], Awaitable[End]], observers: Sequence[RunObserver]) -> End:
-    """Await a runner's `serve`, and report its end to the observers, also when it fails or is cancelled."""
+    """Await a runner's `serve`, and report its end to the observers, even if it fails or is cancelled."""
     end = STOPPED
     try:
         end = await serve()
@@ -60,14 +60,14 @@ class Dispatcher:
         self._served = {model.card.name: model for model in served}
         self._sweeps = Sweeps(settings, journal, served)
         self._run_logs = RunLogs(journal, SystemClock(), settings.budget_tokens, settings.drift_limits)
-        self._runners: dict[str, ModelRunner | None] = {}  # None: it is being opened
-        self._adopted: dict[str, UUID] = {}  # by model: the flow run in which it is taken up again
+        self._runners: dict[str, ModelRunner | None] = {}  # None: being opened
+        self._adopted: dict[str, UUID] = {}  # by model: the flow run in which it resumes
         self._group: asyncio.TaskGroup | None = None  # of the runners
         self._sweep_now = asyncio.Event()
         self._stopping = asyncio.Event()
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
-        """Serve until `stop`; returns when what was in flight is answered. `on_ready` is called when it begins."""
+        """Serve until `stop`, and return after the operations in flight are answered. on_ready: called at the start."""
         async with self._journal.notifier.subscribe("model:", "session:") as topics, asyncio.TaskGroup() as around:
             watches = [around.create_task(watch, name=name) for name, watch in self._watches(topics)]
             try:
@@ -79,7 +79,7 @@ class Dispatcher:
                     try:
                         await self._stopping.wait()
                     finally:
-                        self._stopping.set()  # also when we are cancelled: no runner begins any more
+                        self._stopping.set()  # even if cancelled: no further runner begins
                     for runner in self._open_runners():
                         runner.stop()
                     for model in self._served.values():
@@ -113,7 +113,7 @@ class Dispatcher:
         return self._served[base_model].sampling.busy or any(one.busy for one in self._open_runners(base_model))
 
     def _open_runners(self, base_model: str | None = None) -> list[ModelRunner]:
-        """The runners that serve, without those that are being opened; base_model: only its own."""
+        """The runners that serve, without those being opened. base_model: only runners of its models."""
         runners = [runner for runner in self._runners.values() if runner is not None]
         return [runner for runner in runners if base_model in (None, runner.base_model)]
 
@@ -123,10 +123,10 @@ class Dispatcher:
         return frozenset(self._runners)
 
     def stop(self) -> None:
-        """Take nothing more from the journal."""
+        """Stop taking requests from the journal."""
         self._stopping.set()
 
-    # ------------------------------------------------------------------ what wakes runners
+    # ------------------------------------------------------------------ waking runners
     async def _listen(self, topics: AsyncIterator[str]) -> None:
         async for topic in topics:
             kind, _, name = topic.partition(":")
@@ -144,16 +144,16 @@ class Dispatcher:
 
     async def _sweep(self) -> None:
         for model_id in await asyncio.to_thread(self._journal.recovery.unstored_models):
-            if model_id not in self._runners:  # an earlier engine ended before it stored these
+            if model_id not in self._runners:  # an earlier engine ended before it stored them
                 self.wake(model_id)
         abandoned = await self._sweeps.sweep()
         for runner in self._open_runners():
             runner.wake_for_snapshot()
-            if runner.paused and runner.model_id in abandoned:  # a paused runner never comes to its unload
+            if runner.paused and runner.model_id in abandoned:  # a paused runner never reaches its unload
                 await self.cancel(runner.model_id, OVER)
 
     def wake(self, model_id: str, *, restore_now: bool = False) -> None:
-        """Wake the model's runner. restore_now: restore the model now instead of when its next request comes."""
+        """Wake the model's runner. restore_now: restore the model now instead of on its next request."""
         if self._stopping.is_set() or self._group is None:
             return
         runner = self._runners.get(model_id)
@@ -177,7 +177,7 @@ class Dispatcher:
         except Exception as error:
             if ExceptionGroup("", [error]).subgroup(AWAY) is not None:  # a runner's errors come in groups, too
                 raise  # nothing is lost: the engine ends, and its successor reads everything in the journal
-            # One model's trouble must not end the others.
+            # A failure of one model must not end the others.
             log.exception("model %s cannot be served", model_id)
             await self._give_up(model_id, ServerError(f"the model cannot be served ({type(error).__name__}: {error})"))
         finally:
@@ -204,7 +204,7 @@ class Dispatcher:
         verb = "is created" if model.state is ModelState.CREATING else "continues"
         for observer in observers:
             observer.log(f"model {model_id} of {public_name(model.base_model)} {verb} at optimizer step {model.step}")
-        paused = model.paused is not None and bool(observers)  # without Prefect, nobody can end a pause
+        paused = model.paused is not None and bool(observers)  # without Prefect, no one can end a pause
         observers = [*observers, self._run_logs.observe(model_id, trained)]
         return ModelRunner(served.context, observers, self._snapshots, model_id, model.step, paused=paused)
 
@@ -220,14 +220,14 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ how people control runs (`RunControls`)
     def shown_in(self, model_id: str) -> UUID | None:
-        """The flow run that shows the model now, or will show it when the model is taken up again."""
+        """The flow run that shows the model now, or will show it when the model resumes."""
         runner = self._runners.get(model_id)
         if runner is None:
             return self._adopted.get(model_id)
         return next((observer.flow_run for observer in runner.observers), None)
 
     async def pause(self, model_id: str, reason: str | None) -> None:
-        """Execute nothing of the model, whose clients get the reason. None: continue."""
+        """Stop executing the model's requests, and give its clients the reason. None: continue."""
         await asyncio.to_thread(self._journal.models.pause, model_id, reason)
         if (runner := self._runners.get(model_id)) is not None:
             runner.pause(reason is not None)
@@ -239,7 +239,7 @@ class Dispatcher:
             runner.cancel()
 
     async def retry(self, model_id: str, flow_run: UUID) -> None:
-        """Take up a model again that no runner serves, in this flow run; UserError when that is not possible."""
+        """Resume a model that no runner serves, in this flow run. UserError: the model cannot be resumed."""
         if model_id in self._runners:
             raise UserError(f"model {model_id} is served already")
         model = await asyncio.to_thread(self._journal.models.get, model_id, None)

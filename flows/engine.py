@@ -1,7 +1,7 @@
 """The engine: takes requests from the journal, runs them on the pool through flows and tasks, and answers them.
 
-It runs in a thread with an event loop. The engine therefore does not block a caller that serves the API in its own loop
-(deployments/testing.py), and the caller receives signals.
+It runs in a thread with an event loop of its own. The engine therefore does not block its caller's loop, and the caller
+receives signals.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def run_engine(
     engine waits until the first has ended, or has not renewed its lease in time.
 
     A clean stop takes no more requests from the journal. Operations in flight and last snapshots get DRAIN_SECONDS.
-    Raises UserError for invalid settings or base models, and GroupFailedError when no worker group starts.
+    UserError: invalid settings or base models. GroupFailedError: no worker group starts.
     """
     loop = asyncio.get_running_loop()
     ready, progress = partial(_call, loop, on_ready), partial(_call, loop, on_progress)
@@ -80,7 +80,7 @@ async def _run(
     on_turn: Callable[[], None],
     executor: str,
 ) -> None:
-    """Open the parts one after the other, and serve until `stop`. They are closed in the opposite order."""
+    """Open the parts one after another, serve until `stop`, and close the parts in reverse order."""
     if not settings.base_models:
         raise UserError("base_models is empty: the engine must be given at least one base model")
     tracing.export("engine")
@@ -122,7 +122,7 @@ def _run_beside(stack: AsyncExitStack, work: Coroutine[object, object, None], na
 async def _open_journal(
     settings: Settings, stack: AsyncExitStack
 ) -> tuple[Journal, list[ModelCard], asyncio.Task[None]]:
-    """The journal, the base models' cards, and the task that renews our lease of the journal."""
+    """Open the journal. Returns it, the base models' cards, and the task that renews the lease of the journal."""
     await asyncio.to_thread(migrate, settings.journal_url)
     journal = Journal.open(settings.journal_url, clock=SystemClock())
     stack.callback(journal.close)
@@ -137,7 +137,7 @@ async def _open_journal(
 async def _open_mirror(
     settings: Settings, journal: Journal, store: Store, connection: PrefectConnection, cards: Sequence[ModelCard]
 ) -> Mirror:
-    """The mirror that shows runs in Prefect. It emits an event that the engine has started."""
+    """Open the mirror that shows runs in Prefect, and emit an event that the engine has started."""
     pacing = Pacing(settings.tracked_runs_per_second, SystemClock())
     api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
     mirror = Mirror(
@@ -167,7 +167,7 @@ def _serve_base_model(
     mirror: Mirror,
     stack: AsyncExitStack,
 ) -> ServedModel:
-    """The parts that serve one base model. card, pool: of the base model. The other arguments are the engine's."""
+    """Make the parts that serve one base model. card, pool: of the base model. The other arguments are the engine's."""
     saves = Saves()
     context = ExecutionContext(
         journal,
@@ -216,7 +216,7 @@ async def _serve_until(
 
 
 async def _started(starting: Sequence[asyncio.Task[Pool]], stop: asyncio.Event) -> list[Pool] | None:
-    """Wait until all pools have started, and return them. None if `stop` is set first, as hosts may never join.
+    """Wait until all pools have started, and return them. None if `stop` is set first, since hosts may never join.
 
     Raises the error of a pool that cannot start.
     """
@@ -256,7 +256,7 @@ async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
 
 
 async def _is_joined(hosts: Hosts, *, within: float) -> bool:
-    """Whether a host joins within so many seconds."""
+    """Whether a host joins in time. within: seconds."""
     with suppress(TimeoutError):
         async with asyncio.timeout(within):
             while hosts.missing(1):
@@ -266,7 +266,7 @@ async def _is_joined(hosts: Hosts, *, within: float) -> bool:
 
 
 def _mark(store: Store) -> str:
-    """The store's mark. "" if the store is away; states then pass through the engine until its next start."""
+    """The store's mark, or "" if the store is away. Then states pass through the engine until its next start."""
     try:
         return store.mark()
     except StoreError as error:
@@ -285,7 +285,7 @@ async def _start_pool(
 ) -> Pool:
     """Start the pool of a base model. Its worker group starts on demand if not all base models can have one.
 
-    settings, card: of the engine and the base model. journal: shows clients what the start waits for. hosts: for the
+    settings, card: of the engine and the base model. journal: shows clients why the start waits. hosts: for the
     worker processes; None for this machine. on_progress: gets lines for people. executor: see PoolConfig. store_mark:
     see `group_config`.
     """

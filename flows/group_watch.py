@@ -19,7 +19,7 @@ SAVING_SECONDS = 15.0  # for snapshots when a worker group is about to end
 
 
 class GroupWatch:
-    """Reports a worker group's ends and starts, and has its models saved and restored."""
+    """Reports when a worker group ends and starts, and initiates saving and restoring its models."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class GroupWatch:
         observer: EngineObserver,
         runners: Callable[[], Sequence[ModelRunner]],
     ) -> None:
-        """model: the base model. observer: gets events. runners: gives the runners of its models that serve now."""
+        """model: the base model. observer: gets events. runners: returns its models' runners that serve now."""
         self._model = model
         self._journal = journal
         self._observer = observer
@@ -41,7 +41,7 @@ class GroupWatch:
             watches.create_task(self._watch_notices(), name="notice")
 
     async def _watch_losses(self) -> None:
-        """A worker group that ended has lost everything. The next one begins empty, and the runners restore into it."""
+        """React to each lost group: its state is gone, the next group begins empty, and the runners restore into it."""
         model, name = self._model, self._model.card.name
         restarting: asyncio.Task[None] | None = None
         try:
@@ -72,7 +72,7 @@ class GroupWatch:
         model.sampling.wake()
 
     async def _watch_notices(self) -> None:
-        """When a worker group is about to end, save its models as far as time allows, so that little is replayed."""
+        """When a worker group is about to end, save its models as time permits, so that little is replayed."""
         async for cause in self._model.pool.notices():
             log.warning("%s: %s; snapshots are taken", public_name(self._model.card.name), cause)
             with suppress(TimeoutError):

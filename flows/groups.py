@@ -1,4 +1,4 @@
-"""A base model that is served: its card, its worker group, and how that group is set up."""
+"""A served base model: its card, its worker group, and the configuration of the group."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ServedModel:
 def group_config(
     settings: Settings, model_path: str, max_context: int, store_mark: str = "", *, experts: bool
 ) -> GroupConfig:
-    """The configuration that every process of a group gets. model_path: the base model's folder.
+    """The configuration for every process of a group. model_path: the base model's folder.
 
-    max_context: tokens. store_mark: the store's (`Store.mark`); "" = the processes do not use it themselves. experts:
-    whether the model has some. For other models the size of the expert axis is 1.
+    max_context: tokens. store_mark: of the store (`Store.mark`); "" = the processes do not access the store. experts:
+    whether the model has experts. Otherwise the size of the expert axis is 1.
 
-    A field that is named like a setting holds that setting. The processes lay the mesh over the devices that they find.
+    A field with the name of a setting holds that setting. The processes lay the mesh over the devices that they find.
     """
     names = {field.name for field in fields(GroupConfig)}
     values: dict[str, Any] = {name: getattr(settings, name) for name in Settings.model_fields if name in names}

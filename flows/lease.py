@@ -21,7 +21,7 @@ ACQUIRE_SECONDS = 0.5  # between attempts to take another engine's lease
 
 @asynccontextmanager
 async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
-    """Acquire the lease once its holder has ended or is silent. Yields the renewing task, which ends if it is lost."""
+    """Acquire the lease once its holder ends or is silent. Yields the renewal task, which ends if the lease is lost."""
     waiting = force = False
     while (holder := await asyncio.to_thread(journal.leases.acquire, identity(), force=force)) is not None:
         if force := is_alive(holder) is False:

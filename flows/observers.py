@@ -1,7 +1,7 @@
-"""How an engine's work is shown to people, and how people control it. `flows/prefect` is the one implementation.
+"""How an engine's work is shown to people, and how people control it. `flows/prefect` is the only implementation.
 
-A runner reports to its `RunObserver`s, which the `EngineObserver` creates. The dispatcher implements `RunControls`, by
-which people pause, cancel and retry runs. Only `flows/prefect` and the pipelines import Prefect.
+A runner reports to its `RunObserver`s, which the `EngineObserver` creates. The dispatcher implements `RunControls`, so
+that people can pause, cancel and retry runs. Only `flows/prefect` and the pipelines import Prefect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IN_CHUNKS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)  # the SDK cuts one call into 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests of one kind that make up one operation for people. step: its optimizer step, counted from 1."""
+    """Requests of one kind that people see as one operation. step: the optimizer step, counted from 1."""
 
     kind: Kind
     requests: tuple[Pending, ...]
@@ -57,10 +57,10 @@ class RunObserver(Protocol):
         """The model was restored."""
 
     def differed(self, difference: Difference) -> None:
-        """Operations were executed a second time, and a result was another one."""
+        """Operations were executed a second time, and a result differed."""
 
     def interrupted(self) -> None:
-        """The worker group ended, and the operations in flight with it."""
+        """The worker group ended, which interrupted the operations in flight."""
 
     def log(self, text: str, level: int = ...) -> None:
         """Add a line to the run's logs."""
@@ -70,19 +70,19 @@ class RunObserver(Protocol):
 
 
 class RunControls(Protocol):
-    """By what people control training runs."""
+    """How people control training runs."""
 
     def shown_in(self, model_id: str) -> UUID | None:
-        """The flow run that shows the model now, or will show it when the model is taken up again."""
+        """The flow run that shows the model now, or will show it when the model resumes."""
 
     async def pause(self, model_id: str, reason: str | None) -> None:
-        """Execute nothing of the model, whose clients get the reason. None: continue."""
+        """Stop executing the model's requests, and give its clients the reason. None: continue."""
 
     async def cancel(self, model_id: str, reason: str) -> None:
         """End the model now. Its waiting requests fail with the reason."""
 
     async def retry(self, model_id: str, flow_run: UUID) -> None:
-        """Take up a model again that no runner serves, in this flow run; UserError when that is not possible."""
+        """Resume a model that no runner serves, in this flow run. UserError: the model cannot be resumed."""
 
 
 class EngineObserver(Protocol):
@@ -102,17 +102,17 @@ class EngineObserver(Protocol):
         steps: int,
         created_at: datetime,
     ) -> Sequence[RunObserver]:
-        """The observers of one model's training run; none when nothing is shown.
+        """The observers of one model's training run; none if nothing is shown.
 
         label: the client's name for the run. adopted: the flow run in which a retried run continues. trained, steps:
         the tokens and optimizer steps that the run was trained before. created_at: the creation of the model.
         """
 
     def observe_sampling(self, base_model: str) -> Sequence[RunObserver]:
-        """The observers of one base model's samples; none when nothing is shown."""
+        """The observers of one base model's samples; none if nothing is shown."""
 
     def emit(self, event: str, name: str, of: str = "base-model", **payload: object) -> None:
-        """Report an event about the `of` called `name`, as `tinkerflow.group.ended` of a base model."""
+        """Report an event about the object `name` of the kind `of`, such as `tinkerflow.group.ended`."""
 
     async def watch(self, controls: RunControls) -> None:
-        """Obey people's changes to the runs by `controls`, until cancelled."""
+        """Apply people's changes to the runs through `controls`, until cancelled."""

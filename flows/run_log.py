@@ -17,11 +17,11 @@ from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
 
-_MOST_WAITING = 1000  # events of all runs in memory; when more wait for the journal, the oldest are dropped
+_MOST_WAITING = 1000  # events of all runs in memory; beyond it, the oldest are dropped
 
 
 class RunLogs:
-    """The events of all runs of an engine that the journal does not have yet."""
+    """The events of all runs of an engine that are not yet in the journal."""
 
     def __init__(self, journal: Journal, clock: Clock, budget_tokens: int, drift_limits: DriftLimits) -> None:
         """budget_tokens: see the settings. drift_limits: of `DRIFT_FIGURES`."""
@@ -35,12 +35,12 @@ class RunLogs:
         return RunLog(self, self._clock, model_id, trained, self._budget, self._drift_limits)
 
     def add(self, run_id: str, text: str, level: int) -> None:
-        """Keep an event, which happens now, for the next `write`."""
+        """Queue an event that happens now for the next `write`."""
         self._waiting.append((run_id, RunEvent(self._clock.now(), level, text)))
         self.some.set()
 
     async def write(self) -> None:
-        """Write the events that there are, in one transaction for each run."""
+        """Write the queued events, in one transaction per run."""
         by_run: dict[str, list[RunEvent]] = {}
         while self._waiting:
             run_id, event = self._waiting.popleft()
@@ -50,14 +50,14 @@ class RunLogs:
 
 
 class RunLog:
-    """Keeps the events of one run. The journal itself has its pauses and its end."""
+    """Collects the events of one run, except its pauses and its end, which the journal records itself."""
 
     flow_run: UUID | None = None
 
     def __init__(
         self, logs: RunLogs, clock: Clock, model_id: str, trained: Trained, budget: int, drift_limits: DriftLimits
     ) -> None:
-        """logs: keeps the events. clock, trained, budget, drift_limits: see `RunReport`. model_id: of the run."""
+        """logs: receives the events. clock, trained, budget, drift_limits: see `RunReport`. model_id: of the run."""
         self._logs, self._model_id = logs, model_id
         self._report = RunReport(
             clock, self._note, lambda *_, **__: None, trained, budget, drift_limits, says_steps=False
@@ -69,13 +69,13 @@ class RunLog:
             operation.answered.add_done_callback(self._answered)
 
     def sampled(self, operation: Operation) -> None:
-        """A sampling request is no event of a training run."""
+        """Do nothing: a sampling request is no event of a training run."""
 
     def paused(self, text: str | None) -> None:
-        """The journal has the event already."""
+        """Do nothing: the event is already in the journal."""
 
     def restoring(self, generation: int) -> None:
-        """The end of the restore is the event."""
+        """Do nothing: the end of the restore is the event."""
 
     def restored(self, generation: int, restored: Restored) -> None:
         """The model was restored."""
@@ -84,7 +84,7 @@ class RunLog:
             self._note(f"a newer snapshot cannot be read: {why}", logging.ERROR)
 
     def differed(self, difference: Difference) -> None:
-        """A result was another one when it was computed again."""
+        """A result differed when it was computed again."""
         self._note(str(difference), logging.ERROR)
 
     def interrupted(self) -> None:
@@ -92,10 +92,10 @@ class RunLog:
         self._note(INTERRUPTED, logging.WARNING)
 
     def log(self, text: str, level: int = logging.INFO) -> None:
-        """Lines are for Prefect's logs."""
+        """Do nothing: lines are for Prefect's logs."""
 
     def ended(self, state: str, text: str, *, over: bool = True) -> None:
-        """The journal has the event already."""
+        """Do nothing: the event is already in the journal."""
 
     def _answered(self, answered: asyncio.Task[Outcome | None]) -> None:
         if not answered.cancelled() and answered.exception() is None and (outcome := answered.result()) is not None:

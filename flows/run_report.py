@@ -1,7 +1,7 @@
 """Reports of a training run for people: lines about its steps, its saves and its alarms, and events for automations.
 
-They come from the outcomes of operations. Prefect's page of a run (flows/prefect) and the console's (run_log.py) show
-them.
+The reports derive from the outcomes of operations. The run's pages in Prefect (flows/prefect) and in the console
+(run_log.py) show them.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class RunReport:
 
         clock: paces the lines. say: adds a line of a level to the run's logs. tell: emits an event with a payload.
         trained: the tokens that the run was trained on before. budget: of tokens, after which an event is emitted; 0
-        for no budget. drift_limits: of `DRIFT_FIGURES`. says_steps: whether steps are lines, too.
+        for no budget. drift_limits: of `DRIFT_FIGURES`. says_steps: whether steps are also reported as lines.
         """
         self._says_steps = says_steps
         self._clock, self._say, self._tell = clock, say, tell
         self._loss = self._weight = 0.0
         self._tokens = trained.begun
         self._trained, self._budget = trained.made - trained.last, budget
-        self._spend(trained.last)  # counted again, as the engine may have ended before it reported the last step
+        self._spend(trained.last)  # again, since the engine may have ended before it reported the last step
         self._said_at = -math.inf
         self._said_step = 0
         self._unsaid = ""
         self._drift_limits, self._drifts = drift_limits, set[str]()  # the second: figures with an alarm
         self._usual_drift = {figure.column: UsualDrift(figure) for figure in DRIFT_FIGURES}
-        self._finite = True  # whether the last loss was finite; several other losses in a row are one event
+        self._finite = True  # whether the last loss was finite; several non-finite losses in a row are one event
         self._usual = UsualSteps()
 
     def answered(self, outcome: Outcome) -> bool:
-        """Report the outcome of an operation. Returns whether the artifacts are out of date now."""
+        """Report the outcome of an operation. Returns whether this makes the artifacts out of date."""
         news = False
         for effect in outcome.effects:
             match effect:
@@ -98,7 +98,7 @@ class RunReport:
             self._unsaid = ""
 
     def _measure_drift(self, measured: LossMeasured) -> None:
-        """Report samples of another policy, once until some are of this policy again."""
+        """Report samples of another policy, once until samples are of this policy again."""
         for figure in DRIFT_FIGURES:
             value: float | None = getattr(measured, figure.column)
             if value is None:

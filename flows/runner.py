@@ -1,7 +1,7 @@
 """The runner of one model: its requests leave the journal in order, overlap in the pool, and are answered in order.
 
-The order is: the states of a runner, the batches of its requests, the operations in flight, the model in a worker
-group, and the loop over batches. Its recovery snapshots are in snapshots.py.
+This file contains, in order: the states of a runner, the batches of its requests, the operations in flight, the model
+in a worker group, and the loop over batches. Recovery snapshots are in snapshots.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinkerflow.tasks.operations import OPERATIONS, SAVES
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT = 16  # operations of one model in flight at a time; their payloads are in memory
+IN_FLIGHT = 16  # operations of one model in flight at a time, with their payloads in memory
 _PAGE = 2 * IN_FLIGHT  # requests to read from the journal, which include those in flight
 
 
@@ -56,7 +56,7 @@ class RunnerEvent(Enum):
     STOP = "the engine stops, or the model has ended"
 
 
-# For each event, the states that it changes, as (from, to). Other states stay, so that a pause outlives a restore.
+# For each event, its transitions as "FROM TO". Other states do not change, so that a pause outlives a restore.
 TRANSITIONS: Mapping[RunnerEvent, str] = {
     RunnerEvent.RESTORE: "IDLE RESTORING, SERVING RESTORING",
     RunnerEvent.READY: "IDLE SERVING, RESTORING SERVING",
@@ -106,9 +106,9 @@ STOPPED = End(Why.STOPPED, Why.STOPPED.value)
 
 
 def batches(pending: Sequence[Pending], steps_made: int) -> list[Batch]:
-    """Group requests, which are in order, into batches.
+    """Group ordered requests into batches.
 
-    Neighboring chunks of forward or of forward_backward are one batch. Every other request is a batch by itself.
+    Neighboring chunks of forward or of forward_backward are one batch. Every other request is a separate batch.
     steps_made: optimizer steps before the first request.
     """
     grouped: list[Batch] = []
@@ -125,7 +125,7 @@ def batches(pending: Sequence[Pending], steps_made: int) -> list[Batch]:
 
 # ------------------------------------------------------------------ operations in flight
 class InFlight:
-    """The operations of one model in flight, and the last of its requests that was taken from the journal."""
+    """The operations of one model in flight, and the last request taken from the journal."""
 
     def __init__(self, woken: asyncio.Event) -> None:
         """Nothing is in flight. woken: set when the runner should read the journal again."""
@@ -144,25 +144,25 @@ class InFlight:
         await self._capacity.acquire()
 
     def add(self, request: Pending) -> None:
-        """A request was taken from the journal, after `has_capacity`."""
+        """Add a request that was taken from the journal, after `has_capacity`."""
         self._requests.add(request.id)
         if request.seq_id is None:
             self.unload = request.id
-        elif not request.answered:  # a paused run stores answered saves before it takes requests in front of them
+        elif not request.answered:  # a paused run stores answered saves before it takes earlier requests
             self._taken = max(self._taken, request.seq_id)
 
     def is_new(self, request: Pending) -> bool:
         """Whether a row of the journal was not taken before.
 
-        The ids in flight do not suffice, since a request may have been answered after the rows were read. Answered
-        requests are read only when nothing is in flight.
+        Checking the ids in flight is not enough, since a request may have been answered after the rows were read.
+        Answered requests are read only when nothing is in flight.
         """
         if request.seq_id is None:
             return request.id != self.unload  # an unload that failed is requested again
         return request.answered or request.seq_id > self._taken
 
     def remove(self, request_id: str) -> None:
-        """Note that a request was answered, or is a detached save. Later requests wait for it no longer."""
+        """Note that a request was answered, or is a detached save. Later requests no longer wait for it."""
         if request_id not in self._requests:
             return
         self._requests.remove(request_id)
@@ -176,13 +176,13 @@ class InFlight:
         self._wakes_when_empty = True
 
     def restart(self) -> None:
-        """Nothing is in flight. Take the requests from the journal again that were not answered."""
+        """Note that nothing is in flight, so that unanswered requests are taken from the journal again."""
         self._taken, self.unload = -1, None
 
 
 # ------------------------------------------------------------------ the model in a worker group
 class ModelBinding:
-    """The worker group that holds the model. Its snapshot and the journal restore it in another group."""
+    """The worker group that holds the model. The model's snapshot and the journal restore it in another group."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class ModelBinding:
         """
         self._unbound = context
         self.context = context  # bound to the worker group that holds the model, once one does
-        self.copies: dict[str, AdapterState] = {}  # by request: the states that a replay has copied for saves
+        self.copies: dict[str, AdapterState] = {}  # by request: the states that a replay copied for saves
         self._model_id = model_id
         self._observers = observers
         self._schedule = schedule
@@ -261,8 +261,8 @@ class ModelRunner:
 
     `serve` is a loop. It waits until the runner is woken, and reads the requests from the journal that were not taken
     yet. It restores the model if the worker group that serves does not hold it, and executes batch after batch. At most
-    IN_FLIGHT operations are in flight. When the worker group ends, they fail one after the other, and then the runner
-    reads the journal again. TRANSITIONS has the states.
+    IN_FLIGHT operations are in flight. When the worker group ends, they fail one after another, and then the runner
+    reads the journal again. TRANSITIONS lists the changes of state.
     """
 
     def __init__(
@@ -295,12 +295,12 @@ class ModelRunner:
         self._woken = asyncio.Event()
         self._woken.set()
         self._in_flight = InFlight(self._woken)
-        self._has_unstored = True  # the journal may list saves that were answered, and not stored
+        self._has_unstored = True  # the journal may list saves that were answered but not stored
         if paused:
             for observer in self.observers:
                 observer.paused("it was paused already when this run began")
 
-    # ------------------------------------------------------------------ what the dispatcher calls
+    # ------------------------------------------------------------------ calls of the dispatcher
     @property
     def base_model(self) -> str:
         """The base model of the model."""
@@ -321,11 +321,11 @@ class ModelRunner:
         self._woken.set()
 
     def stop(self) -> None:
-        """Take nothing more from the journal; `serve` returns when the operations in flight are answered."""
+        """Stop taking requests from the journal. `serve` returns when the operations in flight are answered."""
         self._change(RunnerEvent.STOP)
 
     def pause(self, paused: bool) -> None:
-        """Take nothing more from the journal until the pause ends; operations in flight are answered."""
+        """Take no requests from the journal until the pause ends. Operations in flight are answered."""
         self._change(RunnerEvent.PAUSE if paused else RunnerEvent.RESUME)
         for observer in self.observers:
             observer.paused("it is paused" if paused else None)
@@ -335,7 +335,7 @@ class ModelRunner:
         self._change(RunnerEvent.RESUME)
 
     async def save_now(self) -> None:
-        """Take a snapshot unless the last one covers everything; return when it is taken."""
+        """Take a snapshot unless the last one covers everything. Returns when the snapshot is taken."""
         self._schedule.hurry()
         self._woken.set()
         await self._snapshots.hurried_snapshot(lambda: self.paused)
@@ -351,9 +351,9 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ the loop
     async def serve(self, *, restore_now: bool = False) -> End:
-        """Execute requests as they come, until the model takes no more or the engine stops.
+        """Execute requests as they arrive, until the model takes no more or the engine stops.
 
-        restore_now: restore the model now instead of when its next request comes.
+        restore_now: restore the model now instead of on its next request.
         """
         async with asyncio.TaskGroup() as group:  # waits for operations in flight
             if restore_now:
@@ -369,7 +369,7 @@ class ModelRunner:
                 self._snapshots.stop_rechecks()
 
     async def _next(self, group: asyncio.TaskGroup) -> list[Batch] | End:
-        """The batches to execute next, or the end of serving, as soon as there are any."""
+        """Wait for the batches to execute next, or the end of serving."""
         while True:
             await self._woken.wait()
             if self.state is RunnerState.ENDED:
@@ -400,7 +400,7 @@ class ModelRunner:
         """The journal's requests that were not taken yet; while paused, only saves that wait for the store."""
         detached = self._detached()  # read before the journal, so that a save in neither has ended
         rows = [] if self.paused else await self._read(self._journal.requests.ready, self.model_id, _PAGE)
-        if self._has_unstored:  # also while paused: samplers wait for these
+        if self._has_unstored:  # even while paused, because samplers wait for these
             unstored = await self._read(self._journal.recovery.unstored, self.model_id)
             self._has_unstored = bool(unstored)
             rows = sorted([*unstored, *rows], key=lambda row: math.inf if row.seq_id is None else row.seq_id)
@@ -409,7 +409,7 @@ class ModelRunner:
         return [row for row in rows if row.id not in detached and self._in_flight.is_new(row)]
 
     async def _is_ready_for(self, new: Sequence[Pending]) -> bool:
-        """Put the model where it can execute these requests. False: read the journal again."""
+        """Place the model where it can execute these requests. False: read the journal again."""
         bound = self._binding.context.generation
         ready = await self._is_ready(restores=any(request.seq_id is not None for request in new))
         if ready:
@@ -417,9 +417,9 @@ class ModelRunner:
         return ready and not self._has_unstored
 
     async def _is_ready(self, *, restores: bool) -> bool:
-        """Put the model into the worker group that serves. False: read the journal again.
+        """Place the model in the worker group that serves. False: read the journal again.
 
-        restores: whether its state is needed. An unload does not need it, and starts no worker group.
+        restores: whether the model's state is needed. An unload does not need it, and starts no worker group.
         """
         if not restores and self._pool.resting and not self._in_flight:
             self._binding.release()
@@ -427,7 +427,7 @@ class ModelRunner:
         generation = await self._pool.serving()
         if self._binding.context.generation != generation:
             if self._in_flight or self.state in DRAINING:
-                self._change(RunnerEvent.INTERRUPT)  # its operations fail one after the other
+                self._change(RunnerEvent.INTERRUPT)  # its operations fail one after another
                 return False
             self._change(RunnerEvent.RESTORE)
             if not await self._binding.enter(generation, restores=restores, detached=self._detached()):
@@ -437,7 +437,7 @@ class ModelRunner:
         return True
 
     async def _begin_again(self) -> None:
-        """Take the operations from the journal again that ended with their worker group."""
+        """Take operations that ended with their worker group from the journal again."""
         for observer in self.observers:
             observer.interrupted()
         model = await self._read(self._journal.models.get, self.model_id, None)

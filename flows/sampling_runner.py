@@ -1,8 +1,8 @@
 """The runner of one base model's samples: all samplers share one decode batch.
 
-Three queues share out a base model's devices between projects (backend/core/fairness.py). Here, `equal_places` decides
-whose sampling requests leave the journal when more wait than fit: the next place goes to the project that has the
-fewest requests taken. In the sampler (backend/compute/sampler/scheduler.py), a fair queue decides whose requests get
+Three queues divide a base model's devices among projects (backend/core/fairness.py). Here, `equal_places` decides whose
+sampling requests leave the journal when more wait than fit: the next place goes to the project with the fewest taken
+requests. In the sampler (backend/compute/sampler/scheduler.py), a fair queue decides whose requests get
 the slots of the decode batch. In the pool (backend/pool/scheduler.py), a fair queue of training commands takes turns
 with the steps of the decode batch, so that neither waits for the other to finish.
 """
@@ -23,7 +23,7 @@ from tinkerflow.tasks.operations.sample import SampleRequests
 
 log = logging.getLogger(__name__)
 
-_MOST_TAKEN = 2**14  # requests of all projects, separate ones included: each read of the journal names them all
+_MOST_TAKEN = 2**14  # requests of all projects, including separate ones: each read of the journal lists them all
 _PARTS = 32  # the journal is read for more samples once this part of the places is free again
 
 
@@ -31,10 +31,10 @@ class SamplingRunner:
     """Takes samples from the journal and keeps the decode batch going."""
 
     def __init__(self, context: ExecutionContext, observers: Sequence[RunObserver], most_waiting: int) -> None:
-        """context: not bound to a worker group. observers: get reports about what happens.
+        """context: not bound to a worker group. observers: get reports about the work.
 
-        most_waiting: requests that are taken from the journal at a time; more wait there. Requests with images or long
-        bodies do not count, but no project has more taken in all.
+        most_waiting: requests that are taken from the journal at a time; others wait there. Requests with images or
+        long bodies do not count, but no project has more requests taken in total.
         """
         self._context = context
         self.observers = observers
@@ -42,21 +42,21 @@ class SamplingRunner:
         self._woken = asyncio.Event()
         self._woken.set()
         self._stopping = False
-        self._full = False  # more may wait in the journal than was taken
+        self._full = False  # more may wait in the journal
         self._taken: SampleRequests | None = None
         self._odd_interactive: dict[str | None, bool] = {}  # by owner, of the next odd number of places
 
     def wake(self) -> None:
-        """There may be samples, or a worker group serves now."""
+        """Read the journal again: there may be samples, or a worker group serves now."""
         self._woken.set()
 
     def stop(self) -> None:
-        """Take nothing more from the journal; `serve` returns when what was taken is answered."""
+        """Stop taking requests from the journal. `serve` returns when the taken ones are answered."""
         self._stopping = True
         self._woken.set()
 
     async def serve(self) -> End:
-        """Answer samples as they come, until stopped."""
+        """Answer samples as they arrive, until stopped."""
         heard = self._context.journal.notifier.subscribe("sample", "cancel:")
         async with heard as topics, asyncio.TaskGroup() as group:
             listening = group.create_task(self._listen(topics), name="samples")
@@ -91,12 +91,12 @@ class SamplingRunner:
             decoding.cancel()
 
     def cancel(self, request_id: str) -> None:
-        """The request was cancelled: its place in the decode batch is free after the chunk that runs now."""
+        """Cancel a request. Its place in the decode batch is free after the current chunk."""
         if self._taken is not None:
             self._taken.cancel(request_id)
 
     async def cancel_ended(self) -> None:
-        """Stop decoding for requests that somebody else has answered (a notification may be lost)."""
+        """Stop decoding for requests that another process has answered (a notification may be lost)."""
         if self._taken is None or not self._taken.ids:
             return
         for request_id in await self._context.read(self._context.journal.results.finished, self._taken.ids):
@@ -114,7 +114,7 @@ class SamplingRunner:
         free = min(self._most - taken.places, _MOST_TAKEN - len(taken.ids))
         if free < max(1, self._most // _PARTS if self._full else 0):
             self._full = True
-            return  # an answer wakes us
+            return  # an answer wakes the runner
         owners = taken.owners
         many = max(owners.values(), default=0) >= self._most
         rows = [] if many else await self._pending(taken, free)
@@ -134,7 +134,7 @@ class SamplingRunner:
 
     async def _pending(self, taken: SampleRequests, limit: int, owner: str | None = None) -> list[Pending]:
         odd_interactive = self._odd_interactive.get(owner, True)
-        if limit % 2:  # else an owner with one place would get it for one kind of sample alone
+        if limit % 2:  # otherwise an owner with one place would use it for one kind of sample only
             self._odd_interactive[owner] = not odd_interactive
         return await self._context.read(
             self._context.journal.requests.pending_samples,

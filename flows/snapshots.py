@@ -1,4 +1,4 @@
-"""When a recovery snapshot of a model is due, and the tasks that take them and check them."""
+"""When a recovery snapshot of a model is due, and the tasks that take and check snapshots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SnapshotSchedule:
         self._policy = policy
         self._since = now
         self._steps = 0
-        self._last = -1  # the last request that the model in the group has executed
+        self._last = -1  # the last request that the model in the group executed
         self.seq_id: int | None = None  # the last dispatched request that no snapshot covers
         self.taking = self.hurried = False
 
@@ -41,7 +41,7 @@ class SnapshotSchedule:
         self._steps += step
 
     def interrupted(self) -> None:
-        """Some dispatched requests were not executed."""
+        """Note that some dispatched requests were not executed."""
         self.seq_id, self._last, self.hurried = None, -1, False
 
     def restored(self, replayed: int, last: int) -> None:
@@ -80,7 +80,7 @@ class SnapshotTaker:
         self._rechecks: set[asyncio.Task[None]] = set()
 
     def take(self, context: ExecutionContext, sequencer: Sequencer, group: asyncio.TaskGroup) -> None:
-        """Give a snapshot the next slot of the model if the model has changed."""
+        """Give a snapshot the model's next slot, if the model has changed."""
         last = sequencer.last
         if self._schedule.seq_id is None or self._schedule.taking or last is None or last.interrupted:
             return
@@ -88,7 +88,7 @@ class SnapshotTaker:
         group.create_task(self._take(context, seq_id, sequencer.slot(), group), name="snapshot")
 
     def stop_rechecks(self) -> None:
-        """Execute nothing a second time any more."""
+        """Cancel the repeated executions that check snapshots."""
         for task in self._rechecks:
             task.cancel()
 
@@ -114,12 +114,12 @@ class SnapshotTaker:
             await take_out(context, self._model_id, difference)
 
     def interrupted(self) -> None:
-        """The worker group ended, so no hurried snapshot can be taken of it."""
+        """Note that the worker group ended, so that no hurried snapshot can be taken."""
         self._schedule.interrupted()
         self._changed.set()
 
     async def hurried_snapshot(self, is_paused: Callable[[], bool]) -> None:
-        """Wait until the hurried snapshot is taken, or cannot be."""
+        """Wait until the hurried snapshot is taken, or cannot be taken."""
         while (self._schedule.taking or self._schedule.hurried) and not is_paused():
             self._changed.clear()
             await self._changed.wait()

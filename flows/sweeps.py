@@ -1,4 +1,4 @@
-"""The sweeps: every few seconds, expired things end, and the journal's decisions are applied to the store.
+"""The sweeps, which every few seconds end expired objects and apply the journal's decisions to the store.
 
 The journal changes first. A checkpoint that is marked as deleted there cannot be read, even if its files still exist.
 """
@@ -29,7 +29,7 @@ _MOST_SEGMENTS = 4  # of each history in one sweep
 
 
 class Sweeps:
-    """Ends expired things, and applies the journal's decisions to the store."""
+    """Ends expired objects, and applies the journal's decisions to the store."""
 
     def __init__(self, settings: Settings, journal: Journal, served: Sequence[ServedModel]) -> None:
         """settings, journal: of the engine. served: every base model; all have the same store."""
@@ -40,7 +40,7 @@ class Sweeps:
         self._history_rules = HistoryRules(settings.history_days, settings.max_history_bytes)
 
     async def sweep(self) -> list[str]:
-        """Sweep one time. Returns the ids of models whose session is over."""
+        """Sweep once. Returns the ids of models whose session is over."""
         await asyncio.to_thread(write_histories, self._journal, self._store)
         abandoned = await asyncio.to_thread(self._sweep_journal)
         for model in self._served:
@@ -73,20 +73,20 @@ class Sweeps:
         snapshots = model.context.snapshots
         if snapshots.droppable:
             unused = await asyncio.to_thread(self._journal.samplers.unused_snapshots, snapshots.droppable)
-            # a sampler of some of them may have been opened in the meantime
+            # samplers of some of them may have been opened in the meantime
             await drop_from_group(model, [snapshot for snapshot in unused if snapshot in snapshots.droppable])
             most, host_bytes = self._settings.resident_snapshots, self._settings.host_snapshot_bytes
             await drop_from_group(model, snapshots.surplus(most, host_bytes))
 
 
 async def drop_from_group(model: ServedModel, snapshot_ids: Sequence[str]) -> None:
-    """Drop sampling snapshots from the base model's worker group, if that still serves."""
+    """Drop sampling snapshots from the base model's worker group, if the group still serves."""
     with suppress(GroupFailedError):  # they ended with the group; the sweeps never wait for the next group
         await drop(model.context.bound_to(model.pool.generation), snapshot_ids)
 
 
 def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
-    """Mark checkpoints as deleted that have expired or are not kept, and delete the files of all deleted ones."""
+    """Mark expired and retired checkpoints as deleted, and delete the files of all deleted checkpoints."""
     for path in journal.upkeep.delete_expired():
         log.info("checkpoint %s expired", path)
     for path in journal.upkeep.delete_retired(keep):
@@ -98,7 +98,7 @@ def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
 
 
 def write_changes(journal: Journal, store: Store) -> None:
-    """Write changed expiry and publication of checkpoints into their commits, so that the store alone is complete."""
+    """Write changes in checkpoints' expiry and publication to their commits, so that the store alone is complete."""
     for change in journal.upkeep.unnoted():
         with _tried_again(f"checkpoint {change.path}: its commit cannot be changed now"):
             store.amend(change.path, change.attempt, public=change.public, expires_at=change.expires_at)
@@ -106,7 +106,7 @@ def write_changes(journal: Journal, store: Store) -> None:
 
 
 def delete_snapshots(journal: Journal, store: Store) -> None:
-    """Delete recovery snapshots that are no longer needed. Their files go first, so that no file is left."""
+    """Delete recovery snapshots that are no longer needed. Deletes files before rows, so that no file is left."""
     for path in journal.recovery.superfluous():
         with _tried_again(f"recovery snapshot {path} cannot be deleted now"):
             store.delete(path)
@@ -114,7 +114,7 @@ def delete_snapshots(journal: Journal, store: Store) -> None:
 
 
 def delete_uploads(journal: Journal, store: Store) -> None:
-    """Remove the files of uploads that are over. An upload that was committed without its rows is no checkpoint."""
+    """Remove the files of finished uploads. An upload that was committed without its rows is not a checkpoint."""
     for upload in journal.uploads.over():
         with _tried_again(f"upload {upload.id} cannot be removed now"):
             store.uploads.remove_upload(upload.id)
@@ -124,7 +124,7 @@ def delete_uploads(journal: Journal, store: Store) -> None:
 
 
 def write_histories(journal: Journal, store: Store) -> None:
-    """Write segments of each history that is due, at most _MOST_SEGMENTS. The journal drops these requests then."""
+    """Write at most _MOST_SEGMENTS segments of each due history. The journal then drops these requests."""
     for model_id in journal.histories.due():
         with _tried_again(f"the history of run {model_id} cannot be written now"):
             for _ in range(_MOST_SEGMENTS):
@@ -152,7 +152,7 @@ def _pieces(request: PastRequest) -> list[bytes]:
 
 
 def delete_histories(journal: Journal, store: Store, rules: HistoryRules) -> None:
-    """Delete histories that are too old or too large. Their objects go first, so that none is left."""
+    """Delete histories that are too old or too large. Deletes objects before rows, so that no object is left."""
     for model_id in journal.histories.to_delete(rules):
         with _tried_again(f"the history of run {model_id} cannot be deleted now"):
             journal.histories.end(model_id)
@@ -163,7 +163,7 @@ def delete_histories(journal: Journal, store: Store, rules: HistoryRules) -> Non
 
 @contextmanager
 def _tried_again(failed: str) -> Iterator[None]:
-    """A block that changes the store, and then the journal. failed: the log message if the store fails."""
+    """Wrap a change of the store and then the journal. failed: the log message if the store fails."""
     try:
         yield
     except StoreError:

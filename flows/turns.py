@@ -1,13 +1,13 @@
-"""The base models that have a worker group, where there are more base models than groups that may run at a time.
+"""Turns of base models with a worker group, if there are more base models than groups that may run at a time.
 
-A base model with requests is queued, and has its turn when a group may run for it. The queue advances when a group is
+A base model with requests is queued, and gets its turn when a group may run for it. The queue advances when a group is
 idle; the group that was unused longest ends first. If no group is idle, the oldest group accepts no more work after
-TURN_SECONDS. It ends when its current work is done, and its base model is queued again. A group that ends saves its
-models first, so the end of a turn is a pause for clients, like the loss of a group.
+TURN_SECONDS. It ends when its current work is done, and its base model is queued again. A group saves its models before
+it ends, so the end of a turn is a pause for clients, like the loss of a group.
 
 A group that cannot be started gives up its turn, and its base model is queued again after a pause that doubles up to
-30 s. If that goes on for too long, requests that wait for it fail with the reason. A group that has its turn may lack
-capacity on the hosts, for example after a host was lost. Other groups then end for it, as they do for the queue.
+30 s. If starts fail for too long, requests that wait for the group fail with the reason. A group that has its turn may
+lack capacity on the hosts, for example after a host was lost. Other groups then end for it, as they do for the queue.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tinkerflow.flows.groups import ServedModel
 log = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 1.0
-IDLE_SECONDS = 5.0  # without work until a group ends for another one, since clients pause between two steps
+IDLE_SECONDS = 5.0  # without work before a group ends for another one, since clients pause between two steps
 TURN_SECONDS = 300.0  # of a group that always has work, while others wait
-STARTS = 3  # that fail in a row before requests fail with them
+STARTS = 3  # that must fail in a row before requests fail
 _AT_ONCE = 256
 RESTING = "no worker group runs for this base model: one is started for it"
 
 
 @dataclass
 class Turn:
-    """A base model's time with a worker group; times are monotonic. asked: when it last had work."""
+    """A base model's time with a worker group. Times are monotonic. asked: when the base model last had work."""
 
     began: float
     asked: float
@@ -63,11 +63,11 @@ class Turns:
     ) -> tuple[list[str], list[str], list[str]]:
         """Update the turns. Returns three lists of base models, and marks those of the last two as ending.
 
-        The first list has base models whose turn begins. The idle groups of the second list end now, and the busy
+        The first list contains base models whose turn begins. The idle groups of the second list end now, and the busy
         groups of the third list end when their current work is done.
 
         wanted: base models that have work, longest waiting first. ready: base models whose group serves. now: the
-        monotonic time. roomless: base models that have their turn, and whose group no host has the capacity for.
+        monotonic time. roomless: base models that have their turn, but no capacity for their group on the hosts.
         """
         self.line = [name for name in self.line if name in wanted]
         self.line += [name for name in wanted if name not in self.held and name not in self.line]
@@ -91,7 +91,7 @@ class Turns:
 
 
 class GroupTurns:
-    """Begins and ends worker groups by the turns, and shows clients the reason why they wait."""
+    """Begins and ends worker groups according to the turns, and shows clients the reason why they wait."""
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class GroupTurns:
         turns, pools = self._turns, self._pools
         asked = [name for name in await asyncio.to_thread(self._journal.queue.wanted) if name in pools]
         for name in [name for name in turns.held if pools[name].resting]:
-            del turns.held[name]  # its group has ended or could not be started, so other base models come first
+            del turns.held[name]  # its group ended or could not be started, so other base models come first
             if pools[name].trouble:
                 await self._note_failure(name, pools[name].trouble)
         wanted = [name for name in asked if name in turns.held or not pools[name].pausing]
         roomless = {name for name, pool in pools.items() if pool.lacks_capacity}
         for name, turn in turns.held.items():
-            turn.ending &= pools[name].ending  # unless it crashed before it was released, and was started again
+            turn.ending &= pools[name].ending  # False if it crashed before its release, and was started again
         ready = {name for name, pool in pools.items() if pool.ready}
         for name in ready:
             self._failures.pop(name, None)
@@ -153,7 +153,7 @@ class GroupTurns:
             await self._tell(name, self._waits_for(name, ready))
 
     async def _note_failure(self, name: str, trouble: str) -> None:
-        """Count a start that failed. After too many failures, the waiting requests fail."""
+        """Count a failed start. After too many failures, the waiting requests fail."""
         now = self._clock.monotonic()
         first, count = self._failures.get(name, (now, 0))
         self._failures[name] = first, count + 1
@@ -187,7 +187,7 @@ class GroupTurns:
 
 
 def fail_waiting(journal: Journal, base_model: str, error: ServerError) -> int:
-    """Answer all requests that wait for a base model with an error. Returns their number. None is being executed.
+    """Answer all requests that wait for a base model with an error. Returns their number. None may be in execution.
 
     Models that wait for their creation end with the error. Other models stay as they are, so that later requests are
     executed if a group starts. Requests of paused models continue to wait.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tinkerflow.deployments.cassettes.requests import ClientRequest
 
 ABSENT = object()
-_ITEM_TYPES = {1: "f", 2: "q", 3: "i", 4: "H"}  # of the arrays of a DType; bfloat16 as its bits
+_ITEM_TYPES = {1: "f", 2: "q", 3: "i", 4: "H"}  # DType -> type code of an array; bfloat16 as its bits
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
@@ -38,7 +38,7 @@ def tree_of(asked: ClientRequest, ignore: Collection[str] = ()) -> Any:
 
 
 def fingerprint(asked: ClientRequest, ignore: Collection[str] = ()) -> bytes:
-    """Bytes that are equal for requests of equal content. ignore: dotted paths of fields that do not count."""
+    """Bytes that are equal for requests of equal content. ignore: dotted paths of fields to leave out."""
     if asked.content is None and not ignore and not asked.strict:
         return asked.body
     return _ENCODER.encode(tree_of(asked, ignore))
@@ -103,7 +103,7 @@ def _plain(value: Any) -> str:
 
 
 def _without(tree: Any, path: list[str]) -> Any:
-    """A copy without the field at `path`, which goes into each item of a list."""
+    """A copy without the field at `path`. In lists, the path applies to each item."""
     if isinstance(tree, list):
         return [_without(item, path) for item in tree]
     if not isinstance(tree, Mapping) or path[0] not in tree:
@@ -114,7 +114,7 @@ def _without(tree: Any, path: list[str]) -> Any:
 
 # ------------------------------------------------------------------ protobuf
 def _message(message: Message) -> dict[str, Any]:
-    """The fields that are set. Arrays have their numbers, under the names that the SDK's classes have."""
+    """The fields that are set. Tensors are unpacked into numbers, under the field names of the SDK's classes."""
     if message.DESCRIPTOR.name == "Tensor":
         return _tensor(message)
     return {field.name: _field(field, value) for field, value in message.ListFields()}
@@ -147,7 +147,7 @@ def _tensor(tensor: Any) -> dict[str, Any]:
 
 
 def _numbers(code: str, data: bytes) -> Any:
-    """The numbers of a packed array; the bytes if they are no whole numbers of items."""
+    """The numbers of a packed array; the bytes themselves if the last item is incomplete."""
     numbers = array(code)
     if len(data) % numbers.itemsize:
         return data

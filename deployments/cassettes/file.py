@@ -1,8 +1,8 @@
 """The file of a cassette: a line that names the format, then one zstd stream of records.
 
-A record is its length and its CRC-32 (4 bytes each, little-endian) and a message in msgpack. The last record is a
-`RecordingEnd`, with the number of records and the SHA-256 of all messages before it. A recorder that is killed leaves a
-file without it, which can be read up to that point.
+A record consists of the length and the CRC-32 of a message (4 bytes each, little-endian) and the message in msgpack.
+The last record is a `RecordingEnd`, with the number of records and the SHA-256 of all messages before it. A recorder
+that is killed leaves a file without a `RecordingEnd`, which can be read up to that point.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _FRAME = struct.Struct("<II")
 class Exchange(msgspec.Struct, tag="exchange", omit_defaults=True):
     """A request with its answer.
 
-    number: from 1, in the order of answers. 0 for requests that are not compared, such as that for the client's
+    number: from 1, in the order of answers. 0 for requests that are not compared, such as the one for the client's
     configuration. target: the path with its query. body: decompressed. media: the Content-Type of the answer.
-    location: of a redirect.
+    location: the target of a redirect.
     """
 
     number: int
@@ -52,14 +52,14 @@ class FutureResult(msgspec.Struct, tag="result"):
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer"):
-    """The files of a tokenizer by their names, for a base model that is a folder of the recording machine."""
+    """The files of a tokenizer by name, for a base model that is a folder on the recording machine."""
 
     folder: str
     files: dict[str, bytes]
 
 
 class RecordingEnd(msgspec.Struct, tag="end"):
-    """The recording is whole. records: their number. digest: the SHA-256 of their messages."""
+    """Marks a recording as complete. records: the number of records. digest: the SHA-256 of their messages."""
 
     records: int
     digest: bytes
@@ -72,7 +72,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True)
 class Recording:
-    """The content of a cassette. whole: whether the recorder ended in order. digest: SHA-256 in hex, else ""."""
+    """The content of a cassette. whole: whether its end is recorded. digest: SHA-256 in hex, "" if not whole."""
 
     path: Path
     exchanges: list[Exchange] = field(default_factory=list)
@@ -83,18 +83,18 @@ class Recording:
 
     @property
     def compared(self) -> list[Exchange]:
-        """The requests that a program must make again, in their order."""
+        """The requests that a program must repeat, in order."""
         return [one for one in self.exchanges if one.number]
 
 
 class CassetteWriter:
-    """Writes a cassette. Each record is on its way to the disk when `write` returns.
+    """Writes a cassette. `write` passes each record to the operating system before it returns.
 
-    The file is `path` with `.part` behind it until `close`, so that an interrupted recording replaces no good one.
+    Until `close`, the file is named `path` plus `.part`, so an interrupted recording never replaces a good one.
     """
 
     def __init__(self, path: Path) -> None:
-        """UserError: the file cannot be written."""
+        """Create the file. UserError: the file cannot be written."""
         self.path = path
         self.part = path.with_name(path.name + ".part")
         try:
@@ -144,10 +144,10 @@ class CassetteWriter:
 
 
 def read_cassette(path: Path, *, partial: bool = False) -> Recording:
-    """The content of a cassette.
+    """Read a cassette.
 
     path: the file. partial: whether to accept a recording without an end, up to its last whole record.
-    UserError: the file is missing, is no cassette, is of another version, is damaged, or has no end.
+    UserError: the file is missing, is not a cassette, is of another version, is damaged, or has no end.
     """
     try:
         data = path.read_bytes()
@@ -191,7 +191,7 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
 
 
 def _messages(packed: bytes) -> tuple[list[bytes], bool, str]:
-    """The messages of a stream up to its end or to the first damage; whether it has an end; and the kind of damage."""
+    """The messages of a stream up to its end or the first damage, whether the stream is complete, and the damage."""
     unpacker, damage = zstandard.ZstdDecompressor().decompressobj(), ""
     try:
         plain = unpacker.decompress(packed)

@@ -1,8 +1,8 @@
-"""A cassette of a training run with a history: its requests, and results that are computed again.
+"""Make a cassette from the history of a training run: its requests, and results that are computed again.
 
-The history (docs/history.md) has the body of each request, and of each result only the digest. So the run is executed
-again, as `tinkerflow rerun` does, and each result must have the recorded digest. The cassette has the ids of the
-recorded run, so a program gets the bytes that the first one got.
+The history (docs/history.md) contains the body of each request, but only the digest of each result. So the run is
+executed again, as `tinkerflow rerun` does, and each result must match the recorded digest. The cassette contains the
+ids of the recorded run, so a program receives the same bytes as the original one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COMPUTED = (*_FORWARD, Kind.OPTIM_STEP)
 
 @dataclass(frozen=True)
 class WrittenRun:
-    """The content of a cassette. requests: that a replay compares. missing: of results, for people."""
+    """A summary of a cassette. requests: how many a replay compares. missing: lines for people on missing results."""
 
     requests: int
     missing: list[str]
@@ -55,7 +55,7 @@ def write_run(run: RecordedRun, writer: CassetteWriter) -> WrittenRun:
     """Write the requests and results of a run into a cassette. The server executes the run again, as a new run.
 
     UserError: a result differs from the recorded one; the text names its step. NotFoundError: the history does not
-    begin with the creation of the run. Errors of requests are those of `Rerun`.
+    begin with the creation of the run. Failed requests raise the errors of `Rerun`.
     """
     return _RunWriter(run, writer).write()
 
@@ -101,7 +101,7 @@ class _RunWriter:
         self._writer.write(Exchange(self._number, method, API + name, body, 200, _JSON, content))
 
     def _ask_again(self, method: str, name: str, body: Any = None) -> bytes:
-        """Record a request that only reads, with the server's answer of today."""
+        """Record a read-only request with the server's current answer."""
         answer = orjson.dumps(self._api.ask(name, body))
         self._exchange(name, b"" if body is None else orjson.dumps(body), answer, method)
         return answer
@@ -112,16 +112,16 @@ class _RunWriter:
         future, name = recorded.request_id, _ENDPOINTS.get(kind, kind.value)
         self._exchange(name, body, {"request_id": future, "model_id": self._run.run_id})
         if recorded.error is not None:
-            failure = orjson.dumps({"error": recorded.error, "category": "user"})  # a history has no categories
+            failure = orjson.dumps({"error": recorded.error, "category": "user"})  # a history records no categories
             self._writer.write(FutureResult(future, _JSON, failure))
         elif kind not in _COMPUTED:
             self._keep_json(recorded, self._result(kind, recorded))
 
     # ------------------------------------------------------------------ results
     def _keep(self, recorded: RecordedRequest, result: bytes) -> None:
-        """Write a result that was computed again."""
+        """Write a recomputed result. UserError: the result differs from the recorded one."""
         if recorded.kind not in _COMPUTED:
-            return  # it names the new run
+            return  # these results name the new run
         if recorded.result_hash and digest(result) != recorded.result_hash:
             raise UserError(
                 f"the result of {recorded.kind} of step {recorded.step} (request {recorded.seq_id}) differs when "
@@ -132,7 +132,7 @@ class _RunWriter:
         self._writer.write(FutureResult(recorded.request_id, media, result))
 
     def _keep_json(self, recorded: RecordedRequest, result: bytes) -> None:
-        """Write a result that names the run, unless the recorded one had other bytes."""
+        """Write a result that names the run, unless it differs from the recorded one."""
         if recorded.result_hash in ("", digest(result)):
             self._writer.write(FutureResult(recorded.request_id, _JSON, result))
         else:
@@ -163,6 +163,6 @@ class _RunWriter:
         return str(CheckpointPath(self._run.run_id, kind, name))
 
     def _size(self, path: str) -> int | None:
-        """The bytes of a checkpoint; None if it was deleted."""
+        """The size of a checkpoint in bytes; None if the checkpoint was deleted."""
         listed = self._api.ask(f"training_runs/{self._run.run_id}/checkpoints")["checkpoints"]
         return next((saved["size_bytes"] for saved in listed if saved["tinker_path"] == path), None)

@@ -1,4 +1,4 @@
-"""Finding the recorded request that a program makes now, by its place and its content (see requests.py)."""
+"""Find the recorded request that a program repeats, by its place and its content (see requests.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Recorded:
 
 @dataclass
 class _RecordedPlace:
-    """The recorded requests of one place. by_content: the others than strict ones; used ones in front go."""
+    """The recorded requests of one place. by_content: those that are not strict; used ones are dropped at the front."""
 
     entries: list[Recorded] = field(default_factory=list)
     by_number: dict[int, Recorded] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class Script:
             self._sessions.append(msgspec.json.decode(entry.exchange.answer)["session_id"])
 
     def find(self, now: ClientRequest) -> Recorded | str:
-        """The recorded request that this one repeats, or the text of the difference."""
+        """The recorded request that `now` repeats, or a text that describes the difference."""
         place = self._places.get(now.place, _RecordedPlace())
         key = None if now.number is None else (now.place, now.number)
         if key is not None and (earlier := self._given.get(key)) is not None and self._alike(now, earlier):
-            return earlier  # the client has sent it again
+            return earlier  # the client retried
         found = None if now.number is None else place.by_number.get(now.number)
         if now.strict:
             if found is None or not self._alike(now, found):
@@ -84,7 +84,7 @@ class Script:
         return equal(now, then.asked, self._ignore)
 
     def _of_content(self, now: ClientRequest, place: _RecordedPlace) -> Recorded | None:
-        """The first request of this content that is unused; if there is none, the last one."""
+        """The first unused request with the content of `now`; if all are used, the last one."""
         alike = place.by_content.get(fingerprint(now, self._ignore), deque())
         while len(alike) > 1 and alike[0].used:
             alike.popleft()
@@ -92,12 +92,12 @@ class Script:
 
     # ------------------------------------------------------------------ texts
     def differs(self, text: str) -> None:
-        """Keep a difference for the report. A client that was refused may ask again."""
+        """Keep a difference for the report, once even if the client retries."""
         if text not in self.differences:
             self.differences.append(text)
 
     def report(self) -> list[str]:
-        """Lines about the first request that differed; if there is none, about the first that was never made."""
+        """Lines about the first request that differed, or else about the first that was never made."""
         if self.differences:
             first, *later = self.differences
             return [first, f"{len(later)} later requests differed"] if later else [first]
@@ -122,7 +122,7 @@ class Script:
         return self._about(request) + ("" if request.number is None else f", number {request.number},")
 
     def _unlike(self, now: ClientRequest, place: _RecordedPlace, then: Recorded | None) -> str:
-        """The text for a request that is like none of its place. then: the recorded one of its number, if any."""
+        """Describe a request that matches none of its place. then: the recorded request of its number, if any."""
         if not now.strict and (then is None or then.used):
             then = next((entry for entry in place.entries if not entry.used), None)
         if then is None:

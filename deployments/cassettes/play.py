@@ -1,4 +1,4 @@
-"""A block of a program that is answered from a cassette."""
+"""Answer a block of a program from a cassette."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _QUIET = {"TINKER_TELEMETRY": "0"}
 
 
 class CassetteError(AssertionError):
-    """The program made other requests than in the recording."""
+    """The program's requests differ from the recording."""
 
 
 @dataclass(frozen=True)
 class Playing:
-    """A cassette that answers now. url: of its server, which TINKER_BASE_URL names, too."""
+    """A cassette that is being replayed. url: of its server, also in TINKER_BASE_URL."""
 
     url: str
 
 
 @contextmanager
 def play(path: Path, *, ignore: Collection[str] = (), partial: bool = False) -> Iterator[Playing]:
-    """Answer the tinker SDK from a cassette for the block: TINKER_BASE_URL and TINKER_API_KEY name the server.
+    """Answer the tinker SDK from a cassette during the block, through TINKER_BASE_URL and TINKER_API_KEY.
 
     path: the cassette. While `tinkerflow cassette record -o` records into this file, the block is answered by the real
     service. ignore: dotted paths of fields that may differ, such as `user_metadata.started`. partial: accept a
     recording that was interrupted.
     UserError: the file cannot be replayed. CassetteError, at the end of the block: a request differed from the
-    recording, or was missing. An exception of the block itself wins.
+    recording, or was missing. An exception of the block itself takes precedence.
     """
     if is_recorded_now(path):
         yield Playing(os.environ["TINKER_BASE_URL"])
@@ -49,7 +49,7 @@ def play(path: Path, *, ignore: Collection[str] = (), partial: bool = False) -> 
 
 
 def open_replay(path: Path, ignore: Collection[str] = (), *, partial: bool = False) -> Replay:
-    """A replay of a cassette. UserError: see `read_cassette`; a missing file names the command that records it."""
+    """Open a cassette for replay. UserError: as in `read_cassette`; for a missing file, names the recording command."""
     if not path.exists():
         raise UserError(f"there is no cassette {path}: `tinkerflow cassette record -o {path} -- COMMAND` records it")
     return Replay(read_cassette(path, partial=partial), ignore)

@@ -1,4 +1,4 @@
-"""`tinkerflow cassette record` and `serve`: programs in front of a recorder or a replay, and runs with a history."""
+"""`tinkerflow cassette record` and `serve`: run programs against a recorder or a replay, or record a run's history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STOPPED = 130  # the exit status after Ctrl-C
 
 
 def record_program(command: Sequence[str], output: Path, server: str, *, report: Report) -> int:
-    """Run a program behind a recorder, and return its exit status.
+    """Run a program against a recorder. Returns its exit status.
 
     command: the program and its arguments. output: the file. server: URL of the service; "" = TINKER_BASE_URL, or the
     service of the data dir. report: gets lines for people.
@@ -60,8 +60,8 @@ def record_run(run_id: str, output: Path, server: str, *, report: Report) -> Non
 
     run_id: the run. output: the file. server: URL of the service; "" = TINKER_BASE_URL, or the service of the data dir.
     report: gets lines for people.
-    NotFoundError: there is no such run with a history. UserError: a result differs from the recorded one, or the file
-    cannot be written.
+    NotFoundError: there is no such run, or it has no history. UserError: a result differs from the recorded one, or the
+    file cannot be written.
     """
     from tinkerflow.deployments.cassettes.from_history import write_run
     from tinkerflow.deployments.options import settings_with
@@ -85,9 +85,9 @@ def serve_cassette(
 ) -> int:
     """Answer from a cassette while a program runs, or until Ctrl-C. Returns the exit status.
 
-    file: the cassette. command: the program and its arguments; empty: other programs are answered. port: on 127.0.0.1,
-    0 = a free one. ignore: fields that may differ. partial: accept an interrupted recording. report: gets lines for
-    people.
+    file: the cassette. command: the program and its arguments; empty = serve programs that are started elsewhere.
+    port: on 127.0.0.1, 0 = a free one. ignore: fields that may differ. partial: accept an interrupted recording.
+    report: gets lines for people.
     UserError: the file cannot be replayed, or the port is taken.
     """
     from tinkerflow.deployments.cassettes.play import open_replay
@@ -111,7 +111,7 @@ def _recorded(requests: int, output: Path, digest: str) -> str:
 
 
 def _wait() -> int:
-    """Return at Ctrl-C or SIGTERM."""
+    """Wait for Ctrl-C or SIGTERM."""
     try:
         threading.Event().wait()
     except KeyboardInterrupt:
@@ -120,14 +120,14 @@ def _wait() -> int:
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> int:
-    """Run a program with more environment variables. Returns its exit status, 130 after Ctrl-C or SIGTERM."""
+    """Run a program with additional environment variables. Returns its exit status, 130 after Ctrl-C or SIGTERM."""
     try:
         process = subprocess.Popen(command, env=os.environ | variables)
     except OSError as error:
         raise UserError(f"{command[0]} cannot be started: {error.strerror}") from error
     try:
         status = process.wait()
-        return status if status >= 0 else 128 - status  # as a shell has it for a signal
+        return status if status >= 0 else 128 - status  # the shell's status for a signal
     except KeyboardInterrupt:
         process.terminate()
         process.wait()

@@ -1,7 +1,7 @@
 """The recorder: a proxy in front of a service that writes each request with its answer into a cassette.
 
-It knows no more of the protocol than requests.py. Requests and answers pass unchanged; only the service's own URL in
-JSON answers becomes that of the proxy, so that links lead through it.
+It depends on no more of the protocol than requests.py does. Requests and answers pass unchanged, except that the
+proxy's URL replaces the service's URL in headers and JSON answers, so that links lead through the proxy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tinkerflow.deployments.cassettes.server import HERE, application, plain_bod
 # Headers that belong to one connection. The service must not compress, because answers are read here.
 _OF_A_CONNECTION = {"host", "connection", "content-length", "transfer-encoding", "keep-alive", "accept-encoding"}
 _KEPT_HEADERS = ("content-type", "location", "retry-after", "www-authenticate")
-_PASSING = {401, 408, 409, 425, 429}  # clients repeat the request, or their key was wrong
+_PASSING = {401, 408, 409, 425, 429}  # not recorded: clients retry, or their key was wrong
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -45,14 +45,14 @@ class Recorder:
     """Answers requests with those of a service, and records both."""
 
     def __init__(self, upstream: str, writer: CassetteWriter) -> None:
-        """upstream: the URL of the service. writer: of the cassette."""
+        """upstream: the URL of the service. writer: receives the recording."""
         self._upstream = upstream.rstrip("/")
         self._writer = writer
         self._seen: set[tuple[str, int]] = set()  # places and numbers of requests that were recorded
         self._waiting: set[str] = set()  # ids of recorded requests without a result
         self._configured: set[str] = set()
         self._folders: set[str] = set()
-        self.requests = 0  # that a replay compares
+        self.requests = 0  # how many a replay compares
 
     def app(self) -> Starlette:
         """The proxy as an application."""
@@ -88,12 +88,12 @@ class Recorder:
         return Response(self._readdressed(answer, own), answer.status_code, kept)
 
     def _readdressed(self, answer: httpx.Response, own: str) -> bytes:
-        """The body of an answer. In JSON, `own` is in the place of the service's URL."""
+        """The body of an answer. In JSON, `own` replaces the service's URL."""
         if "json" not in answer.headers.get("content-type", ""):
             return answer.content
         return answer.content.replace(self._upstream.encode(), own.encode())
 
-    # ------------------------------------------------------------------ what is written
+    # ------------------------------------------------------------------ recording
     def _record(self, request: Request, target: str, body: bytes, answer: httpx.Response, own: str) -> None:
         name, secrets = name_of(target), secrets_of(request)
         if name == "retrieve_future":
@@ -116,10 +116,10 @@ class Recorder:
         try:
             meaning = asked(request.method, target, body)
         except ValueError:
-            return  # the service has refused it, and no replay can recognise it
+            return  # the service refused the request, and no replay could recognise it
         if meaning.number is not None:
             if (meaning.place, meaning.number) in self._seen:
-                return  # the client has sent it again
+                return  # the client retried
             self._seen.add((meaning.place, meaning.number))
         self.requests += 1
         exchange.number = self.requests
@@ -148,9 +148,9 @@ class Recorder:
 
 
 def tokenizer_of(info: bytes, folders: set[str]) -> TokenizerFiles | None:
-    """The tokenizer of a model that is a folder of this machine, because another machine does not have it; else None.
+    """The files of a model's tokenizer if it is a folder on this machine, which other machines lack; else None.
 
-    info: the answer to get_info. folders: those of earlier calls, whose files are not read again; this one is added.
+    info: the answer to get_info. folders: folders of earlier calls, which are not read again; the new one is added.
     """
     folder = str(msgspec.json.decode(info).get("model_data", {}).get("tokenizer_id", ""))
     if folder in folders or not Path(folder).is_absolute():
@@ -165,7 +165,7 @@ class _GoneError(Exception):
 
 
 async def _unless_gone(request: Request, asking: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
-    """The answer; _GoneError if the client goes before. Polls are held for long, and nobody reads these answers."""
+    """Await the answer, or cancel a long poll that no one reads. _GoneError: the client disconnected first."""
     answer, gone = asyncio.ensure_future(asking), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -187,6 +187,6 @@ async def answers(url: str) -> bool:
 
 
 def is_http(url: str) -> bool:
-    """Whether this is a URL of the kind that a service has."""
+    """Whether this is an http or https URL with a host."""
     parts = urlsplit(url)
     return parts.scheme in ("http", "https") and bool(parts.netloc)

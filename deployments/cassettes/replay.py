@@ -1,6 +1,6 @@
 """The replay: answers a program from a recording, and names the first request that differs.
 
-A request that differs is not refused. Its future fails with the text, because a refused submit can hang the client
+A submit that differs is accepted and its future fails with the text, because a refused submit can hang the client
 (docs/protocol.md). Requests without a future are refused (400).
 """
 
@@ -27,13 +27,13 @@ from tinkerflow.deployments.cassettes.server import HERE, application, plain_bod
 
 _JSON = "application/json"
 _TOKEN_SECONDS = 3600
-# A sample has its answer when it is submitted, so each one is polled for alone. The SDK's poller of whole samplers may
-# lose its cancellation when a client ends after a failure, and then the client never ends (docs/protocol.md).
+# A sample's answer exists when it is submitted, so each sample is polled alone. The SDK's poller of whole samplers may
+# lose its cancellation when a client ends after a failure, and then the client hangs (docs/protocol.md).
 _FLAGS = {"sample_use_retrieve_futures": False}
 
 
 class Replay:
-    """A recording that answers a program."""
+    """Answers a program from a recording."""
 
     def __init__(self, recording: Recording, ignore: Collection[str] = ()) -> None:
         """ignore: dotted paths of fields that are not compared, such as `user_metadata.started`."""
@@ -41,7 +41,7 @@ class Replay:
         self.script = Script(recording, ignore)
         self._results = {name: (one.media, one.body) for name, one in recording.results.items()}
         self._configuration = {name_of(one.target): one for one in recording.exchanges if not one.number}
-        self._folders: dict[str, str] = {}  # of tokenizers: where they were, and where they are now
+        self._folders: dict[str, str] = {}  # of tokenizers: when recorded -> on this machine
         for entry in self.script.entries:
             if entry.asked.is_future and (request_id := future_of(entry.exchange.answer)):
                 text = f"{self.script.named(entry)} has no result in the recording: the program ended before it came"
@@ -53,7 +53,7 @@ class Replay:
 
     @asynccontextmanager
     async def _unpacked(self, app: Starlette) -> AsyncIterator[None]:
-        """Around the life of the server: the recorded tokenizers that this machine does not have, in a folder."""
+        """Unpack the recorded tokenizers that this machine lacks, for the lifetime of the server."""
         with tempfile.TemporaryDirectory(prefix="cassette-") as scratch:
             for number, tokenizer in enumerate(self.recording.tokenizers):
                 if Path(tokenizer.folder).is_dir():
@@ -93,7 +93,7 @@ class Replay:
         return Response(answer, found.status, headers | ({"content-type": found.media} if found.media else {}))
 
     def _with_tokenizer(self, answer: bytes) -> bytes:
-        """The answer to get_info with the folder in which the model's tokenizer is now."""
+        """The answer to get_info, with the folder of the model's tokenizer on this machine."""
         values = msgspec.json.decode(answer)
         data = values.get("model_data", {})
         if data.get("tokenizer_id") in self._folders:
@@ -101,7 +101,7 @@ class Replay:
         return msgspec.json.encode(values)
 
     def _differs(self, text: str, name: str, now: ClientRequest | None) -> Response:
-        """The answer to a request that differs. name: of its endpoint. now: the request, if it can be read."""
+        """Note a difference and answer the request. name: of its endpoint. now: the request, None if unreadable."""
         self.script.differs(text)
         if name not in requests.FUTURES:
             return Response(msgspec.json.encode({"detail": text}), 400, media_type=_JSON)
@@ -114,7 +114,7 @@ class Replay:
         return Response(msgspec.json.encode(answer), media_type=_JSON)
 
     def _aside(self, name: str, body: bytes) -> Response:
-        """The answer to a request that is no part of a recording."""
+        """The answer to a request that is never recorded."""
         match name:
             case "retrieve_future":
                 request_id = msgspec.json.decode(body)["request_id"]
@@ -141,7 +141,7 @@ def _failure(text: str) -> bytes:
 
 
 def _token() -> str:
-    """A token in the form of a JWT. It opens nothing: the replay asks for no key."""
+    """A token in the form of a JWT. It grants nothing, because the replay checks no key."""
     now = int(time.time())
     parts: Iterable[bytes] = (
         msgspec.json.encode({"alg": "none", "typ": "JWT"}),

@@ -1,14 +1,14 @@
 """The meaning of a request: its operation, and its place among the requests of its model, sampler or session.
 
-Clients send the same requests in another order in each run, because they wait for answers concurrently. A place does
-not depend on that order.
+Clients send the same requests in a different order in each run, because they wait for answers concurrently. A place
+does not depend on that order.
 
-- Requests that train a model have a number there (`seq_id`), and the number decides.
+- Requests that train a model are numbered (`seq_id`), and matched by their number.
 - Samples and samplers are numbered, too. A program that waits for several answers may number them differently in each
   run, so equal content is enough.
 - All other requests are recognised by their content. Those that only read may be repeated or left out.
 
-Polls, heartbeats, telemetry and the exchange of keys for tokens are no part of a recording.
+Polls, heartbeats, telemetry and the exchange of keys for tokens are not recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 API = "/api/v1/"
-# Requests whose answers are futures, with two fields of their places: the owner, and their number there.
+# Requests whose answers are futures, with the fields that give their owner and their number there.
 _ON_MODEL, _IN_SESSION = ("model_id", "seq_id"), ("session_id", "model_seq_id")
 FUTURES = {
     "create_model": _IN_SESSION,
@@ -40,7 +40,7 @@ _POLLS = {"retrieve_future", "retrieve_futures", "cancel_future"}
 _UNRECORDED = {"healthz", "telemetry", "session_heartbeat", "auth/token", *_POLLS}
 CONFIGURATION = {"client/config", "client/dynamic_config"}
 _READS = {"get_info", "weights_info", "sessions/search", "checkpoints/search"}
-# Fields that are the place of a request, or that differ although the program is the same.
+# Fields that give the place of a request, or that differ between runs of the same program.
 _NO_CONTENT = {
     "asample": {"sampling_session_id", "seq_id"},
     "create_session": {"sdk_version"},
@@ -53,12 +53,12 @@ _KEY = re.compile(rb"tml-[\w.~+/=-]+")
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A request as a cassette sees it.
+    """A request in the form that cassettes compare.
 
     operation: for messages. place: only recorded requests of the same place are compared with it. owner: the id of the
-    model, sampler or session in messages, "" for none. number: its number in its place; None: it has none. strict:
-    whether the number decides. reads: whether it may be repeated or left out. content: the fields that count; for
-    protobuf and other bytes, None. body: the bytes.
+    model, sampler or session in messages, or "". number: its number in its place, or None. strict: whether it must
+    match by number. reads: whether it may be repeated or left out. content: the fields to compare; None for protobuf
+    and other bytes. body: the bytes.
     """
 
     operation: str
@@ -83,7 +83,7 @@ def name_of(target: str) -> str:
 
 
 def is_unrecorded(name: str) -> bool:
-    """Whether an endpoint is no part of a recording."""
+    """Whether requests to an endpoint are never recorded."""
     return name in _UNRECORDED or (name.startswith("sessions/") and name.endswith("/finish"))
 
 
@@ -134,7 +134,7 @@ def _chunk(body: bytes) -> ClientRequest:
 def _numbered(name: str, body: bytes, content: dict[str, Any] | None) -> ClientRequest:
     values = content or {}
     owner_field, number_field = FUTURES[name] if name in FUTURES else _NUMBERED[name]
-    if name == "load_weights" and values.get("session_id") is not None:  # it makes a model
+    if name == "load_weights" and values.get("session_id") is not None:  # this one creates a model
         owner_field, number_field = _IN_SESSION
     owner, number = values.get(owner_field), values.get(number_field)
     if not isinstance(owner, str) or not isinstance(number, int):
@@ -157,7 +157,7 @@ def _json(body: bytes) -> dict[str, Any] | None:
 
 
 def _kept(name: str, content: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The fields that count. A null is an absent field."""
+    """The fields to compare. A null field counts as absent."""
     if content is None:
         return None
     without = _NO_CONTENT.get(name, set()) | _TOKENS
@@ -165,7 +165,7 @@ def _kept(name: str, content: dict[str, Any] | None) -> dict[str, Any] | None:
     if name == "create_session" and isinstance(tags := kept.get("tags"), list):
         kept["tags"] = sorted(map(str, tags))  # the SDK sends a set
     if name == "create_session" and kept.get("user_metadata") == {}:
-        del kept["user_metadata"]  # as the service keeps it
+        del kept["user_metadata"]  # absent and {} are the same to the service
     return kept
 
 

@@ -1,4 +1,4 @@
-"""An HTTP server in a thread, and the parts that the recorder and the replay share: bodies, answers, environment."""
+"""An HTTP server in a thread, and helpers that the recorder and the replay share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from tinkerflow.backend.core.errors import UserError
 
-API_KEY = "tml-cassette"  # for clients of a replay, which asks for none
+API_KEY = "tml-cassette"  # for clients of a replay, which checks no key
 HERE = "http://cassette.invalid"  # in a cassette: the URL of the server that answers
-RECORDING = "CASSETTE_RECORDING"  # the variable that names the cassette which is being recorded
+RECORDING = "CASSETTE_RECORDING"  # the variable that names the cassette that is being recorded
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -29,7 +29,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def application(
     handler: Handler, lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]] | None = None
 ) -> Starlette:
-    """An application in which one function answers all requests. lifespan: around the life of the server."""
+    """An application in which one function answers all requests. lifespan: surrounds the life of the server."""
     return Starlette(routes=[Route("/{path:path}", handler, methods=_METHODS)], lifespan=lifespan)
 
 
@@ -60,7 +60,7 @@ def serving(app: Starlette, port: int = 0) -> Iterator[str]:
 
 
 async def plain_body(request: Request) -> bytes:
-    """The body of a request, decompressed. A body that does not match its headers stays as it is."""
+    """The body of a request, decompressed. A body that does not match its headers is returned unchanged."""
     body = await request.body()
     if request.headers.get("content-encoding") == "zstd":
         with suppress(zstandard.ZstdError):
@@ -75,12 +75,12 @@ def target_of(request: Request) -> str:
 
 
 def secrets_of(request: Request) -> set[bytes]:
-    """The keys and tokens that a request shows."""
+    """The keys and tokens in the headers of a request."""
     shown = (request.headers.get("x-api-key", ""), request.headers.get("authorization", "").partition(" ")[2])
     return {secret.strip().encode() for secret in shown if len(secret.strip()) >= 8}
 
 
 def is_recorded_now(path: Path) -> bool:
-    """Whether `tinkerflow cassette record` is recording this cassette around this process."""
+    """Whether this process runs under a `tinkerflow cassette record` that writes this cassette."""
     recorded = os.environ.get(RECORDING)
     return recorded is not None and Path(recorded) == path.resolve()

@@ -1,4 +1,4 @@
-"""The commands below `tinkerflow`, by module. Each command parses its options and calls one function."""
+"""The subcommands of `tinkerflow`, by module. Each command parses its options and calls one function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 
 
 def command_line(*modules: str) -> typer.Typer:
-    """The command line with the commands of these modules. A module named like a command is a group of commands."""
+    """The command line with the commands of these modules. A module that is named after a command is a group."""
     # Plain help: rich takes 0.1 s of CPU time.
     app = typer.Typer(name="tinkerflow", help=ABOUT, no_args_is_help=True, rich_markup_mode=None)
     app.callback()(lambda: None)  # otherwise a single command would need no name
@@ -36,7 +36,7 @@ def every_command() -> typer.Typer:
 
 
 def run(module: str) -> None:
-    """Run a command of a module. An error that a person can fix is one line on stderr.
+    """Run a command of a module. Print an error that a person can fix as one line on stderr.
 
     The exit status is then 1, or 2 for a wrong command line.
     """
@@ -57,7 +57,7 @@ def run(module: str) -> None:
 
 
 def one_line(error: Exception) -> str | None:
-    """The error as a line for people; None for an error that is a fault of ours."""
+    """The error as a line for people; None if the error is a bug of ours."""
     if isinstance(error, TinkerflowError):
         return error.message
     from pydantic import ValidationError

@@ -18,7 +18,7 @@ def backup(
 ) -> None:
     """Copy the database, the store, the pipelines' work folder and Prefect's database into one file.
 
-    The service may run meanwhile. A part that is elsewhere (PostgreSQL, a bucket) is named and not copied.
+    The service may keep running. A part that is stored elsewhere (PostgreSQL, a bucket) is named and not copied.
     """
     from tinkerflow.deployments.backup import write_backup
 

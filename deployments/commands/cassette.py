@@ -21,7 +21,7 @@ def _is_run(text: str) -> bool:
 
 
 class _RunOrProgram(typer.core.TyperCommand):
-    """Accepts options behind the id of a run. Behind the name of a program, they are the program's."""
+    """Accepts options after the id of a run. Options after the name of a program belong to the program."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and _is_run(args[0]):

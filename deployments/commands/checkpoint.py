@@ -30,7 +30,7 @@ Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this
 def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
     """List all checkpoints in the store, including those that are missing in the database.
 
-    The owner is that in the database: the first key's project takes over checkpoints that were saved without a key.
+    The owner is taken from the database: the first key's project takes over checkpoints that were saved without a key.
     """
     from rich.table import Table
 
@@ -55,7 +55,7 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
 
 
 def _owners(settings: Settings) -> Mapping[str, str]:
-    """The owner of each checkpoint in the database; none where there is no database."""
+    """The owner of each checkpoint in the database; empty if there is no database."""
     from tinkerflow.deployments.parts import open_journal
 
     if not settings.has_journal:
@@ -101,7 +101,7 @@ def gc(
 ) -> None:
     """Find files that belong to no checkpoint, and recovery snapshots of models that are not live.
 
-    Interrupted saves and deletions leave such files. The journal says whether a model is live: run this where the
+    Interrupted saves and deletions leave such files. The journal records whether a model is live, so run this where the
     journal database of this store is. Without a journal, recovery snapshots are not touched.
     """
     from tinkerflow.backend.core.clock import SystemClock, add_seconds
@@ -149,7 +149,7 @@ def rebuild_index(
 ) -> None:
     """Add every checkpoint in the store to the database, for example after its loss; existing rows stay.
 
-    The store does not hold keys, tokens for checkpoints, names and labels of sessions, usage and the audit log.
+    The store does not hold keys, tokens for checkpoints, names and labels of sessions, usage or the audit log.
     """
     from tinkerflow.backend.catalog.checkpoint_index import rebuild
     from tinkerflow.backend.store import Store
@@ -180,8 +180,8 @@ def import_folder(
 ) -> None:
     """Make a checkpoint from a PEFT adapter, to train it further or sample from it; print its tinker:// path.
 
-    It is refused, with the reason, if tensors are missing or unknown, or if it uses DoRA, rsLoRA, biases,
-    modules_to_save, or another feature that changes what an adapter computes.
+    An adapter is refused, with the reason, if tensors are missing or unknown, or if it uses DoRA, rsLoRA, biases,
+    modules_to_save, or another feature that changes the computation of an adapter.
     """
     from tinkerflow.backend.catalog.model_source import find_model
     from tinkerflow.backend.catalog.peft_import import import_adapter, save_import
@@ -219,7 +219,7 @@ def merge(
 ) -> None:
     """Write the base model with a checkpoint's adapter merged into it: config, tokenizer and safetensors files.
 
-    Where all parameters were trained, they take the place of the base model's own.
+    If all parameters were trained, they replace those of the base model.
 
     One tensor is in memory at a time. Quantised matrices that the adapter changes are written in bfloat16. README.md
     is the model card, as `tinkerflow checkpoint card` prints it.
@@ -248,7 +248,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a folder that `peft` and vLLM load, with the model card as README.md.
 
-    The optimizer state is left out. Where all parameters were trained, the folder has model.safetensors instead of an
+    The optimizer state is left out. If all parameters were trained, the folder contains model.safetensors instead of an
     adapter.
     """
     from tinkerflow.backend.catalog.card import merge_hint
@@ -321,7 +321,7 @@ def share(
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Make a weights_access_token for a checkpoint as it is now; the token is shown once."""
+    """Make a weights_access_token for a checkpoint in its current state. The token is shown only once."""
     from tinkerflow.backend.journal import command_line_actor
     from tinkerflow.deployments.parts import open_journal
 

@@ -35,7 +35,7 @@ def check(
     show: Annotated[int, typer.Option(min=0, help="rows to show as the model reads them")] = 2,
     data_dir: DataDir = None,
 ) -> None:
-    """Show what is understood of data: its form, tokens, lengths, what is trained on, duplicates and problems.
+    """Show how a pipeline reads data: its form, tokens, lengths, trained tokens, duplicates and problems.
 
     No server is needed, and no file is written. The tokenizer of tinkerflow/tiny is made in memory.
 

@@ -1,4 +1,4 @@
-"""Questions to a training run whose history is kept: `tinkerflow fork`, `rerun`, `blame`, `explain`, and receipts."""
+"""Commands for training runs with a history: `tinkerflow fork`, `rerun`, `blame`, `explain`, and receipts."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def blame(
     show: Annotated[int, typer.Option(min=1, help="rows to show")] = 10,
     data_dir: DataDir = None,
 ) -> None:
-    """Compute each row of a step alone, from the state before the step, and show those that are unlike the others.
+    """Compute each row of a step alone, from the state before the step, and show rows unlike the others.
 
     The reason is a huge weight, repetitions, unlikely tokens, logprobs far from the trainer's, or a large gradient. If
-    no row has a reason, the data of the step may be unlikely because an earlier step spoiled the weights. That step is
-    examined then.
+    no row has a reason, the data of the step may be unlikely because an earlier step spoiled the weights. Then the
+    earlier step is examined.
     """
     from rich.table import Table
 
@@ -145,7 +145,7 @@ def receipt(
     output: Annotated[Path, typer.Option("--output", "-o", help="file to write")] = Path("receipt.json"),
     data_dir: DataDir = None,
 ) -> None:
-    """Write a signed statement of all inputs and results of a run. It has their digests, and no data."""
+    """Write a signed statement of all inputs and results of a run. It contains digests, but no data."""
     import json
 
     from tinkerflow.deployments.recorded_run import quoted

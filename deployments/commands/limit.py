@@ -1,4 +1,4 @@
-"""`tinkerflow limit`: limits of single projects."""
+"""`tinkerflow limit`: limits for individual projects."""
 
 from __future__ import annotations
 

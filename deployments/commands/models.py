@@ -14,7 +14,7 @@ app = typer.Typer(help="Make or download base models.", no_args_is_help=True)
 
 @app.command("make-tiny")
 def make_tiny_model(folder: Annotated[Path, typer.Argument(help="folder to write")]) -> None:
-    """Write the tiny embedded model (Qwen3) and its tokenizer; the bytes are the same every time."""
+    """Write the tiny embedded model (Qwen3) and its tokenizer, with the same bytes every time."""
     from tinkerflow.deployments.tiny_model import make_tiny
 
     make_tiny(folder)
@@ -29,7 +29,7 @@ def fetch_models(
 ) -> None:
     """Make or download base models on this host, and print their folders.
 
-    Without --base-model they are those of TINKERFLOW_BASE_MODELS, as `tinkerflow up` takes them.
+    Without --base-model, the models are those of TINKERFLOW_BASE_MODELS, as for `tinkerflow up`.
     """
     from tinkerflow.backend.catalog.model_source import HUB_FILES, TEXT_FILES, find_model
     from tinkerflow.deployments.parts import with_base_models

@@ -61,7 +61,7 @@ def run(
 ) -> None:
     """Run a fine-tuning pipeline now, and show its progress.
 
-    It uses the service at TINKER_BASE_URL, and the Prefect server at PREFECT_API_URL. Where a variable is not set, it
+    It uses the service at TINKER_BASE_URL, and the Prefect server at PREFECT_API_URL. If a variable is not set, it
     uses the service or the Prefect server of the data dir. If no Prefect server runs there, it starts one for this run.
     """
     from tinkerflow.deployments.run import run as run_pipeline
@@ -72,7 +72,7 @@ def run(
 
 
 def _exit(good: bool) -> None:
-    """End this process, in which all is done and closed, with the exit status 0 if all was `good`.
+    """End this process at once, after all work is done, with exit status 0 if `good`, else 1.
 
     The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0).
     """

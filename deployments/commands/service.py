@@ -1,4 +1,4 @@
-"""Commands that run the service or look at it: up, status, doctor, plan, and the parts alone."""
+"""Commands that run or inspect the service: up, status, doctor, plan, and the individual parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def up(
     try:
         with Stack(settings, report=lambda line: print(line, flush=True)) as stack:
             print(stack.ready_line, flush=True)
-            if sys.stdout.isatty() and stack.sign_in_line:  # not into a log: the link works for every reader
+            if sys.stdout.isatty() and stack.sign_in_line:  # not in a log: any reader could use the link
                 print(stack.sign_in_line, flush=True)
             stack.keep()
     except KeyboardInterrupt:
@@ -84,7 +84,7 @@ def prefect(
 
 @app.command()
 def status(data_dir: DataDir = None) -> None:
-    """Show what serves a data dir, its base models, and its work. The exit status is 0 only if the API answers."""
+    """Show the service of a data dir, its base models, and its work. The exit status is 0 only if the API answers."""
     from tinkerflow.deployments.status import show_status
 
     if not show_status(settings_with(data_dir=data_dir), plain_console()):
@@ -129,7 +129,7 @@ def plan(
     """
     if bool(model) == bool(base_model) or not topology:
         raise UserError("plan: name one model and the devices, as in `tinkerflow plan Qwen/Qwen3-8B --for h100:1`")
-    from tinkerflow.deployments import plan as planning  # takes two seconds
+    from tinkerflow.deployments import plan as planning  # this import takes two seconds
 
     name = model or base_model
 

@@ -12,7 +12,7 @@ LAUNCHERS = registered(__name__, "LAUNCHER", Launcher)
 def launcher_of(settings: Settings) -> Launcher | None:
     """The launcher that the settings name. The default is this machine, or None if other workers join by themselves.
 
-    UserError when no launcher has the name.
+    UserError: no launcher has the name.
     """
     name = settings.launcher or ("" if settings.group else "local")
     if name and name not in LAUNCHERS:

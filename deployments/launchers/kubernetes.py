@@ -1,13 +1,13 @@
 """Worker processes in Kubernetes: the pods of the StatefulSet `worker`, with one process each.
 
 The manifests (deployments/kubernetes) define the pods: image, command, volumes, node selectors. This launcher runs in
-the engine's pod and sets what the plan decides: the number of pods, the accelerators of each, and whether each has a
-node of its own. It uses server-side apply every few seconds, so it undoes what others change in these fields.
+the engine's pod and sets the fields that the plan decides: the number of pods, the accelerators of each, and whether
+each has a node of its own. It uses server-side apply every few seconds, so it undoes other changes of these fields.
 Kubernetes places the pods and replaces those that end.
 
-A StatefulSet has one number for its pods and replaces a pod however it ended. A pod's volume waits for it, with base
-models and compiled programs, while there are no pods. The hosts of a TPU slice are pods of a Job, whose number is
-fixed, so the overlay tpu-jobset has no launcher. Only this module uses the client lightkube (the extra `kubernetes`).
+A StatefulSet has a single number of pods and replaces every pod that ends. While there are no pods, their volumes keep
+base models and compiled programs. The hosts of a TPU slice are pods of a Job, whose number is fixed, so the overlay
+tpu-jobset has no launcher. Only this module uses the client lightkube (the extra `kubernetes`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def report_waiting(client: AsyncClient, labels: Selector, count: int, say:
 
 
 def waiting_lines(pods: Sequence[Pod], count: int, warnings: Sequence[Event]) -> list[str]:
-    """A line for each reason that pods wait for. warnings: about the StatefulSet, such as a quota that is exceeded."""
+    """A line for each reason why pods wait. warnings: about the StatefulSet, such as an exceeded quota."""
     names: dict[str, list[str]] = {}
     for pod in pods:
         if why := _waits_for(pod):
@@ -87,7 +87,7 @@ def waiting_lines(pods: Sequence[Pod], count: int, warnings: Sequence[Event]) ->
 
 
 def _waits_for(pod: Pod) -> str:
-    """Why a pod is not in the group; "" when it is."""
+    """Why a pod is not in the group; "" if it is."""
     if pod.metadata and pod.metadata.deletionTimestamp:
         return "it ends"
     assert pod.status is not None
@@ -106,7 +106,7 @@ def _waits_for(pod: Pod) -> str:
 async def keep(plan: Plan, say: Say, client: AsyncClient, check_seconds: float = CHECK_SECONDS) -> None:
     """Run the plan's pods until cancelled, and then end them.
 
-    UserError when the API refuses the first request. Later failures are reported, and the request is sent again.
+    UserError: the API refuses the first request. Later failures are reported and retried.
     """
     accepted = False
     try:
@@ -127,7 +127,7 @@ async def keep(plan: Plan, say: Say, client: AsyncClient, check_seconds: float =
 
 
 async def stay_released(plan: Plan, say: Say, client: AsyncClient, check_seconds: float = CHECK_SECONDS) -> None:
-    """Keep the number of pods at 0 until cancelled. Failures are reported and tried again."""
+    """Keep the number of pods at 0 until cancelled. Failures are reported and retried."""
     while True:
         try:
             await scale(client, plan, 0)
@@ -137,7 +137,7 @@ async def stay_released(plan: Plan, say: Say, client: AsyncClient, check_seconds
 
 
 async def _release(plan: Plan, say: Say, client: AsyncClient) -> None:
-    """End the pods. A failure is tried again for LEAVE_SECONDS, and then reported."""
+    """End the pods. Failures are retried for LEAVE_SECONDS, and then reported."""
     from lightkube.resources.core_v1 import Pod
 
     why = "they still end"
@@ -158,12 +158,12 @@ async def _release(plan: Plan, say: Say, client: AsyncClient) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise ServerError when the API cannot be reached or fails; UserError, with its reason, when it refuses."""
+    """Convert errors. ServerError: the API cannot be reached or fails. UserError: the API refuses, with its reason."""
     import httpx2
 
     try:
         yield
-    except httpx2.HTTPStatusError as error:  # an ApiError of lightkube has the API's own message
+    except httpx2.HTTPStatusError as error:  # an ApiError of lightkube contains the API's message
         answer = error.response
         why = str(error) if hasattr(error, "status") else answer.text[:300]
         kind = ServerError if answer.is_server_error or answer.status_code == 429 else UserError
@@ -175,7 +175,7 @@ def _refusals() -> Iterator[None]:
 
 @asynccontextmanager
 async def this_cluster() -> AsyncIterator[AsyncClient]:
-    """A client for the namespace of this pod, with its service account. UserError when this process is in no pod."""
+    """A client for this pod's namespace, with its service account. UserError: no lightkube, or not in a pod."""
     try:
         from lightkube import AsyncClient, KubeConfig
         from lightkube.core.exceptions import ConfigError

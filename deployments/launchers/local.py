@@ -49,7 +49,7 @@ async def _keep(plan: Plan, report: Say) -> None:
 
 @contextlib.contextmanager
 def _logged(folder: Path) -> Iterator[None]:
-    """Log what the host's agent does in the block to workers.log, and nowhere else."""
+    """Log the actions of the host's agent to workers.log during the block, and nowhere else."""
     make_folder(folder)
     open_private(folder / "workers.log", "a").close()
     handler = logging.FileHandler(folder / "workers.log")

@@ -28,7 +28,7 @@ from tinkerflow.deployments.options import settings_with
 from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
 _PLACING_SECONDS = 15.0  # between two progress lines about the placement
-_LEAVE_SECONDS = 15.0  # the time that actors have to end their workers in order
+_LEAVE_SECONDS = 15.0  # the time that actors have to end their workers cleanly
 
 
 class HostAgent:
@@ -55,7 +55,7 @@ class HostAgent:
 
 
 async def _keep(plan: Plan, report: Say) -> None:
-    """Run the process that owns the placement group. UserError when there is no cluster at the start."""
+    """Run the process that owns the placement group. UserError: there is no cluster at the start."""
     part = Part(
         "ray",
         (sys.executable, "-c", f"from {__name__} import main; main()", str(os.getpid())),
@@ -135,7 +135,7 @@ async def _result(reference: Any) -> None:
 
 
 def _connect(address: str) -> None:
-    """Connect to the cluster. UserError when Ray is not installed, or there is no cluster."""
+    """Connect to the cluster. UserError: Ray is not installed, or there is no cluster."""
     try:
         import ray
     except ImportError as error:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @flow(name="distill", flow_run_name="distill {parameters.name}")
 @cancellable
 async def distill(parameters: DistillParameters) -> TrainingResult:
-    """Train like `rl`; instead of rewards, each token counts by how much likelier the teacher finds it."""
+    """Train like `rl`, but instead of rewards, weight each token by how much likelier the teacher finds it."""
     async with prepare(parameters) as run, _teacher(parameters.teacher, run) as teacher:
         key, rows = run.prompts("data")
         held_out, hint = run.prompts("held_out")[1], parameters.teacher.prompt
@@ -63,14 +63,14 @@ async def distill(parameters: DistillParameters) -> TrainingResult:
 
 @dataclass(frozen=True)
 class HintedPrompt:
-    """The prompt of a teacher that knows more than the student: the row's messages, the last one by a template."""
+    """The prompt of a teacher that knows more than the student: the row's messages, the last one from a template."""
 
     template: str
     renderer: Renderer
     most: int  # tokens
 
     def __call__(self, episode: Episode) -> list[int]:
-        """The tokens of the teacher's prompt in a conversation."""
+        """The tokens of the teacher's prompt for a conversation."""
         assert isinstance(episode.environment, Asked), "distill's conversations are questions with an answer"
         return self._tokens(episode.environment.facts)
 
@@ -96,7 +96,7 @@ class HintedPrompt:
 
 @asynccontextmanager
 async def _teacher(wanted: TeacherParameters, run: PreparedRun) -> AsyncIterator[tinker.SamplingClient | None]:
-    """A client of the teacher, None for the student itself; UserError when its tokens are not the student's."""
+    """A client of the teacher; None for the student itself. UserError: its tokenizer is not the student's."""
     if wanted.student:
         yield None
         return

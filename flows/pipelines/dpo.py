@@ -26,7 +26,7 @@ Examples = Sequence[TokenizedExample]
 
 @dataclass(frozen=True)
 class DpoLoss:
-    """The mean loss of B pairs, and its derivatives [B] by the log probability of each answer.
+    """The mean loss of B pairs, and its derivatives [B] with respect to each answer's log probability.
 
     metrics: `loss`; `accuracy`, the share of pairs whose chosen answer gained more; `margin`, the mean difference of
     the rewards. `chosen_reward` and `rejected_reward` are beta times the gain of the log probability.
@@ -59,10 +59,10 @@ def dpo_loss(chosen_B: Floats, rejected_B: Floats, beta: float) -> DpoLoss:
 
 @dataclass
 class DpoRecipe:
-    """Learn preferences; see `trainer.Recipe`. In its examples a chosen and its rejected answer follow one another.
+    """Learn preferences; see `trainer.Recipe`. Each chosen answer in `examples` is followed by its rejected answer.
 
-    A step first asks for the log probabilities. Then it asks for the gradient of a cross entropy; the weights are minus
-    the derivative of the loss by each log probability. The SDK's `forward_backward_custom` does the same, with PyTorch.
+    A step first requests the log probabilities, then the gradient of a cross entropy whose weights are minus the
+    derivatives of the loss with respect to them. The SDK's `forward_backward_custom` does the same with PyTorch.
     """
 
     run: PreparedRun
@@ -74,7 +74,7 @@ class DpoRecipe:
     _held_out_reference: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     async def prepare(self, trainer: Trainer) -> None:
-        """Measure with the reference: the model before the first step. A process that resumes uses the same values."""
+        """Measure with the reference, the model before the first step. A resumed run uses the same values."""
         self._reference = await _reference(trainer, "reference", self.examples)
         self._held_out_reference = await _reference(trainer, "reference-held-out", self.held_out_examples)
 
@@ -103,7 +103,7 @@ class DpoRecipe:
 
 
 async def _reference(trainer: Trainer, name: str, examples: Examples) -> Floats:
-    """The log probability of each answer before the first step; measured once in a run."""
+    """The log probability of each answer before the first step, measured once per run."""
     kept = trainer.progress.kept(name)
     if kept is None and examples:
         kept = trainer.progress.keep(name, (await answer_logprobs(await trainer.at(0), examples)).tobytes())

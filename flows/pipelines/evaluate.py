@@ -41,7 +41,7 @@ class EvaluationResult(BaseModel):
 @flow(name="evaluate", flow_run_name="evaluate {parameters.name}")
 @cancellable
 async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
-    """Score the weights and those to compare with, and show a table."""
+    """Score the weights and the weights to compare with, and show a table."""
     best = champion(parameters.work_url, parameters.champion) if parameters.champion else None
     if best is not None:
         await check_readable(parameters.champion, best, parameters.connection)
@@ -66,11 +66,11 @@ def on_held_out(parameters: ComparedParameters) -> EvaluateParameters:
 
 
 async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str]) -> dict[str, Scores]:
-    """Score several weights on the same rows; candidate's name -> scores.
+    """Score several weights on the same rows. Returns candidate's name -> scores.
 
-    candidates: name -> sampler weights, as `EvaluateParameters.weights` names them; empty: the base model. The weights
-    that `parameters` name are not used. Conversations that are rewarded are stored for the pages of their runs.
-    Raises DataCheckError when too many rows are wrong, UserError when the rows have no answers and there is no reward.
+    candidates: name -> sampler weights, as in `EvaluateParameters.weights`; "" = the base model. The weights in
+    `parameters` are not used. Rewarded conversations are stored for the pages of their runs. DataCheckError: too many
+    rows are wrong. UserError: the rows have no answers and there is no reward.
     """
     work_url = parameters.work_url
     make = environment_maker(parameters.reward, parameters.environment) if parameters.judge else None
@@ -116,7 +116,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
                     page = await asyncio.to_thread(record_evaluation, work_url, answers, facts)
                     line += f"; answers: {server.url}/training_runs/{page}" if page else ""
                     if page and (linked := training_runs.get()) is not None:
-                        linked[:] = linked or [page]  # that of the first weights
+                        linked[:] = linked or [page]  # the page of the first weights
             scores[name] = scored.model_copy(update={"weights": path})
             log_line(f"{name}: {line}, {scored.rows} rows")
     return scores

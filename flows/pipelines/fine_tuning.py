@@ -1,8 +1,8 @@
-"""What all fine-tuning pipelines share: train in segments, show the progress, and stop when asked.
+"""The common parts of fine-tuning pipelines: training in segments, showing the progress, and stopping on request.
 
 A pipeline's flow prepares a run, makes its recipe from it, and trains:
 
-    async with prepare("sft", parameters, "chat") as run:
+    async with prepare(parameters) as run:
         key, examples = run.examples("data")
         return await train(run, key, MyRecipe(run, examples))
 """
@@ -44,14 +44,14 @@ T = TypeVar("T")
 
 
 class TrainingResult(BaseModel):
-    """What a training pipeline made.
+    """The result of a training pipeline.
 
     run: the name that retries share. training_run: the id of the newest training run. data: name and digest of the
-    training data. rows: how many rows are used and left out, with the first reason. state: the checkpoint to train on
-    from. weights: the checkpoint to sample from. Both stay until somebody deletes them. steps: optimizer steps made.
+    training data. rows: how many rows are used and left out, with the first reason. state: the checkpoint to continue
+    training from. weights: the checkpoint to sample from. Both are kept until deleted. steps: optimizer steps made.
 
     first, last: mean metrics of the first and the last tenth of the steps. held_out: metrics after the last segment.
-    samples: the answers after the last segment. left_out: rows that spoiled a step, if the run was to leave them out.
+    samples: the answers after the last segment. left_out: rows that spoiled a step, if the run leaves such rows out.
     left_out_episodes: how many conversations `rl` left out of their groups in all steps; None = none.
     """
 
@@ -71,10 +71,10 @@ class TrainingResult(BaseModel):
 
 
 def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T | State[None]]]:
-    """Let a flow's function return Prefect's state Cancelled when it raises StoppedError, or is asked to stop.
+    """Make a flow's function return Prefect's state Cancelled when it raises StoppedError, or is asked to stop.
 
-    A signal that raised in the function would be a crash to Prefect. The logs of the run have the reason, and that of
-    any other error.
+    Prefect would treat a signal that raises in the function as a crash. The run's logs contain the reason, also for any
+    other error.
     """
 
     @wraps(work)
@@ -89,16 +89,16 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
             log_line(f"failed: {_reason(error)}", logging.ERROR)
             raise
 
-    # Prefect reads names of types in this module, where the wrapper is; so they are resolved in the flow's own module.
+    # Prefect resolves names of types in the wrapper's module, so they are resolved here in the flow's own module.
     call.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]
     return call
 
 
 async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch | None = None) -> TrainingResult:
-    """Make all steps, in segments; steps that an earlier run of the same name has made are not made again.
+    """Make all steps in segments, except the steps that an earlier run of the same name has made.
 
-    data: names the training data in the plan. watch: leaves out rows that spoil a step. Raises StoppedError after a
-    request to stop. All steps are then recorded and saved.
+    data: names the training data in the plan. watch: leaves out rows that spoil a step. StoppedError: a stop was
+    requested; all steps made so far are recorded and saved.
     """
     parameters, name = run.parameters, run_name(run.parameters)
     training = parameters.training
@@ -166,7 +166,7 @@ def run_name(parameters: PipelineParameters) -> str:
 
 
 def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: str) -> str:
-    """The checkpoints of a run and their lineage, as Markdown. weights: to sample from, empty when not yet saved."""
+    """The checkpoints of a run and their lineage, as Markdown. weights: to sample from, empty if not yet saved."""
     facts = {
         "pipeline": lineage.pipeline,
         "run": f"`{lineage.run}`",
@@ -204,20 +204,20 @@ def _what_is_saved(segments: list[SegmentRecord]) -> str:
 
 
 def _mean(steps: Sequence[StepMetrics], names: Iterable[str]) -> dict[str, float]:
-    """The mean of each value, in the order of `names`; counts such as `left_out_episodes` are 0 in other steps."""
+    """The mean of each value, in the order of `names`. Steps without a count such as `left_out_episodes` count as 0."""
     found = [name for name in names if any(name in step.values for step in steps)]
     return {name: sum(step.values.get(name, 0.0) for step in steps) / len(steps) for name in found}
 
 
 async def _export(trainer: Trainer, step: int) -> str:
-    """Save the weights to sample from; their path. A finished run that is asked again saves them once more."""
+    """Save the weights to sample from. Returns their path. Resuming a finished run saves them once more."""
     client = await trainer.at(step)
     saved = await client.save_weights_for_sampler("final", user_metadata=trainer.lineage.metadata(step))
     return str(saved.path)
 
 
 def _decisive(run: PreparedRun) -> dict[str, Any]:
-    """The parameters that affect the outcome: not names, places and mere observations."""
+    """The parameters that affect the outcome, without names, places and mere observations."""
     decides: dict[str, Any] = run.parameters.model_dump(
         mode="json",
         exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking", "history"},
@@ -234,7 +234,7 @@ def _decisive(run: PreparedRun) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], outer: str = "") -> dict[str, object]:
-    """Nested values by their names, as in `training.steps`."""
+    """Nested values by their dotted names, such as `training.steps`."""
     found: dict[str, object] = {}
     for name, value in values.items():
         found |= _flat(value, f"{outer}{name}.") if isinstance(value, dict) else {outer + name: value}
@@ -295,7 +295,7 @@ async def _show(artifacts: RunArtifacts, segments: list[SegmentRecord], lineage:
 async def _live_progress(
     trainer: Trainer, segments: Sequence[SegmentRecord]
 ) -> AsyncIterator[Callable[[StepMetrics], None]]:
-    """Takes steps from inside a segment to people, so that the segment does not wait for Prefect or the server.
+    """Yields a function that shows a step during a segment, without waiting for Prefect or the server.
 
     Steps go to the artifact `progress`, and to the page of the training run. A training run that continues another one
     also gets the values of the recorded segments.

@@ -32,10 +32,10 @@ class NightlyResult(BaseModel):
 @flow(name="nightly", flow_run_name="nightly {parameters.name}")
 @cancellable
 async def nightly(parameters: NightlyParameters) -> NightlyResult:
-    """Train, and promote the result when it beats the champion, or the base model when there is none.
+    """Train, and promote the result if it beats the champion, or the base model if there is no champion.
 
-    Data that does not pass its check fails the run before training. The champion stays, and the artifact `report` has
-    the reason. A champion that the key cannot read fails the run before training, too.
+    Data that fails its check fails the run before training. The champion stays, and the artifact `report` contains the
+    reason. A champion that the key cannot read also fails the run before training.
     """
     work_url = parameters.work_url
     artifacts = RunArtifacts(f"nightly-{parameters.name}")
@@ -89,7 +89,7 @@ async def _approved(question: str, scores: Mapping[str, Scores], hours: float) -
 
 
 def _page(name: str, verdict: str, before: Champion | None, after: Champion | None) -> str:
-    """What happened to the champion `name`, as Markdown."""
+    """A report on the champion `name`, as Markdown."""
     lines = [
         f"# Champion `{name}`: {cell(verdict)}",
         "",

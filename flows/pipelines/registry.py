@@ -1,4 +1,4 @@
-"""Which pipelines there are: every module of this folder that declares a `PIPELINE`."""
+"""The registry of pipelines: every module of this folder that declares a `PIPELINE`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Pipeline:
     """One pipeline: its flow, and the model of the flow's only argument, `parameters`.
 
     deployment: the name under which prefect.yaml deploys the pipeline. cron: the deployment's schedule in UTC, or empty
-    when people start its runs; at most one run of a scheduled deployment goes at a time. example_teacher: the
-    example of `tinkerflow run` first trains a student and a teacher with `sft`.
+    if people start its runs. A scheduled deployment executes at most one run at a time. example_teacher: the example of
+    `tinkerflow run` first trains a student and a teacher with `sft`.
     """
 
     flow: Flow[..., Any]
@@ -41,7 +41,7 @@ class Pipeline:
 
     @property
     def entrypoint(self) -> str:
-        """The import path of the flow, as deployments of Prefect name it."""
+        """The import path of the flow, as in deployments of Prefect."""
         return f"{self.flow.fn.__module__}.{self.flow.fn.__name__}"
 
 

@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 
 _FLAT_STEPS = 5  # steps with advantages of 0, after which the run warns
 _ROUNDING = 1e-9  # of advantages
-_RESAMPLED = 2**31  # in the seeds of other rows, plus the number of the attempt, instead of the number of a row
+_RESAMPLED = 2**31  # plus the attempt's number, replaces the row's number in seeds of other rows
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Conversations of one step. trajectories: of each episode, in the order of groups and their episodes. gaps: for
-    each trajectory [N], see `kl_advantages`. first: the groups before some were replaced. lost: conversations that are
-    in no group.
+    """Conversations of one step.
+
+    trajectories: of each episode, in the order of groups and their episodes. gaps: for each trajectory [N], see
+    `kl_advantages`. first: the groups before some were replaced. lost: conversations that are in no group.
     """
 
     groups: Sequence[Sequence[Episode]]
@@ -58,19 +59,18 @@ class Sampled:
 class RlRecipe:
     """Learn from the model's own samples: by rewards, by another model's log probabilities, or both.
 
-    A step samples, and learns from its samples; see `trainer.Recipe`. Its weights are the current ones, or older ones
-    where sampling runs ahead (`versions`). The loss is divided by the number of sampled tokens, so the size of a step
-    does not depend on their number.
+    A step samples, and learns from its samples; see `trainer.Recipe`. It samples from the current weights, or from
+    older ones if sampling runs ahead (`versions`). The loss is divided by the number of sampled tokens, so the size of
+    a step does not depend on this number.
 
-    rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with; None:
-    the weights that drew it. other_prompt: the tokens that it sees in place of an episode's; None: the same. kl: the
-    name of the metric that compares the two models, the mean of the model's own minus the other's log probability.
-    coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have rewards.
-    advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups with
-    equal rewards are replaced by groups of other rows. curriculum: the rows that a step may pick; None: all. loss,
-    loss_config, trust_region: the policy's loss. held_out_rows: prompts that are measured after each segment.
-    versions: the weights that steps sample from. recorded: whether the rollouts of steps are written to the work
-    folder, for people.
+    rows: the prompts. rollouts: conducts conversations. other: the model that every sampled token is compared with;
+    None: the weights that drew the token. other_prompt: the prompt's tokens for `other`; None: those of the episode.
+    kl: the name of the metric that compares the two models, the mean of the model's own minus the other's log
+    probability. coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have
+    rewards. advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups
+    with equal rewards are replaced by groups of other rows. curriculum: the rows that a step may pick; None: all. loss,
+    loss_config, trust_region: the policy's loss. held_out_rows: prompts that are measured after each segment. versions:
+    the weights that steps sample from. recorded: whether rollouts are written to the work folder, for people.
     """
 
     run: PreparedRun
@@ -95,14 +95,14 @@ class RlRecipe:
 
     @property
     def ahead(self) -> int:
-        """Steps that may sample while the one before them is not trained."""
+        """How many steps may sample before the preceding step is trained."""
         return self.versions.lag
 
     async def prepare(self, trainer: Trainer) -> None:
         """Do nothing: the first step needs no measurement."""
 
     def begin(self, step: int) -> None:
-        """Sample from no weights before `step`."""
+        """Never sample from weights before `step`."""
         self.versions.begin(step)
 
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
@@ -179,7 +179,7 @@ class RlRecipe:
         record_rollouts(self.run.work_url, str(client.model_id), rollouts)
 
     def _warn_of_equal_rewards(self, advantages: Floats) -> None:
-        """Warn once there was nothing to learn in several steps, one after the other."""
+        """Warn when _FLAT_STEPS steps in a row had nothing to learn."""
         self.flat_steps = 0 if np.any(np.abs(advantages) > _ROUNDING) else self.flat_steps + 1
         if self.flat_steps == _FLAT_STEPS:
             log_line(
@@ -189,7 +189,7 @@ class RlRecipe:
             )
 
     def _count_lost(self, sampled: Sampled, rows: int) -> dict[str, float]:
-        """How many conversations were begun again or left out, where any were."""
+        """How many conversations were repeated or left out. Counts of 0 are omitted."""
         kept = [episode for group in sampled.first for episode in group]
         counts = {
             "repeated_episodes": sum(episode.attempt > 0 for episode in kept),
@@ -204,7 +204,7 @@ class RlRecipe:
     async def _sample(
         self, sampler: tinker.SamplingClient, rows: Sequence[Row], step: int, others: Sequence[Row] = ()
     ) -> Sampled:
-        """Conversations from `rows`. others: rows that replace those whose groups have equal rewards; empty: none does.
+        """Hold conversations from `rows`. others: rows to replace those whose groups have equal rewards; empty: none.
 
         If all groups have equal rewards, the first ones are kept.
         """

@@ -56,7 +56,7 @@ class SftRecipe:
         return [self.examples[row].scaled(1 / learnt) for row in rows]
 
     def _learnt(self, rows: Sequence[int]) -> float:
-        """The answers' tokens in these examples."""
+        """The number of the answers' tokens in these examples, by their weights."""
         return sum(float(self.examples[row].weights.sum()) for row in rows)
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
@@ -73,19 +73,19 @@ class SftRecipe:
         return metrics()
 
     async def held_out(self, client: tinker.TrainingClient) -> Values:
-        """Measure the mean loss of a token of the held-out answers."""
+        """Measure the mean loss per token of the held-out answers."""
         return {"held_out_loss": await mean_loss(client, self.held_out_examples)} if self.held_out_examples else {}
 
 
 @flow(name="sft", flow_run_name="sft {parameters.name}", log_prints=False)
 @cancellable
 async def sft(parameters: SftParameters) -> TrainingResult:
-    """Check the data, render it, train in segments, and save the weights; Cancelled when somebody asks to stop."""
+    """Check the data, render it, train in segments, and save the weights. A request to stop ends it as Cancelled."""
     return await fine_tune(parameters)
 
 
 async def fine_tune(parameters: SftParameters) -> TrainingResult:
-    """Train as the flow `sft` does, for the pipeline of the parameters. Raises StoppedError when asked to stop."""
+    """Train as the flow `sft` does, for the pipeline of the parameters. StoppedError: a stop was requested."""
     async with prepare(parameters) as run:
         key, examples = run.examples("data")
         _, held_out = run.examples("held_out")

@@ -45,12 +45,12 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The values as people read them, as in `learning_rate 0.001, rank 8`."""
+        """The values for people, as in `learning_rate 0.001, rank 8`."""
         return ", ".join(f"{name} {value:g}" for name, value in self.values.items())
 
     @property
     def slug(self) -> str:
-        """The values as a part of a run's name: small letters, digits and dashes."""
+        """The values as a part of a run's name: lower-case letters, digits and dashes."""
         text = "-".join(f"{value:g}" for value in self.values.values())
         return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
@@ -80,7 +80,7 @@ def points(parameters: SweepParameters) -> list[Point]:
 
 
 class SweepResult(BaseModel):
-    """The best point of a sweep, its label, weights and state; and the scores of each label and of the base model."""
+    """The label, weights and state of a sweep's best point, and the scores of each label and of the base model."""
 
     best: str
     weights: str
@@ -93,7 +93,7 @@ class SweepResult(BaseModel):
 async def sweep(parameters: SweepParameters) -> SweepResult:
     """Fine-tune with every combination of the grid's values, score all on the held-out rows, and report the best.
 
-    Each point is a flow run `sft` of its own. A retry, or a run with the same `resume`, trains only what is not done.
+    Each point is a separate flow run `sft`. A retry, or a run with the same `resume`, trains only unfinished points.
     """
     work_url = parameters.work_url
     grid = points(parameters)
@@ -108,7 +108,7 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
         results = await asyncio.gather(*(train(point) for point in grid), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
-                raise result  # only now that the other points have ended, so that none is left running
+                raise result  # only after the other points have ended, so that none is left running
         if control.stopping:
             control.stopped(f"stopped after {sum(result is not None for result in results)} of {len(grid)} points")
     trained = {
@@ -124,9 +124,9 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
 
 
 async def _train(parameters: SweepParameters, point: Point, work_url: str) -> TrainingResult | None:
-    """The point's fine-tune, or the result that an earlier run of this sweep recorded; None when it was stopped."""
+    """Fine-tune a point, unless an earlier run of this sweep recorded its result. Returns None if it was stopped."""
     values = parameters.model_dump(include=set(SftParameters.model_fields))
-    if parameters.judge:  # it alone uses the rows' further fields
+    if parameters.judge:  # only the judge uses the rows' further fields
         for name in ("data", "held_out"):
             values[name]["ignore"] = [*values[name]["ignore"], "*"]
     values |= {"name": f"{parameters.name}-{point.slug}"[:40].rstrip("-"), "work": work_url}

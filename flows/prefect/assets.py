@@ -1,6 +1,6 @@
 """Saved checkpoints as Prefect assets, with the base model, the checkpoint and the data that they come from.
 
-Prefect's `materialize` emits such events for a task that it runs itself. Operations are only mirrored, so their events
+Prefect's `materialize` emits such events for a task that Prefect runs. Operations are only mirrored, so their events
 are made here, in the same form and with the same public classes.
 """
 
@@ -16,13 +16,13 @@ from prefect.events import Event, RelatedResource, Resource
 from tinkerflow.backend.core.ids import hub_name
 from tinkerflow.backend.journal import CheckpointSaved, ModelView
 
-_MOST_KEY = 512  # characters of the key of an asset
+_MOST_KEY = 512  # characters of an asset's key
 
 
 def asset_events(run: ModelView, saved: CheckpointSaved, console: str) -> list[Event]:
-    """The events of a checkpoint that a run has saved: a reference to each asset behind it, and its materialization.
+    """The events of a checkpoint that a run saved: a reference to each upstream asset, and the materialization.
 
-    console: the URL of our console. A repetition of the materialization has the same id, so Prefect keeps one.
+    console: the URL of our console. A repeated materialization has the same id, so Prefect keeps only one.
     """
     page = f"{console}/checkpoints/{saved.path.removeprefix('tinker://')}" if console else None
     properties = AssetProperties(name=saved.name, url=page, owners=[run.owner])
@@ -43,7 +43,7 @@ def asset_events(run: ModelView, saved: CheckpointSaved, console: str) -> list[E
 
 
 def _upstream(run: ModelView) -> list[Asset]:
-    """The base model, the checkpoint with which the run began, and its data if the run names or keeps them."""
+    """The base model, the checkpoint that the run began from, and the data if the run names or keeps them."""
     hub = hub_name(run.base_model)
     base = f"file://{run.base_model}" if hub is None else f"https://huggingface.co/{hub[0]}"
     found = [Asset(key=_key(base), properties=AssetProperties(name=run.base_model))]
@@ -57,5 +57,5 @@ def _upstream(run: ModelView) -> list[Asset]:
 
 
 def _key(text: str) -> str:
-    """The text with the characters that keys of assets may have."""
+    """The text as an asset's key: without characters that keys may not contain, and cut to _MOST_KEY."""
     return re.sub(r"[^A-Za-z0-9._~:/@+=,-]", "-", text)[:_MOST_KEY]

@@ -1,7 +1,7 @@
 """Clients of the Prefect API that share loaded certificates.
 
-Each client that Prefect makes reads the file of all authorities. That takes 23 ms of CPU, more than the engine's work
-for a step, and the engine makes a client every second or two.
+Each client that Prefect makes reads the file of certificate authorities. That takes 23 ms of CPU, more than the
+engine's work for a step, and the engine makes a client every second or two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE
 
 
 def get_client() -> PrefectClient:
-    """A client as `prefect.get_client` makes it."""
+    """A client like that of `prefect.get_client`."""
     file = PREFECT_API_SSL_CERT_FILE.value()
     changed = Path(file).stat().st_mtime_ns if file else 0
     verify = _certificates(not PREFECT_API_TLS_INSECURE_SKIP_VERIFY, file, changed)
@@ -26,7 +26,7 @@ def get_client() -> PrefectClient:
 
 @cache
 def _certificates(verified: bool, file: str | None, changed: int) -> ssl.SSLContext:
-    """The certificates by Prefect's settings. file: of authorities. changed: its time, as it may be replaced."""
+    """The certificates for Prefect's settings. file: of authorities. changed: its time, to notice a new file."""
     if verified and file:
         return ssl.create_default_context(cafile=file)
     return httpx.create_ssl_context(verify=verified)

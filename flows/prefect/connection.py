@@ -1,4 +1,4 @@
-"""The connection to Prefect: its settings, requests in order, whether the server can be reached, and our own server."""
+"""The connection to Prefect: its settings, ordered requests, the server's reachability, and our own server."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tinkerflow.flows.prefect.server import is_healthy, listen, start_server
 log = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 2.0  # between two checks
-LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, a working one takes seconds
+LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, answers take seconds
 END_SECONDS = 5.0
 MOST_FAILURES = 30  # answers such as 500 to one request, from a server that is healthy; about a minute of them
 MOST_OPTIONAL = 1000  # requests that wait for the server before optional ones are dropped
-_BANNED = str.maketrans(dict.fromkeys("/%&<>", "-"))  # Prefect's names of deployments have none of these
+_BANNED = str.maketrans(dict.fromkeys("/%&<>", "-"))  # Prefect refuses these in names of deployments
 
 Request = Callable[[PrefectClient], Awaitable[object]]
 
@@ -57,10 +57,10 @@ class PrefectConnection:
     """Whether Prefect can be reached, and how many task runs and unshown operations there were."""
 
     def __init__(self, api_url: str, journal: str = "", title: str = "training runs") -> None:
-        """Prefect is taken for reachable until `watch` finds otherwise.
+        """Prefect is assumed to be reachable until `watch` finds otherwise.
 
-        api_url: the Prefect API, empty for none. journal: the URL of the journal; `mark` is the tag that all flow runs
-        of its engines have. title: the name of the deployment that Prefect shows for training runs.
+        api_url: the Prefect API, empty for none. journal: the URL of the journal, from which `mark` derives, the tag of
+        all flow runs of its engines. title: the name of the deployment that Prefect shows for training runs.
         """
         self.api_url = api_url
         self._reachable = asyncio.Event()
@@ -76,11 +76,11 @@ class PrefectConnection:
 
     @contextmanager
     def settings(self, credential: str = "") -> Iterator[None]:
-        """Prefect's client settings, for everything that is started inside.
+        """Apply Prefect's client settings to everything that is started in the block.
 
-        Prefect's own logs stay with us. A request that fails is not repeated for minutes.
+        Prefect's own logs are not sent to the server. A failing request is not retried for minutes.
 
-        credential: of the server that we start; empty: the environment names the server's. Our server has no CSRF
+        credential: of the server that we start; empty: the environment contains the server's. Our server uses no CSRF
         tokens; for other servers each client requests one first, which takes 1 ms of CPU.
         """
         updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
@@ -99,7 +99,7 @@ class PrefectConnection:
                 await asyncio.sleep(HEALTH_SECONDS)
 
     def note_reachable(self, reachable: bool, why: str) -> None:
-        """Prefect answered, or did not and `why`. Callbacks of `on_reachable` are called when it is back."""
+        """Note whether Prefect answered, and `why` it did not. Calls the `on_reachable` callbacks when it is back."""
         if self.reachable and not reachable:
             log.warning("Prefect at %s cannot be reached (%s): work goes on untracked", self.api_url, why)
         if not self.reachable and reachable:
@@ -124,7 +124,7 @@ class PrefectConnection:
         self._on_reachable.append(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
-        """Call `callback` no more."""
+        """Stop calling `callback`."""
         self._on_reachable.remove(callback)
 
     def run_beside(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
@@ -135,7 +135,7 @@ class PrefectConnection:
         return task
 
     def emit(self, event: Event) -> None:
-        """Send an event that is not about a flow run; never waits."""
+        """Send an event that is not about a flow run. Never waits."""
         if self.api_url:
             self._events.send(lambda client: send_event(client, event), optional=True)
 
@@ -150,10 +150,10 @@ class PrefectConnection:
 
 
 class RequestQueue:
-    """Requests to Prefect, which are sent in order in the background. Nothing waits for them.
+    """Requests to Prefect that are sent in order in the background. Nothing waits for them.
 
     A request that does not reach the server is sent again when the server is back. A request that the server refuses,
-    or fails MOST_FAILURES times, is logged and skipped.
+    or that fails MOST_FAILURES times, is logged and skipped.
     """
 
     def __init__(self, connection: PrefectConnection, name: str) -> None:
@@ -169,7 +169,7 @@ class RequestQueue:
         return self._sending is None
 
     def send(self, request: Request, *, optional: bool = False) -> None:
-        """Send a request after those that wait; an optional one is dropped when MOST_OPTIONAL wait."""
+        """Send a request after the waiting ones. optional: drop the request if MOST_OPTIONAL wait."""
         if optional and len(self._requests) >= MOST_OPTIONAL:
             return
         self._requests.append(request)
@@ -187,7 +187,7 @@ class RequestQueue:
                             await self._requests[0](client)
                             self._requests.popleft()
                             failures = 0
-                except Exception as error:  # noqa: BLE001  whatever Prefect raises, the work goes on
+                except Exception as error:  # noqa: BLE001  whatever Prefect raises, the work continues
                     why = f"{type(error).__name__}: {error}"
                     failures += isinstance(error, httpx.HTTPStatusError)
                     if is_away(error) and failures < MOST_FAILURES:
@@ -201,9 +201,9 @@ class RequestQueue:
 
 
 def event_about(event: str, name: str, of: str, payload: Mapping[str, object], once: str = "") -> Event:
-    """A Prefect event. event: its name. name, of: the thing that it is about, and its kind. payload: its facts.
+    """A Prefect event. event: its name. name, of: the subject of the event, and its kind. payload: the facts.
 
-    once: Prefect keeps one event of each thing with this text. It keeps all events without such a text.
+    once: Prefect keeps only one such event per subject with this text; "" = Prefect keeps all.
     """
     resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
     values: dict[str, Any] = {"event": event, "resource": resource, "payload": dict(payload)}
@@ -219,9 +219,9 @@ async def send_event(client: PrefectClient, event: Event) -> None:
 
 @asynccontextmanager
 async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncIterator[PrefectConnection]:
-    """The connection that the settings ask for, with its server where that is embedded, and Prefect's settings inside.
+    """Open the connection of the settings, with the embedded server if there is one. Applies Prefect's settings inside.
 
-    A server that does not start, ends or is silent is started again and again; meanwhile work goes on untracked.
+    A server that does not start, ends or falls silent is restarted indefinitely. Meanwhile work continues untracked.
     """
     if settings.prefect == "external" and not os.environ.get("PREFECT_API_URL"):
         raise UserError("prefect is 'external': the variable PREFECT_API_URL must name the server to use")
@@ -260,7 +260,7 @@ async def _embedded_server(
 
 
 def title_of(settings: Settings) -> str:
-    """The name of the deployment for an engine's training runs. It names the place of their journal."""
+    """The name of the deployment for an engine's training runs, which includes the place of their journal."""
     journal = urlsplit(settings.journal_url)
     name = journal.path.strip("/") if journal.hostname else settings.data_dir.resolve().name
     return f"training runs of {name.translate(_BANNED)} on {journal.hostname or socket.gethostname()}"
@@ -269,7 +269,7 @@ def title_of(settings: Settings) -> str:
 async def _keep_server(
     settings: Settings, listener: socket.socket, connection: PrefectConnection, first: asyncio.Future[bool]
 ) -> None:
-    """Start the server again whenever it ends or is silent. first: whether the first start succeeded."""
+    """Restart the server whenever it ends or falls silent. first: receives whether the first start succeeded."""
     clock, restarts = asyncio.get_running_loop().time, Restarts()
     while True:
         steady = False

@@ -1,7 +1,7 @@
 """The buttons of Prefect's UI for training runs: Cancel, Suspend, Resume, Retry.
 
-Prefect itself does not act on the buttons of runs that an engine of ours executes. One request every POLL_SECONDS finds
-all runs of this engine whose state a person has changed.
+Prefect itself does not act on the buttons for runs that our engine executes. One request every POLL_SECONDS finds all
+runs of this engine whose state a person has changed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _UNCHANGED = "; Retry has changed nothing"
 
 
 class ControlsWatch:
-    """Looks at the states of our flow runs, and has them obeyed."""
+    """Watches the states of our flow runs, and applies people's changes."""
 
     def __init__(self, connection: PrefectConnection, controls: RunControls) -> None:
-        """Nothing is read before `watch`. controls: obeys the buttons."""
+        """Nothing is read before `watch`. controls: executes what the buttons request."""
         self._connection = connection
         self._controls = controls
         self._paused: dict[UUID, str] = {}  # flow run -> model
-        self._retried: dict[UUID, UUID] = {}  # flow run -> its state that was obeyed as a Retry
+        self._retried: dict[UUID, UUID] = {}  # flow run -> its state that was handled as a Retry
 
     async def watch(self) -> None:
-        """Obey the buttons that were pressed, every POLL_SECONDS while Prefect can be reached, until cancelled."""
+        """Handle pressed buttons every POLL_SECONDS while Prefect can be reached, until cancelled."""
         await repeat(self._poll, POLL_SECONDS, on=Exception, what="Prefect's buttons have no effect now", log=log)
 
     async def _poll(self) -> None:
@@ -52,7 +52,7 @@ class ControlsWatch:
                 await self.obey_all(client)
 
     async def obey_all(self, client: PrefectClient) -> None:
-        """Do what people have chosen since the last call."""
+        """Apply all changes that people have made since the last call."""
         ours = {"tags": {"all_": [self._connection.mark]}, "state": {"type": {"any_": _ASKED}}}
         found = await client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))
         seen = {run.id for run in found}
@@ -62,7 +62,7 @@ class ControlsWatch:
         for missing in self._paused.keys() - seen:
             try:
                 run = await client.read_flow_run(missing)
-            except ObjectNotFound:  # it was deleted, and its Resume button with it
+            except ObjectNotFound:  # deleted together with its Resume button
                 await self._go_on(missing, self._paused[missing])
             else:
                 await self._obey(client, run)
@@ -99,7 +99,7 @@ class ControlsWatch:
         await self._controls.pause(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
-        """Take the model up again. Where Retry can do nothing, the run gets back the state that it had."""
+        """Resume the model. If Retry is impossible, the run gets its previous state back."""
         if (shown := self._controls.shown_in(model_id)) is not None:
             await _restore_state(client, run, f"the model is served already, in flow run {shown}")
             return
@@ -114,7 +114,7 @@ class ControlsWatch:
 
 
 async def _restore_state(client: PrefectClient, run: FlowRun, why: str) -> None:
-    """Give the run the last final state that it had before Retry."""
+    """Give the run back its last final state before Retry."""
     final = [state for state in await client.read_flow_run_states(run.id) if state.is_final()]
     last: State[Any] = max(final, key=lambda state: state.timestamp) if final else Failed()
     message = f"{(last.message or str(last.name)).partition(_UNCHANGED)[0]}{_UNCHANGED}: {why}"
@@ -122,7 +122,7 @@ async def _restore_state(client: PrefectClient, run: FlowRun, why: str) -> None:
 
 
 def _is_over(state: State[Any] | None) -> bool:
-    """Whether a pause ends before the next look. After its end Prefect would fail a run that is resumed."""
+    """Whether a pause ends before the next poll. After its end, Prefect would fail a run that is resumed."""
     until = state.state_details.pause_timeout if state is not None else None
     return until is not None and until.timestamp() - time.time() < 2 * POLL_SECONDS
 

@@ -1,4 +1,4 @@
-"""The artifacts of a training run's page, drawn from the journal: they show the complete run, after restarts, too."""
+"""The artifacts of a training run's page, drawn from the journal, so they show the complete run even after restarts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tinkerflow.backend.store import Store
 from tinkerflow.tasks.pipelines.curves import data_url, picture
 
 DRAW_SECONDS = 60.0  # between two drawings
-DRAW_SHARE = 200  # the pause after a drawing is at least so many times as long as the drawing
-MOST_POINTS = 150  # of a curve in the picture, where it is about 350 pixels wide
-MOST_CHECKPOINTS = 50  # of the page, the newest
+DRAW_SHARE = 200  # the pause after a drawing is at least this many times as long as the drawing
+MOST_POINTS = 150  # of a curve, which is about 350 pixels wide in the picture
+MOST_CHECKPOINTS = 50  # on the page, the newest ones
 _CURVES = ("loss", "grad_norm", "learning_rate", "kl", "tokens_per_second")
 
 log = logging.getLogger(__name__)
@@ -40,21 +40,21 @@ class Drawing:
     """Draws the artifacts of one run from the journal."""
 
     def __init__(self, journal: Journal, run_id: str, about: str, console: str, store: Store | None = None) -> None:
-        """about: the run in a line. console: the URL of the run's page in our console. store: of histories, if any."""
+        """about: the run in one line. console: URL of the run's page in our console. store: of histories, if any."""
         self._journal, self._run_id, self._about, self._console = journal, run_id, about, console
         self._store = store
         self.pause = DRAW_SECONDS  # until the next drawing
 
     def note_flow_run(self, flow_run: UUID) -> None:
-        """Store the id of the flow run that has the artifacts. Call this in a thread."""
+        """Store the id of the flow run with the artifacts. Call this in a thread."""
         self._journal.models.note_flow_run(self._run_id, str(flow_run))
 
     def key(self, shown: Shown) -> str:
-        """Prefect's key of an artifact, which consists of small letters, digits and dashes."""
+        """Prefect's key of an artifact, which consists of lower-case letters, digits and dashes."""
         return re.sub("[^a-z0-9]+", "-", f"{self._run_id}-{shown.name}".lower())
 
     def draw(self) -> list[Shown]:
-        """The artifacts as they are now. Call this in a thread, since it reads the journal."""
+        """Draw the current artifacts. Call this in a thread, since it reads the journal."""
         began = perf_counter()
         curve = self._journal.curves.of_run(self._run_id, None, most=MOST_POINTS)
         saved = self._journal.checkpoints.page(None, run_id=self._run_id, limit=MOST_CHECKPOINTS, offset=0)

@@ -1,6 +1,6 @@
-"""One flow run and its task runs on the Prefect server, written as the work goes on. Nothing here executes work.
+"""One flow run and its task runs on the Prefect server, written as the work proceeds. Nothing here executes work.
 
-Prefect's engine calls the function of a flow. The engine of Tinkerflow does the work itself, and only reports it. Its
+Prefect's engine would call the function of a flow. Tinkerflow's engine does the work itself, and only reports it. The
 requests to Prefect are sent in order, in the background. A request takes 1 to 2.5 ms of CPU.
 """
 
@@ -28,7 +28,7 @@ from tinkerflow.flows.prefect.drawing import Drawing
 
 log = logging.getLogger(__name__)
 
-LOG_SECONDS = 15.0  # lines of so long go out in one request
+LOG_SECONDS = 15.0  # lines of this period are sent in one request
 MOST_LINES = 500  # of logs that wait for the server
 
 _ABOUT = """\
@@ -39,7 +39,7 @@ up again, from the journal."""
 
 @flow(name="training_run", persist_result=False)
 async def training_run(model_id: str, base_model: str) -> None:
-    """One model's training run; its task runs are named `model-ab12-0/step-000017/forward_backward`.
+    """One model's training run. Its task runs have names such as `model-ab12-0/step-000017/forward_backward`.
 
     A declaration for the Prefect server: `tinkerflow.flows.runner` does the work.
     """
@@ -47,7 +47,7 @@ async def training_run(model_id: str, base_model: str) -> None:
 
 @flow(name="sampling", persist_result=False)
 async def sampling(base_model: str) -> None:
-    """Samples of one base model and of all adapters on it; a task run shows the requests of one window of time.
+    """Samples of one base model and of all adapters on it. A task run shows the requests of one window of time.
 
     A declaration for the Prefect server: `tinkerflow.flows.sampling_runner` does the work.
     """
@@ -65,10 +65,10 @@ def task_named(name: str) -> Task[[], None]:
 
 @dataclass(frozen=True)
 class Heading:
-    """How a flow run is named.
+    """The name and other attributes of a new flow run.
 
-    key: of the flow run that an earlier engine began, in which the run continues; None for a new flow run. deployed:
-    whether the flow run gets the buttons that Prefect's UI has only for deployments.
+    key: of the flow run that an earlier engine began and that this one continues; None for a new flow run. deployed:
+    whether the flow run gets the buttons that Prefect's UI shows only for deployments.
     """
 
     flow: Flow[..., Any]
@@ -80,7 +80,7 @@ class Heading:
 
 
 class FlowRunRecord:
-    """A flow run at the server. Every method returns immediately (`RequestQueue`)."""
+    """A flow run on the server. Every method returns immediately (`RequestQueue`)."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class FlowRunRecord:
         adopted: UUID | None = None,
         note: Callable[[UUID], object] | None = None,
     ) -> None:
-        """The flow run with this heading, or the existing one `adopted`, which somebody has retried.
+        """Create the flow run with this heading, or continue the existing one, `adopted`, which a person retried.
 
         note: stores the id of the flow run in the journal. It is called in a thread.
         """
@@ -97,7 +97,7 @@ class FlowRunRecord:
         self._connection = connection
         self._heading = heading
         self._note = note
-        self._key = heading.key or str(uuid4())  # a creation that is sent twice makes one flow run
+        self._key = heading.key or str(uuid4())  # a creation that is sent twice makes only one flow run
         self.requests = RequestQueue(connection, f"flow run {heading.name}")
         self._lines: deque[LogCreate] = deque(maxlen=MOST_LINES)
         self._open = 0  # task runs
@@ -106,7 +106,7 @@ class FlowRunRecord:
         self.requests.send(self._begin)
 
     def show(self, state: State[None]) -> None:
-        """Give the flow run a state if it is running by then: a state that people chose stays."""
+        """Set the flow run's state, but only if it is running, so that a state that people chose stays."""
 
         async def show(client: PrefectClient) -> None:
             now = (await client.read_flow_run(self._created)).state
@@ -122,7 +122,7 @@ class FlowRunRecord:
             asyncio.get_running_loop().call_later(LOG_SECONDS, self.requests.send, self._send_lines)
 
     def draw(self, drawing: Drawing) -> None:
-        """Make the artifacts of the drawing as they are now, or update those that this flow run has."""
+        """Create the artifacts of the drawing, or update those that this flow run already has."""
 
         async def put(client: PrefectClient) -> None:
             try:
@@ -132,7 +132,7 @@ class FlowRunRecord:
                 return
             for artifact in drawn:
                 if (known := self._artifacts.get(artifact.name)) is not None:
-                    # As update_artifact does, which also emits an event with the whole picture: half of its cost.
+                    # update_artifact would also emit an event with the whole picture, which is half of its cost.
                     changed = {"data": artifact.data, "description": artifact.title}
                     await client.request("PATCH", "/artifacts/{id}", path_params={"id": known}, json=changed)
                     continue
@@ -165,7 +165,7 @@ class FlowRunRecord:
             self.requests.send(self._end)
 
     def emit(self, event: Event) -> None:
-        """Send an event that is related to this flow run, once the server has the flow run."""
+        """Send an event that is related to this flow run, after the flow run is created on the server."""
         self.emit_all(lambda: [event])
 
     def emit_all(self, make: Callable[[], Sequence[Event]]) -> None:
@@ -229,7 +229,7 @@ class FlowRunRecord:
 
     async def _send_lines(self, client: PrefectClient) -> None:
         lines = [line.model_copy(update={"flow_run_id": self._created}) for line in self._lines]
-        self._lines.clear()  # a line that comes while these are sent waits for the next request
+        self._lines.clear()  # a line that is added while these are sent waits for the next request
         if not lines:
             return
         try:
@@ -242,10 +242,10 @@ class FlowRunRecord:
 
 
 class TaskRunRecord:
-    """A task run at the server."""
+    """A task run on the server."""
 
     def __init__(self, flow_run: FlowRunRecord, name: str, task: str) -> None:
-        """The task run is running. name: may change until it ends. task: the name of its task."""
+        """Begin the task run. name: may change until the end. task: the name of its task."""
         self.name = name
         self._flow_run = flow_run
         self._task = task
@@ -254,7 +254,7 @@ class TaskRunRecord:
         flow_run.requests.send(self._create, optional=True)
 
     def end(self, state: State[None]) -> None:
-        """The task run ends."""
+        """End the task run."""
 
         async def end(client: PrefectClient) -> None:
             if self.name != self._first_name:

@@ -1,6 +1,6 @@
-"""The guard before the embedded Prefect server: a check of each request's Host and Origin, and the sign-in page.
+"""The guard in front of the embedded Prefect server: checks of each request's Host and Origin, and the sign-in page.
 
-Prefect checks credentials by itself, and has no setting for the rest. A web page that gives its own name this machine's
+Prefect checks credentials itself, but has no setting for the rest. A web page whose name resolves to this machine's
 address (DNS rebinding) fails the check of Host. Any other page of another origin fails the check of Origin, on REST
 and on websockets, and no page can show Prefect in a frame.
 """
@@ -24,7 +24,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 _MOST_TICKET_BYTES = 200
 _NO_FRAMES = [(b"x-frame-options", b"SAMEORIGIN"), (b"content-security-policy", b"frame-ancestors 'self'")]
 
-# Prefect's pages keep the base64 of the auth string in `localStorage` under this name, as if a person had typed it in.
+# Prefect's pages keep the base64 of the auth string in `localStorage` under this name after a person typed it in.
 _PAGE = """\
 <!doctype html>
 <meta charset="utf-8">
@@ -49,10 +49,10 @@ _PAGE = """\
 
 
 class GuardedApp:
-    """Prefect's ASGI application behind these checks."""
+    """Prefect's ASGI application behind the checks."""
 
     def __init__(self, app: App, credential: str, public_url: str = "") -> None:
-        """app: Prefect's. credential: its auth string. public_url: of a proxy, whose host is accepted, too."""
+        """app: Prefect's. credential: its auth string. public_url: of a proxy, whose host is also accepted."""
         self._app = app
         self._credential = credential
         self._public_host = urlsplit(public_url).hostname or ""
@@ -69,7 +69,7 @@ class GuardedApp:
             await self._app(scope, receive, _without_frames(send))
 
     def _refusal(self, scope: Message) -> str:
-        """Why a request is refused; empty when it is not."""
+        """Why a request is refused; empty if it is not."""
         hosts, origins = _header(scope, b"host"), _header(scope, b"origin")
         if len(hosts) != 1 or not self._is_ours(host_name(hosts[0])):
             return f"Host is {', '.join(hosts)!r}: this server answers under names of its own machine only"
@@ -93,7 +93,7 @@ class GuardedApp:
             await _answer(send, 403, reason, "text/plain; charset=utf-8")
 
     async def _sign_in(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve the page of a sign-in link. Its script sends the ticket, and stores the credential that it gets."""
+        """Serve the page of a sign-in link. Its script sends the ticket, and stores the credential that it receives."""
         if scope["method"] != "POST":
             await _answer(send, 200, _PAGE, "text/html; charset=utf-8")
             return

@@ -1,8 +1,8 @@
 """The mirror: shows the runners' work as flow runs and task runs. Nothing waits for it, and nothing depends on it.
 
-A training run is one flow run from its start to its end, also over restarts of the engine. A runner reports to its
-`RunMirror`, which alone decides which task run shows an operation: above a rate (pacing.py), and with the number of
-task runs (window.py), more operations share one. While Prefect is away, operations are only counted.
+A training run is one flow run from its start to its end, even across restarts of the engine. A runner reports to its
+`RunMirror`, which alone decides which task run shows an operation: above a rate (pacing.py), and as the number of task
+runs grows (window.py), more operations share one. While Prefect is away, operations are only counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
 
-_LABEL = 60  # characters of a client's name for a run that the flow run's name shows
+_LABEL = 60  # characters of a client's name for a run, in the flow run's name
 _MOST_LINES = 200  # of logs that wait for a flow run
 _FINAL_STATES = {"Completed": Completed, "Failed": Failed, "Cancelled": Cancelled}
 _UNFINISHED = ("PENDING", "RUNNING", "PAUSED")  # controls.py ends the runs that are to be cancelled
@@ -66,8 +66,8 @@ class Mirror:
         """Nothing is shown yet.
 
         connection, pacing: to Prefect, and of task runs. journal: for the artifacts of training runs, and the states of
-        runs that an earlier engine left; None: neither. api_url: of our console. budget_tokens: training tokens of a
-        run after which Prefect gets an event; 0: never. drift_limits: of `DRIFT_FIGURES`. store: of histories.
+        runs that an earlier engine left behind; None: neither. api_url: of our console. budget_tokens: training tokens
+        of a run after which Prefect gets an event; 0: never. drift_limits: of `DRIFT_FIGURES`. store: of histories.
         """
         self.connection = connection
         self._journal, self._api_url, self._store = journal, api_url, store
@@ -76,11 +76,11 @@ class Mirror:
 
     @property
     def is_on(self) -> bool:
-        """Whether runs are shown at all: there is a Prefect server."""
+        """Whether runs are shown at all, because there is a Prefect server."""
         return bool(self.connection.api_url)
 
     def emit(self, event: str, name: str, of: str = "base-model", **payload: object) -> None:
-        """Emit a Prefect event about the `of` called `name`."""
+        """Emit a Prefect event about the object `name` of the kind `of`."""
         self.connection.emit(event_about(event, name, of, payload))
 
     def asset_events(self, saved: CheckpointSaved) -> list[Event]:
@@ -90,7 +90,7 @@ class Mirror:
         return asset_events(self._journal.models.get(saved.run_id, None), saved, self._api_url)
 
     async def reconcile(self) -> int:
-        """Give flow runs that an earlier engine left unfinished their states in the journal. Returns their number."""
+        """Set flow runs that an earlier engine left unfinished to their states in the journal. Returns their number."""
         if not self.connection.reachable:
             return 0
         tags, state = {"all_": [self.connection.mark]}, {"type": {"any_": _UNFINISHED}}
@@ -102,7 +102,7 @@ class Mirror:
                     runs += page
                 for run in runs:
                     await self._reconcile_one(client, run)
-        except Exception as error:  # noqa: BLE001  the picture may be wrong, the work goes on
+        except Exception as error:  # noqa: BLE001  Prefect may show wrong states, the work continues
             self.connection.note_reachable(False, f"{type(error).__name__}: {error}")
         return len(runs)
 
@@ -128,7 +128,7 @@ class Mirror:
         return Failed(message=f"{model.state}: {model.detail}")
 
     async def watch(self, controls: RunControls) -> None:
-        """Watch Prefect's health, and obey the buttons of its UI, until cancelled; return if there is no Prefect."""
+        """Watch Prefect's health, and handle the buttons of its UI, until cancelled. Returns if there is no Prefect."""
         if self.is_on:
             async with asyncio.TaskGroup() as watches:
                 watches.create_task(self.connection.watch(), name="prefect health")
@@ -146,8 +146,8 @@ class Mirror:
     ) -> list[RunMirror]:
         """The mirror of one model's training run; none without Prefect.
 
-        model_id, base_model, created_at: of the run. label: the client's name for it. adopted: the flow run, which
-        somebody has retried, in which it continues. trained, steps: the tokens and optimizer steps that it was trained
+        model_id, base_model, created_at: of the run. label: the client's name for it. adopted: the flow run that a
+        person retried, in which the run continues. trained, steps: the tokens and optimizer steps that it was trained
         before.
         """
         if not self.is_on:
@@ -190,7 +190,7 @@ class RunMirror:
         """The flow run begins now, or as soon as Prefect is back and there is something to show.
 
         mirror, heading: of the runner, and of its flow run. short: the beginning of task runs' names. adopted: the flow
-        run in which it continues. model_id, drawing, trained, steps: of a training run, its artifacts, and its past.
+        run to continue. model_id, drawing, trained, steps: of a training run, its artifacts, and its past.
         """
         self._mirror = mirror
         self._connection = mirror.connection
@@ -241,7 +241,7 @@ class RunMirror:
         for operation in operations:
             window.add(operation)
         if self._window is None:
-            window.close()  # it shows this batch alone
+            window.close()  # the task run shows only this batch
         self._may_split = batch.ends_step
 
     def sampled(self, operation: Operation) -> None:
@@ -255,7 +255,7 @@ class RunMirror:
         window.add(operation)
 
     def paused(self, text: str | None) -> None:
-        """The runner is paused for the reason `text`, or continues if that is None. Prefect shows its own pauses."""
+        """The runner is paused for the reason `text`, or continues if `text` is None. Prefect shows its own pauses."""
         begins = text is not None and not self._paused
         self._paused = text is not None
         if begins and self._flow_run is None:
@@ -269,7 +269,7 @@ class RunMirror:
         self._show(Running(name="Restoring", message=text))
 
     def differed(self, difference: Difference) -> None:
-        """Report an operation whose result was another one when it was executed a second time."""
+        """Report an operation whose result differed when it was executed a second time."""
         self.log(str(difference), logging.ERROR)
         self._emit(
             "tinkerflow.run.corrupt",
@@ -300,12 +300,12 @@ class RunMirror:
         )
 
     def interrupted(self) -> None:
-        """The worker group ended, and the operations in flight with it."""
+        """The worker group ended, which interrupted the operations in flight."""
         self._show(Running(name="Interrupted", message=INTERRUPTED))
         self.log(INTERRUPTED, logging.WARNING)
 
     def log(self, text: str, level: int = logging.INFO) -> None:
-        """Add a line to the logs of the flow run, or of the next one when there is none now."""
+        """Add a line to the logs of the flow run, or of the next one if there is none now."""
         line = LogCreate(name="tinkerflow", level=level, message=text, timestamp=datetime.now(UTC))
         if self._flow_run is not None:
             self._flow_run.log(line)
@@ -353,7 +353,7 @@ class RunMirror:
         emit = self._connection.emit if self._flow_run is None else self._flow_run.emit
         emit(event_about(name, self._model_id, "model", payload, once))
 
-    # ------------------------------------------------------------------ which flow run and which task run
+    # ------------------------------------------------------------------ choice of flow run and task run
     def _shows(self) -> bool:
         """Whether operations are shown now. If so, there is a flow run for them."""
         if not self._connection.reachable:
@@ -397,7 +397,7 @@ class RunMirror:
 
 
 def kind_name(kind: Kind) -> str:
-    """The name that clients know a kind of operation by."""
+    """The clients' name for a kind of operation."""
     return "save_weights_for_sampler" if kind is Kind.SAVE_FOR_SAMPLER else kind.value
 
 
@@ -418,6 +418,6 @@ def run_name(short: str, batch: Batch) -> str:
 
 
 def shared_name(short: str, first_step: int, last_step: int | None = None) -> str:
-    """The name of a task run that many batches share; while it is open, its last step is not known."""
+    """The name of a task run that many batches share. While it is open, its last step is unknown."""
     end = "onwards" if last_step is None else f"{last_step:06d}"
     return f"{short}/steps-{first_step:06d}-{end}"

@@ -1,18 +1,18 @@
-"""The rate of task runs in Prefect. Above it, operations share task runs; below it, each has its own."""
+"""The rate of task runs in Prefect. Above it, operations share task runs. Below it, each operation gets its own."""
 
 from __future__ import annotations
 
 from tinkerflow.backend.core.clock import Clock
 
-BURST = 20.0  # task runs that may be opened in a burst after a calm
-CREDIT_SECONDS = 2.0  # a flood of openings is forgotten after this long
+BURST = 20.0  # task runs that may be opened in a burst after a quiet period
+CREDIT_SECONDS = 2.0  # a flood of openings is forgotten after this time
 
 
 class Pacing:
     """A token bucket for the task runs of all models together.
 
-    When it runs empty, task runs are shared until it is half full again. Under a load above the rate, they therefore do
-    not alternate between shared and single. A task run that must be opened is opened on credit.
+    When it runs empty, task runs are shared until it is half full again. Under a load above the rate, task runs
+    therefore do not alternate between shared and single. A task run that must be opened is opened on credit.
     """
 
     def __init__(self, rate: float, clock: Clock) -> None:
@@ -25,7 +25,7 @@ class Pacing:
 
     @property
     def seconds(self) -> float:
-        """Until another task run may be opened; 0 when it may be now."""
+        """Seconds until another task run may be opened; 0 if it may be opened now."""
         self._refill()
         return max(0.0, (1.0 - self._tokens) / self._rate)
 
@@ -36,7 +36,7 @@ class Pacing:
         return self._sharing
 
     def open(self) -> None:
-        """Count a task run that is opened, on credit if there are no tokens."""
+        """Count an opened task run, on credit if there are no tokens."""
         self._refill()
         self._tokens = max(-self._rate * CREDIT_SECONDS, self._tokens - 1.0)
         if self._tokens < 1.0:

@@ -1,4 +1,4 @@
-"""The embedded Prefect server: a child process, with settings under which it kept up in measurements.
+"""The embedded Prefect server: a child process, with settings that let it keep up in measurements.
 
 It ends with its parent, even if the parent is killed. Clients need this data dir's credential
 (backend/core/prefect_access.py), and must use a name of this machine (guard.py). The parent opens the listening socket,
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
 STOP_SECONDS = 5.0
-PORT_SECONDS = 2.0  # for the server of an engine that was killed to give its port back
-SILENT_SECONDS = 120.0  # longer than a busy machine makes it wait: with its SQLite file locked, a minute was seen
+PORT_SECONDS = 2.0  # for the server of a killed engine to release its port
+SILENT_SECONDS = 120.0  # longer than waits on a busy machine: a minute was seen while its SQLite file was locked
 _RETENTION_DAYS = 30
 # Seconds between writes. The recorder cuts fractions off (prefect 3.8.8): below 1 it spins, and takes a whole core.
 _BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}
@@ -47,7 +47,7 @@ class PrefectServer:
     process: ChildProcess
 
     async def ended(self, silence: float = SILENT_SECONDS) -> str:
-        """Wait until the server ends, or has not answered for `silence` seconds. Returns a description of that."""
+        """Wait until the server ends, or has not answered for `silence` seconds. Returns which, as text."""
         answers = 0
 
         async def ask() -> None:
@@ -60,13 +60,13 @@ class PrefectServer:
         return f"did not answer for {silence:g} s (stopped?)"
 
     async def stop(self) -> None:
-        """End the server: SIGTERM, and SIGKILL when it does not go within STOP_SECONDS. Repeating is fine."""
+        """End the server: SIGTERM, then SIGKILL if it does not end within STOP_SECONDS. Idempotent."""
         forget_server(self.data_dir, self.process.pid)
         await self.process.stop(STOP_SECONDS)
 
 
 async def listen(*ports: int) -> socket.socket:
-    """A listening socket on 127.0.0.1 at the first of `ports` that is free, or at another when programs keep them."""
+    """A listening socket on 127.0.0.1 at the first free one of `ports`, or at another port if all are in use."""
     loop = asyncio.get_running_loop()
     for port in dict.fromkeys(ports):
         deadline = loop.time() + PORT_SECONDS
@@ -106,7 +106,7 @@ def server_environment(data_dir: Path, port: int, credential: str) -> dict[str, 
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
         "PREFECT_SERVER_SERVICES_TRIGGERS_READ_BATCH_SIZE": "100",
-        # without this, flow runs and their task runs are kept for ever
+        # without this, flow runs and their task runs are kept forever
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(_RETENTION_DAYS * 24 * 3600),
     }
@@ -128,10 +128,10 @@ def check_versions(prefect: str = version("prefect"), sqlalchemy: str = version(
 
 
 async def start_server(data_dir: Path, listener: socket.socket, public_url: str = "") -> PrefectServer:
-    """A server that answers at `listener`, with its database, pages and log (prefect.log) in `data_dir`.
+    """Start a server that answers at `listener`, with its database, pages and log (prefect.log) in `data_dir`.
 
-    listener: see `listen`. public_url: of a proxy that serves it to people, if there is one. ServerError when it ends,
-    or does not answer within START_SECONDS; the message holds the end of its log. Also for wrong versions.
+    listener: see `listen`. public_url: of a proxy that serves it to people, if there is one. ServerError: the server
+    ends, or does not answer within START_SECONDS, with the end of its log in the message; or the versions are wrong.
     """
     check_versions()
     credential = make_credential(data_dir)

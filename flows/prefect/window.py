@@ -12,7 +12,7 @@ from prefect.states import Completed, Failed
 from tinkerflow.backend.journal import Outcome
 from tinkerflow.tasks.execution.operation import Operation
 
-# A run's page takes six seconds to open with 500 task runs (tests/benchmarks/RESULTS.md). So task runs show more and
+# A run's page with 500 task runs takes six seconds to open (tests/benchmarks/RESULTS.md). So task runs show more and
 # more operations: five million operations of one run are 200 task runs.
 SINGLE = 60  # task runs of one batch each
 GROWTH = 1.1  # of the operations of each later task run
@@ -24,7 +24,7 @@ def window_size(number: int) -> int:
 
 
 def windows_of(operations: int) -> int:
-    """How many windows show so many operations."""
+    """How many windows show this many operations."""
     number = 0
     while operations > 0:
         operations -= window_size(number)
@@ -33,7 +33,7 @@ def windows_of(operations: int) -> int:
 
 
 class Window:
-    """The operations that one task run shows. It ends when it is closed and they have ended."""
+    """The operations that one task run shows. A window ends when it is closed and its operations have ended."""
 
     def __init__(
         self, on_end: Callable[[State[None]], None], size: int = 1, linger: Callable[[], float] = lambda: 0.0
@@ -41,7 +41,7 @@ class Window:
         """An open window that shows nothing yet.
 
         on_end: called once with the final state of the task run. size: operations after which the window may close.
-        linger: seconds that a window of that size stays open for more operations when none of them is in flight.
+        linger: seconds that a full window stays open for more operations while none is in flight.
         """
         self.open = True
         self._on_end = on_end
@@ -54,7 +54,7 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether it shows as many operations as it should."""
+        """Whether it shows at least `size` operations."""
         return self._kinds.total() >= self._size
 
     def add(self, operation: Operation) -> None:
