@@ -1,4 +1,4 @@
-"""Sampled tokens become an answer: text, without the tokens that only structure it, through the family's parser."""
+"""Converts sampled tokens to an answer: decodes text, drops structural tokens, and applies the family's parser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ID = string.ascii_letters + string.digits
 
 
 def call_id() -> str:
-    """An id for a call: nine letters or digits, because Mistral's chat templates refuse any other."""
+    """A new id for a call: nine letters or digits, because Mistral's chat templates refuse other ids."""
     return "".join(secrets.choice(_ID) for _ in range(9))
 
 
@@ -41,15 +41,15 @@ async def sampled(
     top_logprobs: int = 0,
     priority: Priority = "interactive",
 ) -> Generation:
-    """Sample answers to a prompt, which follow its schema. Raises the errors of `generate`.
+    """Sample answers to a prompt; they follow the prompt's schema. Raises the errors of `generate`.
 
-    call, target, num_samples, stream, top_logprobs, priority: see `generate`. prompt: of `prompt_of`. params:
+    call, target, num_samples, stream, top_logprobs, priority: see `generate`. prompt: from `prompt_of`. params:
     sampling_params without a constraint.
     """
     wanted = dict(params)
     if prompt.schema is not None:
         wanted["constraint"] = {"type": "json_schema", "value": prompt.schema}
-    # Clients of these endpoints know no constraint, and no prompt but their messages.
+    # Requests of these endpoints contain no constraint, and messages instead of a prompt.
     with naming({"constraint.value": prompt.schema_field, "prompt has": "messages have"}):
         return await generate(
             call,
@@ -66,22 +66,22 @@ async def sampled(
 
 
 class Answer(Protocol):
-    """An answer in one of the wires' forms."""
+    """An answer in the format of one of the APIs."""
 
     def whole(self, result: SampleResult) -> dict[str, Any]:
-        """All of it, when the samples are done."""
+        """The whole answer, once the samples are done."""
 
     def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream, as they come."""
+        """The events of a stream, as they arrive."""
 
 
 async def respond(
     call: Call, generation: Generation, answer: Answer, *, stream: bool, error_name: str = ""
 ) -> Response:
-    """The answer over HTTP, whole or as a stream. A client that goes away before its end gives the generation up.
+    """Send an answer over HTTP, whole or as a stream. If the client disconnects early, the generation is cancelled.
 
-    call: whose answer it is. generation: the sample. answer: in the form of the wire. stream: as events.
-    error_name: the type of an event with an error.
+    call: the client's. generation: the sample. answer: in the format of the API. stream: send events. error_name: the
+    type of an event that reports an error.
     """
     try:
         if stream:
@@ -97,12 +97,12 @@ async def respond(
 def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(body)
-    except orjson.JSONEncodeError:  # arguments of a call may hold halves of surrogate pairs
+    except orjson.JSONEncodeError:  # arguments of a call may contain lone surrogates
         return json.dumps(body).encode()
 
 
 class AnswerReader:
-    """Reads one sample as its tokens come. answer: the answer so far."""
+    """Reads one sample as its tokens arrive. answer: the answer so far."""
 
     def __init__(
         self, target: Target, prompt: Prompt, stops: Sequence[str], *, special: bool = False, one_call: bool = False
@@ -110,7 +110,7 @@ class AnswerReader:
         """Read a sample that follows `prompt`.
 
         target: the sampled model. stops: strings that end the answer and are not part of it. special: show all
-        special tokens. one_call: the answer ends after its first call.
+        special tokens. one_call: end the answer after its first call.
         """
         tokenizer = target.tokenizer
         self._tokenizer = tokenizer
@@ -122,10 +122,10 @@ class AnswerReader:
         self._one_call = one_call
         self.answer = FullAnswer()
         self._reason: str | None = None
-        self._tokens = 0  # that were sampled
+        self._tokens = 0  # sampled so far
 
     def feed(self, piece: SamplePiece) -> list[Event]:
-        """Take new tokens: the events that they decide."""
+        """Read new tokens. Returns the events that they determine."""
         self._tokens += len(piece.tokens)
         shown = [token for token in piece.tokens if token not in self._hidden]
         events = self._parser.feed(self._text.feed(shown))
@@ -142,14 +142,14 @@ class AnswerReader:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the answer."""
+        """The stop string that ended the answer, or None."""
         return self._text.stopped
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens the reasoning so far has, as the tokenizer writes it: no more than were sampled.
+        """The number of tokens that the reasoning so far encodes to, but at most the number sampled.
 
-        It would be more where an answer ends inside a character, which the text shows as another one.
+        It would exceed that number if an answer ends inside a character, which the text shows as a replacement.
         """
         if not self.answer.reasoning:
             return 0

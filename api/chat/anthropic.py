@@ -1,4 +1,4 @@
-"""Anthropic's form of messages: an answer in blocks, and the events of a stream."""
+"""Anthropic's format of messages: an answer in blocks, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class MessageAnswer:
         self._generation = generation
         self._prompt = prompt
         self._reader = reader
-        self._open: str | None = None  # the type of the block that deltas go to
+        self._open: str | None = None  # the type of the block that receives deltas
         self._index = -1  # of the newest block
-        self._calls = iter(reader.answer.calls)  # calls that were not sent
+        self._calls = iter(reader.answer.calls)  # calls not sent yet
 
     def whole(self, result: SampleResult) -> Json:
-        """The answer when the sample is done."""
+        """The answer, once the sample is done."""
         for piece in collected(result):
             self._reader.feed(piece)
         answer = self._reader.answer
@@ -89,7 +89,7 @@ class MessageAnswer:
 
     # -------------------------------------------------------------- a stream's blocks
     def _parts(self, event: Event) -> list[bytes]:
-        """The events of the wire. A call is sent when it is whole: clients fail with one that turns out to be none."""
+        """Anthropic's events for one event. A call is sent once complete, because clients fail on calls that break."""
         match event:
             case ReasoningDelta(text):
                 return self._text("thinking", text)
@@ -105,7 +105,7 @@ class MessageAnswer:
                 return [*parts, self._delta("input_json_delta", partial_json=call.arguments)]
 
     def _text(self, kind: str, text: str) -> list[bytes]:
-        """More of a block of the type `kind`, which is also the name of the field with its text."""
+        """More text for a block of the type `kind`, which is also the name of its text field."""
         signed = {"signature": ""} if kind == "thinking" else {}
         begin = [] if self._open == kind else self._begin(kind, {"type": kind, kind: "", **signed})
         return [*begin, self._delta(f"{kind}_delta", **{kind: text})]

@@ -1,4 +1,4 @@
-"""A conversation in the form that OpenAI's and Anthropic's requests share, and its prompt."""
+"""A conversation in a form common to OpenAI's and Anthropic's requests, and its prompt."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.core.errors import UserError
 
-# How turns end in chat templates. Weights that learnt a template end their answers so, also where the base model's own
-# end of a text is another token.
+# Tokens that end turns in chat templates. Weights trained with a template end their answers with them, even if the
+# base model ends texts with another token.
 _TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>"),
-    *("<turn|>", "<|tool_response>"),  # Gemma 4: of an answer, and behind a call
+    *("<turn|>", "<|tool_response>"),  # Gemma 4: after an answer, and after a call
 )
-_JSON = "llama"  # the parser of a call that is JSON without a mark before it
+_JSON = "llama"  # the parser of calls that are JSON without a preceding mark
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Tool:
     parameters: Mapping[str, Any]
 
     def shown(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool in the form that chat templates expect."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.parameters}}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """messages: in OpenAI's form, with contents as texts and arguments as objects; or contents as parts, each a text or
-    with a `picture`. tools: the ones that the model may call.
+    """messages: in OpenAI's form, with arguments as objects. Contents are texts, or lists of parts: texts or parts with
+    a `picture`. tools: the tools that the model may call.
 
-    must_call: the answer is a call of one of these. schema: the answer is JSON of this schema. schema_field: where the
-    request has it. options: variables of the chat template. prefill: how the answer begins.
-    special_tokens: whether `<|im_end|>` in a text is that token; usually it is text.
+    must_call: the answer must be a call of one of these tools. schema: the answer must be JSON of this schema.
+    schema_field: the schema's field in the request. options: variables of the chat template. prefill: the beginning of
+    the answer. special_tokens: whether `<|im_end|>` in a text is that token; by default it is plain text.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -61,11 +61,11 @@ class Chat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and how the answer to it is read.
+    """A prompt, and how to read the answer to it.
 
-    spec: the parser. tools: callable ones. thinks: reasoning is separate from content. opened: the prompt without
-    `begun` ends inside of reasoning. begun: the end of the prompt that the parser reads, because it is the beginning of
-    the answer. schema: the sampled text is JSON of this schema, which the request has in schema_field. ends: tokens
+    spec: the parser. tools: callable tools. thinks: reasoning is separate from content. opened: the prompt without
+    `begun` ends inside reasoning. begun: the end of the prompt. It is the beginning of the answer, so the parser reads
+    it. schema: the sampled text is JSON of this schema. schema_field: the schema's field in the request. ends: tokens
     that end the answer, in addition to the base model's. messages: the conversation as text. images: of the prompt.
     """
 
@@ -82,16 +82,16 @@ class Prompt:
     images: tuple[PromptImage, ...] = ()
 
     def parser(self) -> Parser:
-        """A parser for one answer, up to where sampling begins."""
+        """A new parser for one answer, which has already read the prompt's part of it."""
         parser = Parser(self.spec, self.tools, thinks=self.thinks, opened=self.opened)
         parser.feed(self.begun)
         return parser
 
 
 async def prompt_of(target: Target, conversation: Chat) -> Prompt:
-    """The prompt of a conversation by the model's own chat template.
+    """Render a conversation to a prompt with the model's own chat template.
 
-    UserError: the model has none, or it refuses the conversation, or the request's tools.
+    UserError: the model has no chat template, or its template refuses the conversation or takes no tools.
     """
     model, tokenizer = target.card.name, target.tokenizer
     template = await asyncio.to_thread(load_template, tokenizer.folder, model)
@@ -110,7 +110,7 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     opened = thinks and spec.think is not None and text.rstrip().endswith(spec.think[0])
     begun, schema = "", conversation.schema
     if opened and spec.think is not None and (conversation.must_call or schema is not None or conversation.prefill):
-        begun = f"\n{spec.think[1]}\n\n"  # no reasoning may follow
+        begun = f"\n{spec.think[1]}\n\n"  # ends the reasoning immediately
     if conversation.must_call:
         schema = _call_schema(conversation.must_call)
         begun += spec.opening
@@ -139,7 +139,7 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
 
 
 def _rendered(template: ChatTemplate, spec: ParserSpec, conversation: Chat, control: ControlTokens) -> str:
-    """The text of the prompt, in which control tokens of the conversation's own texts are hidden."""
+    """The text of the prompt. Control tokens in the conversation's texts are hidden unless `special_tokens`."""
     messages: Sequence[Mapping[str, Any]] = shown(conversation.messages)
     tools: Sequence[Mapping[str, Any]] = [tool.shown() for tool in conversation.tools]
     options = conversation.options
@@ -147,11 +147,11 @@ def _rendered(template: ChatTemplate, spec: ParserSpec, conversation: Chat, cont
         messages, tools, options = control.hide_messages(messages), control.hide(tools), control.hide(options)
     messages = spec.prepared(messages, tools) if spec.prepared is not None else messages
     text = template.render(messages, tools, options)
-    return text.encode("utf-8", "replace").decode()  # arguments of earlier calls may hold halves of characters
+    return text.encode("utf-8", "replace").decode()  # arguments of earlier calls may contain lone surrogates
 
 
 def _call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The JSON schema of a call of one of these tools. A tool's schema is the root of its own references (`$id`)."""
+    """The JSON schema of a call of one of these tools. `$id` makes each tool's schema the root of its references."""
     calls = []
     for number, tool in enumerate(tools):
         arguments = tool.parameters or {"type": "object"}

@@ -1,4 +1,4 @@
-"""What a model says, as it arrives: stretches of reasoning, of content, and of calls of tools."""
+"""Events of an answer as it arrives: pieces of reasoning, of content, and of tool calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """More of the reasoning that comes before the answer."""
+    """More of the reasoning that precedes the answer."""
 
     text: str
 
@@ -23,26 +23,26 @@ class ContentDelta:
 
 @dataclass(frozen=True)
 class CallBegins:
-    """The model calls the tool of this name."""
+    """The model begins to call the tool `name`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ArgumentsDelta:
-    """More of the JSON object with the arguments of the call that began last."""
+    """More of the current call's arguments, a JSON object."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallEnds:
-    """The call that began last is whole, and its arguments are a JSON object."""
+    """The current call is complete, and its arguments are a JSON object."""
 
 
 @dataclass(frozen=True)
 class CallBreaks:
-    """The call that began last is none. What the model wrote for it, `text`, belongs to the content."""
+    """The current call is invalid. Its `text` belongs to the content."""
 
     text: str
 
@@ -52,7 +52,7 @@ Event: TypeAlias = ReasoningDelta | ContentDelta | CallBegins | ArgumentsDelta |
 
 @dataclass
 class ToolCall:
-    """A call of a tool. arguments: the text of a JSON object."""
+    """A call of a tool. arguments: a JSON object as text."""
 
     name: str
     arguments: str = ""
@@ -75,7 +75,7 @@ class FullAnswer:
     _open: ToolCall | None = None
 
     def add(self, event: Event) -> None:
-        """Take in the next event."""
+        """Add the next event to the answer."""
         match event:
             case ReasoningDelta(text):
                 self.reasoning += text

@@ -1,4 +1,4 @@
-"""OpenAI's form of chat completions: an answer, and the chunks of a stream."""
+"""OpenAI's format of chat completions: an answer, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOWEST = -9999.0  # JSON has no infinity; OpenAI's own value
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Parts of an answer that a request may ask for.
+    """Optional parts of an answer.
 
-    logprobs: of each token, with the most likely ones. token_ids: of prompt and answer. usage: at the end of a
-    stream. created: seconds since 1970. named_by_id: tokens are `token_id:<n>`.
+    created: seconds since 1970. logprobs: of each sampled token and of the most likely alternatives. token_ids: of
+    prompt and answer. usage: at the end of a stream. named_by_id: write tokens as `token_id:<n>`.
     """
 
     created: int
@@ -41,17 +41,17 @@ class ChatAnswer:
     def __init__(
         self, generation: Generation, prompt: Prompt, options: AnswerOptions, reader: Callable[[], AnswerReader]
     ) -> None:
-        """generation: its samples, of `prompt`. reader: makes a reader for one of them."""
+        """generation: samples that follow `prompt`. reader: makes a reader for one sample."""
         self._generation = generation
         self._prompt = prompt
         self._options = options
         self._reader = reader
         self._tokenizer: Tokenizer = generation.target.tokenizer
-        self._reasoned = 0  # tokens of reasoning in the samples that are done
+        self._reasoned = 0  # tokens of reasoning in finished samples
         self._frame = {"id": generation.id, "created": options.created, "model": generation.target.name}
 
     def whole(self, result: SampleResult) -> Json:
-        """The answer when all samples are done."""
+        """The answer, once all samples are done."""
         choices = [self._choice(piece) for piece in collected(result)]
         return {
             **self._frame,
@@ -110,7 +110,7 @@ class ChatAnswer:
         }
 
     def _chunk(self, deltas: _Deltas, piece: SamplePiece, *, first: bool) -> list[Json]:
-        """The parts of a choice for new tokens. The first part has their ids and logprobs."""
+        """The parts of a choice for new tokens. The first part contains the tokens' ids and logprobs."""
         parts = deltas.of(deltas.reader.feed(piece))
         if first:
             parts = [{"role": "assistant", "content": ""}, *parts]
@@ -128,7 +128,7 @@ class ChatAnswer:
         return choices
 
     def _tokens(self, piece: SamplePiece) -> Json:
-        """Logprobs and ids of the tokens, as far as the options ask for them."""
+        """Logprobs and ids of the tokens, as the options request."""
         shown: Json = {"logprobs": None}
         if self._options.logprobs:
             tops = piece.top or [[]] * len(piece.tokens)
@@ -149,7 +149,7 @@ class ChatAnswer:
 
 
 class _Deltas:
-    """Events of one sample as the deltas of its message. Calls are numbered as they begin."""
+    """Converts the events of one sample to deltas of its message. Calls are numbered in the order they begin."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self.reader = reader

@@ -1,7 +1,8 @@
 """Parsing of text that arrives in pieces.
 
 Parsers are generators. They yield events as soon as the available text determines them, and None when they need more
-text. A parser reads like a parser of complete texts, and any split of a text into pieces gives the same answer.
+text. The code of a parser reads as if the text were complete, and any split of a text into pieces gives the same
+answer.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ T = TypeVar("T")
 Steps: TypeAlias = Generator[Event | None, None, T]  # events, and None for "more text is needed"; then a result
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # by tool, the JSON schema of its parameters
 
-# A call up to where its arguments begin, as models usually write it.
+# The usual form of a call, up to the beginning of its arguments.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _ARGUMENTS = ("arguments", "parameters")
-_DEEPEST = 128  # brackets in brackets; Python's decoder fails at a thousand
+_DEEPEST = 128  # nested brackets; Python's decoder fails at a thousand
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # inside a string
 _OUTSIDE = re.compile(r"[\s:,\-+.0-9eEtrufalsn]+")  # outside of strings and brackets
 _CLOSES = {"{": "}", "[": "]"}
@@ -30,14 +31,14 @@ class ObjectScan:
     """Finds where a JSON object ends in text that arrives in pieces."""
 
     def __init__(self, open_brackets: str = "") -> None:
-        """open_brackets: brackets that are open when the text begins; "" when the object has not begun."""
+        """open_brackets: brackets that are open when the text begins; "" if the object has not begun."""
         self._brackets = list(open_brackets)
         self._begun = bool(open_brackets)
         self._in_string = self._escaped = False
         self.done = self.broken = False
 
     def take(self, text: str) -> int:
-        """The number of characters of `text` in the object: all, unless the object is `done` or `broken`."""
+        """Scan `text`. Returns the number of its characters in the object: all, unless `done` or `broken` is set."""
         at = 0
         while at < len(text) and not self.done and not self.broken:
             at = self._in(text, at) if self._in_string else self._out(text, at)
@@ -74,10 +75,10 @@ class ObjectScan:
 
 
 class Reader:
-    """The text that has arrived and is unread. White space after a mark is dropped."""
+    """The text that has arrived and is still unread. White space after a mark is dropped."""
 
     def __init__(self) -> None:
-        """Nothing has arrived."""
+        """Start without text."""
         self.text = ""
         self.ended = False
         self._trim = False
@@ -106,9 +107,9 @@ class Reader:
             yield None
 
     def upto(self, marks: Sequence[str], taken: list[str]) -> Steps[tuple[str, str | None]]:
-        """Read up to the first of the marks; the text before the mark, and the mark, which is None at the end.
+        """Read past the first of the marks. Returns the text before the mark, and the mark, or None at the end.
 
-        taken: the text that was read is added to this list.
+        taken: the text that was read is appended to this list.
         """
         first, looked, longest = _first_of(marks), 0, max(map(len, marks))
         while (found := first.search(self.text, looked)) is None and not self.ended:
@@ -124,9 +125,9 @@ class Reader:
         self._trim = True
 
     def skip(self, wanted: str, taken: list[str] | None = None) -> Steps[bool]:
-        """Read `wanted` and white space before it; whether it was there. Otherwise nothing is read.
+        """Read `wanted` and white space before it. Returns whether it was there; if not, nothing is read.
 
-        taken: the text that was read is added to this list.
+        taken: the text that was read is appended to this list.
         """
         while True:
             text = self.text.lstrip()
@@ -140,15 +141,15 @@ class Reader:
             yield None
 
     def peek(self) -> Steps[str]:
-        """The first character that is no white space, "" at the end. Nothing is read."""
+        """The first character that is not white space, or "" at the end. Nothing is read."""
         while not (text := self.text.lstrip()) and not self.ended:
             yield None
         return text[:1]
 
     def call(self, opening: str) -> Steps[bool]:
-        """Read a call that is one JSON object with `name` and `arguments` or `parameters`; whether it is one.
+        """Read a call that is one JSON object with `name` and `arguments` or `parameters`. Returns whether it is valid.
 
-        opening: the text that was read before the call. It is content if there is no call.
+        opening: the text that was read before the call. It becomes content if there is no call.
         """
         scan, at = ObjectScan(), 0
         while (head := _HEAD.match(self.text)) is None:
@@ -164,7 +165,7 @@ class Reader:
         whole = whole and (yield from self._object(ObjectScan("{"), rest))
         text = begins + "".join(arguments + rest)
         found = _call_of(text) if whole else None
-        # With two values for one key, the last one counts, and the arguments that were yielded must be the same.
+        # If a key occurs twice, its last value counts, and it must equal the arguments that were yielded.
         if found is None or found != (head[1], _object_of("".join(arguments))):
             yield self._content(CallBreaks(opening + text))
             return False
@@ -172,7 +173,7 @@ class Reader:
         return True
 
     def calls(self, opening: str) -> Steps[None]:
-        """Read calls in the form that `call` reads, up to the end of their list.
+        """Read a list of calls in the form that `call` reads, up to its end.
 
         opening: the text that was read before the first call.
         """
@@ -183,9 +184,9 @@ class Reader:
                 return
 
     def arguments(self, name: str, taken: list[str]) -> Steps[bool]:
-        """Read one JSON object, the arguments of the call `name`; whether the text is one.
+        """Read one JSON object, the arguments of the call `name`. Returns whether it is valid.
 
-        taken: the text of the call before its arguments. It is content if this is no call.
+        taken: the text of the call before its arguments. It becomes content if this is not a call.
         """
         yield CallBegins(name)
         arguments: list[str] = []
@@ -197,7 +198,7 @@ class Reader:
         return True
 
     def refuse(self, taken: list[str], *, begun: bool = False) -> Steps[None]:
-        """Yield a text that looked like a call as content. begun: an event for the call's beginning was yielded."""
+        """Yield a text that looked like a call as content. begun: CallBegins was already yielded."""
         text = "".join(taken)
         yield self._content(CallBreaks(text) if begun else ContentDelta(text))
 
@@ -206,7 +207,7 @@ class Reader:
         return event
 
     def _whole_call(self, opening: str, length: int) -> Steps[bool]:
-        """Read a call with its keys in another order. It is recognised only when it is complete."""
+        """Read a call with its keys in another order. It is recognized only once it is complete."""
         text, self.text = self.text[:length], self.text[length:]
         found = _call_of(text, marked=bool(opening))
         if found is None:
@@ -217,7 +218,7 @@ class Reader:
         return True
 
     def _object(self, scan: ObjectScan, taken: list[str], *, shown: bool = False) -> Steps[bool]:
-        """Read an object to its end or first error; whether it is complete. shown: yield it as arguments."""
+        """Read an object to its end or first error. Returns whether it is complete. shown: yield it as arguments."""
         while True:
             if not taken and shown:
                 self.text = self.text.lstrip()
@@ -233,13 +234,13 @@ class Reader:
 
 
 def name_in(text: str) -> str:
-    """The tool's name in a model's text, which has one word; "" if the text is no name."""
+    """The tool's name in a model's text; "" if the text is not a single word."""
     words = text.split()
     return words[0] if len(words) == 1 else ""
 
 
 def as_json(value: object) -> str:
-    """JSON that any encoding of text can hold."""
+    """JSON that can be encoded as UTF-8: lone surrogates are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() or _encodable(text) else json.dumps(value)
 
@@ -247,7 +248,7 @@ def as_json(value: object) -> str:
 def typed(text: str, schema: object) -> object:
     """The value that a model wrote as plain text for a parameter of this JSON schema.
 
-    The text's JSON value if the schema allows its type, else the text. A schema without a type allows all types.
+    The text's JSON value if the schema allows its type, otherwise the text. A schema without a type allows all types.
     """
     types = types_of(schema)
     if types == {"string"}:
@@ -298,7 +299,7 @@ def _held(text: str, marks: Sequence[str]) -> int:
 
 
 def _value_of(text: str) -> Any:
-    """The value of a JSON text. ValueError: the text is not JSON, or has a number that only Python accepts."""
+    """The value of a JSON text. ValueError: the text is not JSON, or contains a number that only Python accepts."""
     value = json.loads(text)
     json.dumps(value, allow_nan=False)
     return value

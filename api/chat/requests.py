@@ -1,4 +1,4 @@
-"""What requests for answers share, over OpenAI's and Anthropic's endpoints: tools, formats, and parts of messages."""
+"""The common parts of requests for answers to OpenAI's and Anthropic's endpoints: tools, formats, message parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class ToolFunction(Strict):
-    """A function that the model may call. strict: is accepted; arguments follow the schema where a call is required."""
+    """A function that the model may call. strict: ignored; arguments follow the schema if a call is required."""
 
     name: ToolName
     description: str | None = None
@@ -52,7 +52,7 @@ class NamedTool(Strict):
 
 
 class JsonSchema(Strict):
-    """A schema by OpenAI's name for it. strict: is accepted; the schema always holds."""
+    """A schema in OpenAI's form. strict: ignored; answers always follow the schema."""
 
     name: str = ""
     description: str | None = None
@@ -67,7 +67,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
     def schema_of(self) -> Mapping[str, Any] | None:
-        """The schema that the answer must fit; None for text."""
+        """The schema that the answer must follow; None for text."""
         if self.type == "json_schema":
             if self.json_schema is None:
                 raise broken("response_format.json_schema", None, "given with the type json_schema")
@@ -76,11 +76,11 @@ class ResponseFormat(Strict):
 
 
 class AnswerFields(SamplingFields):
-    """A request without its messages. max_completion_tokens: as max_tokens; absent: all that the context has left.
+    """A request without its messages. max_completion_tokens: like max_tokens; by default, the rest of the context.
 
     top_logprobs: needs logprobs. chat_template_kwargs: variables of the model's chat template. reasoning_effort:
     another such variable; `none` and `minimal` also set enable_thinking to false. allow_special_tokens: `<|im_end|>` in
-    a message is that token, and not text. service_tier: `flex` waits behind interactive requests. metadata, store,
+    a message is that token, not text. service_tier: `flex` waits behind interactive requests. metadata, store,
     safety_identifier, prompt_cache_key and modalities are accepted only with values that change nothing.
     """
 
@@ -107,7 +107,7 @@ class AnswerFields(SamplingFields):
 async def begun(
     call: Call, body: AnswerFields, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Generation, Prompt, Callable[[], AnswerReader]]:
-    """The samples of a request, their prompt, and a function that makes a reader for one sample.
+    """Start sampling for a request. Returns the samples, their prompt, and a function that makes a reader of a sample.
 
     messages: see `Chat`.
     """
@@ -129,7 +129,7 @@ async def begun(
         priority="batch" if body.service_tier == "flex" else "interactive",
     )
 
-    prompt = replace(prompt, images=())  # the journal has them, and the answer may take long
+    prompt = replace(prompt, images=())  # free them: the journal holds them, and the answer may take long
     stops, special, one_call = body.stops, not body.skip_special_tokens, not body.parallel_tool_calls
     return generation, prompt, lambda: AnswerReader(target, prompt, stops, special=special, one_call=one_call)
 
@@ -169,12 +169,12 @@ def _options(body: AnswerFields) -> dict[str, Any]:
 
 
 def thought(reasoning: str) -> dict[str, str]:
-    """The fields of a message that have its reasoning: templates differ in their name for it."""
+    """The fields of a message that hold its reasoning, under each of the names that templates use."""
     return {"reasoning_content": reasoning, "thinking": reasoning}
 
 
 def called_tool(call_id: str, name: str, given: str, field: str) -> dict[str, Any]:
-    """A call of a tool as chat templates take it. given: its arguments, a JSON object as text, which is in `field`."""
+    """A tool call in the form that chat templates expect. given: its arguments, a JSON object as text, from `field`."""
     try:
         arguments = json.loads(given or "{}")
     except (ValueError, RecursionError):
@@ -185,26 +185,26 @@ def called_tool(call_id: str, name: str, given: str, field: str) -> dict[str, An
 
 
 def content_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str | list[dict[str, Any]]:
-    """The content of a user's message: a text like that of `text_of`, or parts when some are images."""
+    """The content of a user's message: a text as from `text_of`, or a list of parts if some are images."""
     if content is None or isinstance(content, str):
         return content or ""
     return joined([part_of(part, f"{field}[{i}]") for i, part in enumerate(content)])
 
 
 def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A message's content from the parts of `part_of`. Parts are joined into a text unless some are images."""
+    """A message's content from parts of `part_of`. Parts are joined to one text unless some are images."""
     return parts if any("picture" in part for part in parts) else "\n".join(part["text"] for part in parts)
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str:
-    """A message's content as one text, its parts one a line. UserError for a part that is no text."""
+    """A message's content as one text, with its parts on separate lines. UserError: a part is not a text."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_text(part, f"{field}[{i}]") for i, part in enumerate(content))
 
 
 def part_of(part: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """A text or an image of a message. field: where the request has it. UserError for a part that is neither."""
+    """A text or an image of a message. field: its path in the request. UserError: the part is neither."""
     if part.get("type") in IMAGES:
         return {"type": "image", "picture": Picture(field, part)}
     return {"type": "text", "text": _text(part, field)}
@@ -220,7 +220,7 @@ def _text(part: Mapping[str, Any], field: str) -> str:
 
 
 def string_in(given: Mapping[str, Any], name: str, field: str) -> str:
-    """The string `name` of a part or an item, which the request has in `field`; UserError when there is none."""
+    """The string `name` of a part or an item. field: its path in the request. UserError: there is no such string."""
     found = given.get(name)
     if not isinstance(found, str):
         raise broken(f"{field}.{name}", found, "a text")

@@ -1,4 +1,4 @@
-"""OpenAI's form of responses: an answer in items, and the events of a stream."""
+"""OpenAI's format of responses: an answer in items, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinkerflow.api.endpoints.sse import event as sse
 from tinkerflow.backend.spec.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]
-_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # by an item's type the type of its only part
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # by an item's type, the type of its only part
 
 
 class ResponseAnswer:
@@ -46,12 +46,12 @@ class ResponseAnswer:
             **echoed,
         }
         self._items: list[Json] = []
-        self._calls = iter(reader.answer.calls)  # calls that are no items yet
-        self._open = False  # whether deltas go to the last item
+        self._calls = iter(reader.answer.calls)  # calls that are not items yet
+        self._open = False  # whether the last item receives deltas
         self._number = -1  # of the newest event
 
     def whole(self, result: SampleResult) -> Json:
-        """The answer when the sample is done."""
+        """The answer, once the sample is done."""
         for piece in collected(result):
             for event in self._reader.feed(piece):
                 self._parts(event)
@@ -92,7 +92,7 @@ class ResponseAnswer:
 
     # -------------------------------------------------------------- items and their events
     def _parts(self, event: Event) -> list[bytes]:
-        """The wire's events for one event. A call is sent when it is complete, because no item can be withdrawn."""
+        """OpenAI's events for one event. A call is sent once complete, because items cannot be withdrawn."""
         match event:
             case ReasoningDelta(text):
                 return self._text("reasoning", text)

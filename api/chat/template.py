@@ -1,6 +1,6 @@
-"""A model's chat template: messages and tools to the text of a prompt.
+"""A model's chat template: renders messages and tools to the text of a prompt.
 
-The same text as `apply_chat_template` of transformers gives, which would load torch wherever that is installed.
+The text equals that of `apply_chat_template` of transformers, which would load torch if torch is installed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "c
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """model: its name, for errors. text: the template; with_tools: another one for requests with tools, or the same.
+    """model: its name, for errors. text: the template. with_tools: the template for requests with tools.
 
-    specials: the texts of the tokenizer's special tokens, by the names that templates know.
+    specials: the texts of the tokenizer's special tokens, by their names in templates.
     """
 
     model: str
@@ -40,10 +40,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> str:
-        """The prompt's text, up to where the assistant answers.
+        """Render the prompt's text, up to the assistant's answer.
 
-        messages, tools: in OpenAI's form, with arguments as objects and contents as texts. options: further variables
-        of the template. UserError: the template refuses the messages, or an option is a variable that we set.
+        messages, tools: in OpenAI's form, with arguments as objects and contents as texts. options: additional
+        variables of the template. UserError: the template refuses the messages, or an option is a variable that we set.
         """
         for name in options:
             if name in OWN:
@@ -55,16 +55,17 @@ class ChatTemplate:
             return _compiled(self.with_tools if tools else self.text).render(**variables, add_generation_prompt=True)
         except TemplateError as error:
             raise UserError(f"messages: the chat template of {self.model} refuses them: {error}") from error
-        except Exception as error:  # templates are programs, and may fail as any program does
+        except Exception as error:  # templates are programs, which may fail in any way
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"messages: the chat template of {self.model} fails with them: {reason}") from error
 
 
 @cache
 def load_template(folder: Path, model: str) -> ChatTemplate | None:
-    """The chat template in a model's folder, None when it has none; ServerError when its files cannot be read.
+    """The chat template in a model's folder, or None if there is none. ServerError: its files cannot be read.
 
-    Newer folders have it in `chat_template.jinja`. Others have one or several named ones in `tokenizer_config.json`.
+    Newer folders contain `chat_template.jinja`. Others store one template, or several by name, in
+    `tokenizer_config.json`.
     """
     config = _read(folder / "tokenizer_config.json")
     specials = {name: token for name in _SPECIALS if (token := _text_of(config.get(name))) is not None}
@@ -99,12 +100,12 @@ def _text_of(token: Any) -> str | None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says. It is for training; here its text is as any other."""
+    """`{% generation %}` marks the assistant's text for training. Here its content is rendered like any other text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements between the tags."""
+        """Return the statements between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -120,7 +121,7 @@ def _compiled(text: str) -> Template:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """As transformers has it: jinja's own filter escapes for HTML."""
+    """The filter of transformers, because jinja's own escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -1,7 +1,7 @@
-"""The console: pages for people at `/`, made by the API out of the journal.
+"""The console: pages for people at `/`, which the API renders from the journal.
 
-`pages/` holds one module for each subject, with its routes. `templates/` and `static/` are HTML, one style sheet and
-one script of our own; nothing is loaded from elsewhere. `visit.py` says who looks, `render.py` and `charts.py` draw.
+`pages/` holds one module with routes for each subject. `templates/` and `static/` hold our own HTML, one style sheet
+and one script; nothing is loaded from elsewhere. `visit.py` authenticates visitors; `render.py` and `charts.py` draw.
 """
 
 from tinkerflow.api.console.pages import routers

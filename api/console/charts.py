@@ -1,4 +1,4 @@
-"""Charts as figures of HTML, drawn by the server. The script (static/console.js) shows the values under the pointer."""
+"""Charts as HTML figures, drawn by the server. The script (static/console.js) shows the values under the pointer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BOX = (56, 10, WIDTH - 12, HEIGHT - 40)
 
 
 def chart(title: str, lines: Sequence[Line], *, across: str = "step", log: bool = False, zooms: bool = False) -> Markup:
-    """A figure with one chart: its title, axes, lines, and the values for the script.
+    """A figure with one chart: its title, axes and lines, and the values for the script.
 
-    across: the label of the x axis. log: a logarithmic y axis. zooms: the script lets people select a range of x.
+    across: the label of the x axis. log: use a logarithmic y axis. zooms: let people select a range of x.
     """
     drawn = plot(lines, _BOX, number, log=log)
     if drawn is None:
@@ -40,7 +40,7 @@ def chart(title: str, lines: Sequence[Line], *, across: str = "step", log: bool 
 
 
 def bars(title: str, parts: Sequence[tuple[str, float, str]]) -> Markup:
-    """One bar of `parts` (name, amount, and its text for the legend), which together fill it."""
+    """One bar, divided among `parts` (name, amount, text for the legend) in proportion to their amounts."""
     drawn, right, whole = [], 0.0, sum(amount for _, amount, _ in parts)
     for i, (name, amount, text) in enumerate(parts):
         width = round(100 * amount / whole, 3) if whole > 0 else 0.0
@@ -59,7 +59,7 @@ def bars(title: str, parts: Sequence[tuple[str, float, str]]) -> Markup:
 
 
 def _legend(lines: Sequence[Line]) -> Markup:
-    """The last value of each line, with its colour and name where there are several."""
+    """The last value of each line, with colors and names if there are several lines."""
     last = [number(line.known[-1][1]) if line.known else NONE for line in lines]
     if len(lines) == 1:
         return Markup('<b class="last">{}</b>').format(last[0])

@@ -1,4 +1,4 @@
-"""The curves of runs as charts, and the view that a person chose: x axis, logarithmic y axis, smoothing, zoom."""
+"""The curves of runs as charts, and the view that a person chooses: x axis, logarithmic y axis, smoothing, zoom."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _Step = Annotated[int, Query(ge=0, lt=2**53)] | Literal[""]  # "" is an empty fi
 
 @dataclass(frozen=True)
 class ChartView:
-    """How charts are drawn. All of it is in the page's URL, so a shared link opens the same charts.
+    """How charts are drawn. The page's URL contains every choice, so a shared link opens the same charts.
 
-    x: see AXES. log: whether y axes are logarithmic. smooth: the weight of the past in the exponential mean, from 0 to
-    below 1; 0 draws the values themselves. first, last: the steps that are shown; None: from the first, to the last.
+    x: see AXES. log: whether y axes are logarithmic. smooth: the weight of the past in the exponential mean, in [0, 1);
+    0 draws the values themselves. first, last: the range of steps to show; None: no limit.
     """
 
     x: Axis
@@ -51,7 +51,7 @@ class ChartView:
 
     @property
     def steps(self) -> Span:
-        """The first and the last step that are shown."""
+        """The first and the last step to show."""
         return (
             EVERY_STEP[0] if self.first is None else self.first,
             EVERY_STEP[1] if self.last is None else self.last,
@@ -59,7 +59,7 @@ class ChartView:
 
     @property
     def query(self) -> str:
-        """The view as the query of a URL, without what is as usual."""
+        """The view as the query of a URL, without default values."""
         given: dict[str, object] = {"x": self.x, "log": "yes" if self.log else "", "smooth": self.smooth or ""}
         given |= {"first": self.first, "last": self.last}
         return urlencode({name: value for name, value in given.items() if value not in ("", None, "step")})
@@ -81,7 +81,7 @@ AsChartView = Annotated[ChartView, Depends(chart_view)]
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The measured steps of a run. name: in legends. created_at: of the run."""
+    """The measured steps of a run. name: the run's name in legends. created_at: when the run was created."""
 
     name: str
     created_at: datetime
@@ -89,7 +89,7 @@ class RunCurves:
     metrics: Sequence[Metric]
 
     def places(self, axis: Axis) -> list[float]:
-        """The place of each point of the curve on the x axis."""
+        """The x coordinate of each point of the curve."""
         if axis == "tokens":
             tokens = np.cumsum([point.tokens for point in self.curve.points])
             return [float(self.curve.tokens_before + count) for count in tokens]
@@ -103,7 +103,7 @@ class RunCurves:
         return next((one.points[-1][1] for one in self.metrics if one.name == REWARD and one.points), None)
 
     def placed(self, metric: Sequence[tuple[int, float]], axis: Axis) -> list[tuple[float, float]]:
-        """The points of a metric on the x axis. Its steps lie between those of the curve."""
+        """The points of a metric with x coordinates, interpolated between the steps of the curve."""
         if axis == "step":
             return list(metric)
         known = dict(sorted(zip((point.step for point in self.curve.points), self.places(axis), strict=True)))
@@ -114,7 +114,7 @@ class RunCurves:
 
 
 def charts(runs: Sequence[RunCurves], view: ChartView) -> list[Markup]:
-    """Charts of rewards, of the loss, of the other metrics that clients stored, and of the other figures."""
+    """Charts of the rewards, the loss, the other metrics that clients stored, and the other figures, in this order."""
     figures = []
     for title, value in _FIGURES.items():
         lines = [_line(run, title, value, view) for run in runs]
@@ -131,9 +131,9 @@ def charts(runs: Sequence[RunCurves], view: ChartView) -> list[Markup]:
 
 
 def steps_by_place(runs: Sequence[RunCurves], view: ChartView) -> str | None:
-    """JSON: for each run, pairs of a place on the x axis and its step, which the script needs to zoom.
+    """JSON: for each run, pairs of an x coordinate and its step, which the script needs to zoom.
 
-    None when places are steps.
+    None if the x axis shows steps.
     """
     if view.x == "step":
         return None
@@ -159,9 +159,9 @@ def _chart(title: str, lines: Sequence[Line], view: ChartView) -> Markup:
 
 
 def smoothed(points: Sequence[tuple[float, float | None]], weight: float) -> list[tuple[float, float | None]]:
-    """Exponential means of the values so far, where the weight of a value falls by `weight` with each later one.
+    """Exponential means of the values so far. Each further value multiplies the weight of earlier ones by `weight`.
 
-    They are divided by the sum of the weights, so the first mean is the first value (Kingma & Ba, 2015, "Adam",
+    The means are divided by the sum of the weights, so the first mean is the first value (Kingma & Ba, 2015, "Adam",
     section 3). Gaps stay gaps.
     """
     found: list[tuple[float, float | None]] = []

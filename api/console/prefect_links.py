@@ -1,4 +1,4 @@
-"""Links to Prefect's pages, as far as this process knows their address."""
+"""Links to Prefect's pages, if this process can find their address."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tinkerflow.backend.settings import Settings
 
 @dataclass(frozen=True)
 class PrefectLink:
-    """A link to a page of Prefect. command: prints a link that signs the browser in, where `url` does not; or ""."""
+    """A link to a page of Prefect. command: a command that prints a link that signs the browser in; "": none needed."""
 
     url: str
     command: str = ""
 
 
 def prefect_pages(settings: Settings) -> str | None:
-    """The address of Prefect's pages, None when there is none or this process does not know it."""
+    """The address of Prefect's pages; None if there is no Prefect or this process cannot find its address."""
     match settings.prefect:
         case "external":
             server = server_for_clients(settings.data_dir, os.environ)
@@ -31,9 +31,9 @@ def prefect_pages(settings: Settings) -> str | None:
 
 
 def prefect_link(visit: Visit, pages: str | None, flow_run: str = "") -> PrefectLink | None:
-    """The link to a flow run, or to Prefect's first page; None when the address of its pages is not known.
+    """The link to a flow run, or to Prefect's first page; None if `pages` is None.
 
-    pages: their address (`prefect_pages`).
+    pages: the address of Prefect's pages (`prefect_pages`).
     """
     services, path = visit.call.services, page_of(flow_run)
     if pages is None:
@@ -44,12 +44,12 @@ def prefect_link(visit: Visit, pages: str | None, flow_run: str = "") -> Prefect
         query = f"?{urlencode({'flow_run': flow_run})}" if flow_run else ""
         return PrefectLink(f"{base_of(services)}/prefect{query}")
     command = f"tinkerflow prefect --page {path}"
-    default = Settings.model_fields["data_dir"].default  # the variable of this process need not be that of the reader
+    default = Settings.model_fields["data_dir"].default  # the reader's shell may not set this process's variable
     if visit.identity.admin and services.settings.data_dir != Settings(data_dir=default).data_dir:
         command = page_command(path, services.settings.data_dir)
     return PrefectLink(f"{pages}{path}", command)
 
 
 def page_of(flow_run: str) -> str:
-    """The path of a flow run's page; of the first page without one."""
+    """The path of a flow run's page, or of the first page if `flow_run` is empty."""
     return f"/runs/flow-run/{flow_run}" if flow_run else "/"

@@ -1,4 +1,4 @@
-"""Templates to HTML, and how the console writes times, sizes and numbers."""
+"""Renders templates to HTML, and formats times, sizes and numbers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STATIC = {"console.css": "text/css", "console.js": "text/javascript"}
 
 
 def render(template: str, values: Mapping[str, object]) -> str:
-    """The HTML of a template of `templates/`. Every value in it is escaped, unless it is Markup."""
+    """Render a template of `templates/` to HTML. Values are escaped unless they are Markup."""
     return _environment().get_template(template).render(values)
 
 
 @cache
 def static_file(name: str) -> tuple[bytes, str]:
-    """The content of a file of `static/`, and a mark that changes with it."""
+    """The content of a file in `static/`, and a hash of it."""
     content = resources.files("tinkerflow.api.console").joinpath("static", name).read_bytes()
     return content, hashlib.sha256(content).hexdigest()[:12]
 
@@ -50,7 +50,7 @@ def _environment() -> Environment:
 
 
 def when(moment: datetime | None) -> Markup | str:
-    """A moment: how long ago, with the time itself for machines and as a tooltip."""
+    """A moment relative to now, with the exact time as a tooltip and as a machine-readable attribute."""
     if moment is None:
         return NONE
     away = SystemClock().now() - moment
@@ -60,7 +60,7 @@ def when(moment: datetime | None) -> Markup | str:
 
 
 def seconds(span: timedelta | float) -> str:
-    """A length of time in its largest unit."""
+    """A length of time in its largest unit, rounded."""
     total = span.total_seconds() if isinstance(span, timedelta) else span
     for unit, name in _UNITS:
         if total >= unit:
@@ -78,12 +78,12 @@ def size(count: float) -> str:
 
 
 def website() -> Path | None:
-    """The folder with the website of the documentation; None: this installation has none."""
+    """The folder with the website of the documentation, or None if this installation has none."""
     return WEBSITE if WEBSITE.is_dir() else None
 
 
 def number(value: float | None) -> str:
-    """A number for people: whole ones with separators, others with four digits."""
+    """A number for people: integers with thousands separators, others with three or four significant digits."""
     if value is None:
         return NONE
     if isinstance(value, int) or (float(value).is_integer() and 1 <= abs(value) < 1e15):
@@ -94,6 +94,6 @@ def number(value: float | None) -> str:
 
 
 def path_parts(path: str) -> str:
-    """A `tinker://` path as the console's URLs have it: the run, and the rest as one part."""
+    """A `tinker://` path in the form of the console's URLs: the run, and the rest as a single part."""
     run, _, rest = path.removeprefix("tinker://").partition("/")
     return f"{quote(run, safe='')}/{quote(rest, safe='')}"

@@ -1,4 +1,4 @@
-"""Samples as people read them: the texts of prompt and answers, as long as the journal has their bytes."""
+"""Samples for people to read: the texts of prompts and answers, while the journal still holds their bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.journal import AuditedEvent, SampleView, WholeSample
 from tinkerflow.backend.wire import SampleBody, decode_sample
 
-_SHOWN = 400  # characters of a prompt's end and of an answer in a list
-_READ, _READ_IN_LIST = 2**24, 2**20  # bytes of a sample whose texts are shown, alone and in a list
+_SHOWN = 400  # characters shown in lists: of a prompt's end and of an answer's beginning
+_READ, _READ_IN_LIST = 2**24, 2**20  # bytes of the largest samples whose texts are shown: alone, and in a list
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample with its texts. answers: text, number of tokens, why it ended. note: why a text is missing.
+    """A sample with its texts. answers: text, number of tokens, stop reason. note: why a text is missing.
 
-    prompt: with [image] where it has an image. images: as data URLs, only when the sample is shown alone.
+    prompt: its text, with [image] in place of each image. images: as data URLs, only when a sample is shown alone.
     """
 
     sample: SampleView
@@ -35,20 +35,20 @@ class ShownSample:
 
 
 async def shown(visit: Visit, *, run_id: str | None = None, limit: int = 20) -> list[ShownSample]:
-    """The newest samples of the visitor's, or those of one run's weights."""
+    """The newest samples that the visitor may see: all of them, or only those drawn from one run's weights."""
     found = await asyncio.to_thread(visit.journal.samples.recent, visit.owner, run_id=run_id, limit=limit)
     await _audit(visit, found)
-    return [await _shown(visit, sample, shorten=True) for sample in found]  # one after another: their bytes add up
+    return [await _shown(visit, sample, shorten=True) for sample in found]  # one after another, to limit memory
 
 
 async def read(visit: Visit, sample: SampleView) -> ShownSample:
-    """One sample with all of its texts."""
+    """One sample with its whole texts."""
     await _audit(visit, [sample])
     return await _shown(visit, sample, shorten=False)
 
 
 async def _audit(visit: Visit, samples: Sequence[SampleView]) -> None:
-    """Write to the audit logs of other projects that an admin read their samples."""
+    """Record in the audit logs of other projects that an admin read their samples."""
     others: dict[str, list[str]] = {}
     for sample in samples:
         if sample.owner != visit.identity.owner:
@@ -58,7 +58,7 @@ async def _audit(visit: Visit, samples: Sequence[SampleView]) -> None:
 
 
 async def _shown(visit: Visit, sample: SampleView, *, shorten: bool) -> ShownSample:
-    """A sample's texts. shorten: the end of the prompt, and the beginnings of the answers."""
+    """A sample's texts. shorten: keep only the end of the prompt and the beginnings of the answers."""
     if sample.size > (_READ_IN_LIST if shorten else _READ):
         return ShownSample(sample, None, (), f"it is too large to be shown here: {size(sample.size)}")
     whole = await asyncio.to_thread(visit.journal.samples.whole, sample.id, visit.owner)
@@ -71,12 +71,12 @@ async def _shown(visit: Visit, sample: SampleView, *, shorten: bool) -> ShownSam
 
 
 async def tokenizer_of(visit: Visit, base_model: str) -> Tokenizer | None:
-    """The tokenizer of a base model, None when it is not served or has no file here."""
+    """The tokenizer of a base model; None if the model is not served or its tokenizer's file is not on this machine."""
     cards = await asyncio.to_thread(visit.journal.base_models.all)
     card = next((row.card for row in cards if row.name == base_model), None)
     try:
         return None if card is None else await visit.call.services.tokenizers.load(ModelCard.from_json(card))
-    except ServerError:  # the API's machine has no such file: numbers are not shown as text
+    except ServerError:  # the API's machine has no such file, so texts cannot be shown
         return None
 
 
@@ -96,7 +96,7 @@ def _read(sample: WholeSample, tokenizer: Tokenizer, shorten: bool) -> ShownSamp
 
 
 def _texts(chunks: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[str]:
-    """The texts between the images, and a sign for each image."""
+    """The texts between the images, and a placeholder for each image."""
     for is_image, run in groupby(chunks, _is_image):
         if is_image:
             yield from ("[image]" for _ in run)

@@ -1,4 +1,4 @@
-"""What comes next in a run that trains: its next checkpoint, its end, and its next recovery snapshot."""
+"""The upcoming events of a run that trains: its next checkpoint, its end, and its next recovery snapshot."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from datetime import datetime
 from tinkerflow.api.console.render import number, seconds
 from tinkerflow.backend.journal import Curve, Journal, ModelView
 
-_NEWEST = 10  # points of the curve whose pace is taken for that of the next steps
-_COPIES = ("rerun_of", "fork_of")  # in the metadata of runs that have the plan of another run
+_NEWEST = 10  # points of the curve that predict the pace of the next steps
+_COPIES = ("rerun_of", "fork_of")  # metadata of runs whose plan was copied from another run
 
 
 def upcoming(journal: Journal, run: ModelView, curve: Curve, now: datetime, snapshot_steps: int) -> str:
-    """One line about a run that takes work. At most three statements.
+    """One line about a run that takes work, read with at most three statements.
 
-    curve: of the newest steps. now: the time. snapshot_steps: most steps between two recovery snapshots.
+    curve: of the newest steps. now: the current time. snapshot_steps: at most so many steps between recovery snapshots.
     """
     parts = [*_planned(journal, run, curve)]
     if snapshots := journal.recovery.snapshots(run.id):
@@ -28,7 +28,7 @@ def upcoming(journal: Journal, run: ModelView, curve: Curve, now: datetime, snap
 
 
 def _planned(journal: Journal, run: ModelView, curve: Curve) -> list[str]:
-    """The next checkpoint and the end of a pipeline's run; none of a client's run, because only the client knows."""
+    """The next checkpoint and the end of a pipeline's run; [] for other runs, whose plan only the client knows."""
     steps, every, begun = (_whole(run, name) for name in ("planned_steps", "save_every", "step"))
     if not steps or not every or run.step >= steps or any(name in run.user_metadata for name in _COPIES):
         return []
@@ -45,6 +45,6 @@ def _planned(journal: Journal, run: ModelView, curve: Curve) -> list[str]:
 
 
 def _whole(run: ModelView, name: str) -> int:
-    """A whole number of the run's metadata, which clients write; 0 for anything else."""
+    """A non-negative integer from the run's metadata, which clients write; 0 for anything else."""
     text = run.user_metadata.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0

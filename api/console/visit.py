@@ -1,9 +1,9 @@
-"""One visit of a person's browser: the visitor, protection of forms, and the page that is sent back.
+"""One visit by a person's browser: the visitor, protection of forms, and the page sent in response.
 
 A person signs in with a key. The cookie holds a token for the key (api/tokens.py), so revoking the key ends the visit.
-Scripts cannot read the cookie, and requests of other sites do not carry it. On a server that needs no key, visits from
-this machine need no signing in. A form that changes something must come from our own pages. It repeats a mark that only
-our pages contain, and the browser's headers must not name another site as its origin.
+Scripts cannot read the cookie, and requests from other sites do not carry it. On a server that needs no key, visits
+from this machine need no sign-in. A form that changes something must come from our own pages: it must repeat a mark
+that only our pages contain, and the browser's headers must not name another site as its origin.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _HEADERS = {
 
 
 class SignInError(Exception):
-    """The visitor must sign in first. reason: why what they showed is not good enough, "" when they showed nothing."""
+    """The visitor must sign in first. reason: why the token was refused, or "" if none was sent."""
 
     def __init__(self, reason: str = "") -> None:
-        """Keep the reason."""
+        """reason: as above."""
         super().__init__(reason)
         self.reason = reason
 
 
 class FormFields(dict[str, str]):
-    """The fields of a form by name, each with its last value if it was sent several times."""
+    """The fields of a form by name. A field that was sent several times maps to its last value."""
 
     def __init__(self, sent: Sequence[tuple[str, str]]) -> None:
         """sent: names and values in order."""
@@ -71,7 +71,7 @@ class FormFields(dict[str, str]):
 
 @dataclass(frozen=True)
 class Visit:
-    """One authorised visit. fields: of the form that was sent; empty unless the visit changes something."""
+    """One authorized visit. fields: of the submitted form; empty for a GET request."""
 
     call: Call
     fields: FormFields = field(default_factory=lambda: FormFields([]))
@@ -83,7 +83,7 @@ class Visit:
 
     @property
     def owner(self) -> str | None:
-        """Whose rows the visitor sees: their project's, or all (None)."""
+        """The project whose rows the visitor may see; None: all projects."""
         return self.call.visible()
 
     @property
@@ -92,7 +92,7 @@ class Visit:
         return self.call.identity
 
     def page(self, template: str, **values: object) -> Response:
-        """The HTML of a template, which also gets what every page shows."""
+        """Render a template with `values` and the values that all pages share."""
         return HTMLResponse(render(template, self._common() | values), 200, {"Cache-Control": "no-store"})
 
     def go(self, path: str) -> Response:
@@ -109,9 +109,9 @@ class Visit:
 
 
 async def visiting(request: Request) -> Visit:
-    """The visit, when the visitor is signed in or needs not be; SignInError otherwise.
+    """The visit, if the visitor is signed in or need not be. SignInError: the visitor must sign in.
 
-    HTTPException 403 for a change that our own pages did not send, 404 for a URL with a NUL character.
+    HTTPException 403: a change that our own pages did not send. 404: the URL contains a NUL character.
     """
     services: Services = request.app.state.services
     identity = await _identity(request, services)
@@ -132,7 +132,7 @@ Visiting = Annotated[Visit, Depends(visiting)]
 
 
 async def form(call: Call, most: int = FORM_BYTES) -> FormFields:
-    """The fields of a form that one of our pages has sent; HTTPException 403 when another site did."""
+    """The fields of a form sent by one of our pages. HTTPException 403: another site sent it."""
     if not same_site(call.request.headers, urlsplit(call.services.settings.public_url).netloc):
         raise HTTPException(403, "this form comes from another site, and changes nothing here")
     body = (await call.body(most)).decode("utf-8", "replace")
@@ -152,28 +152,28 @@ async def _identity(request: Request, services: Services) -> Identity:
 
 
 async def record(services: Services, event: AuditedEvent, identity: Identity, owner: str, **details: object) -> None:
-    """Write to the audit log of the project `owner` what the visitor did."""
+    """Record the visitor's action in the audit log of the project `owner`."""
     actor = actor_of_key(identity.key_id)
     await asyncio.to_thread(services.journal.audit.record, event, owner=owner, actor=actor, details=details)
 
 
 def mark_of(services: Services, identity: Identity) -> str:
-    """The mark that a form must repeat. It is the same for all pages of one sign-in. Other sites cannot compute it."""
+    """The mark that a form must repeat: the same on all pages of one sign-in. Other sites cannot compute it."""
     whose = f"console\n{identity.key_id}\n{identity.expires}"
     return hmac.new(services.link_secret, whose.encode(), hashlib.sha256).hexdigest()
 
 
 def base_of(services: Services) -> str:
-    """The path of public_url, which is a prefix of all paths when a proxy serves us below one."""
+    """The path of public_url. It prefixes all paths if a proxy serves us below it."""
     return urlsplit(services.settings.public_url).path.rstrip("/")
 
 
 # ------------------------------------------------------------------ errors are pages, too
 class PageRoute(APIRoute):
-    """A route whose errors are pages, and whose answers carry the headers that keep other sites out."""
+    """A route that renders errors as pages, and adds security headers to its responses."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, wrapped."""
+        """The handler, wrapped to render errors and to add the headers."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -196,12 +196,12 @@ class PageRoute(APIRoute):
 
 
 def page_router() -> APIRouter:
-    """A router for pages. They are for people: no page is in the OpenAPI document."""
+    """A router for pages. Pages are for people, so the OpenAPI document omits them."""
     return APIRouter(route_class=PageRoute, include_in_schema=False)
 
 
 def sign_in_page(request: Request, status: int, reason: str = "") -> Response:
-    """The page that asks for a key. It leads back to where the visitor wanted to go."""
+    """The page that asks for a key. It leads back to the page that the visitor requested."""
     wanted = request.scope["path"] + (f"?{query}" if (query := request.scope["query_string"].decode("latin-1")) else "")
     values = {
         "base": base_of(request.app.state.services),

@@ -4,9 +4,9 @@
     generation = await generate(call, target, tokens, {"max_tokens": 100}, stream=True)
     async for piece in generation: ...                                       # or: await generation.result()
 
-A generation goes through the journal like a sample of the SDK, so keys, projects, limits, fair share, usage and audit
-apply. When the iteration or `result` is cancelled or closed, the request is cancelled too, and its places in the decode
-batch are free within a chunk.
+A generation goes through the journal like a sample of the SDK, so keys, projects, limits, fair queueing, usage and
+audit apply. When the iteration or `result` is cancelled or closed, the request is cancelled too, and its slots in the
+decode batch are freed within a chunk.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ _giving_up: set[asyncio.Task[None]] = set()  # keeps references to running tasks
 class SamplePiece:
     """New tokens of one of the samples.
 
-    index: which sample. tokens, logprobs: natural logarithms, of the untempered softmax. top: for each token, the most
-    likely tokens with their logprobs, best first; None unless they were asked for. stop_reason: None while the sample
-    goes on; a sample's last piece has one, and may have no tokens. `stop`: a stop token or stop string, which is among
-    the tokens.
+    index: the sample's number. logprobs: of `tokens`, natural logarithms of the softmax without temperature. top: for
+    each token, the most likely tokens with their logprobs, best first; None unless requested. stop_reason: set only in
+    a sample's last piece, which may contain no tokens. `stop`: a stop token or stop string, which is among the tokens.
     """
 
     index: int
@@ -62,7 +61,7 @@ class SamplePiece:
 
 
 class Generation:
-    """A sample that was accepted. id: of its request, under which the journal knows tokens, logprobs and weights."""
+    """An accepted sample. id: of its request, under which the journal stores tokens, logprobs and weights."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Generation:
         """Use `generate`.
 
         call, target, prompt_tokens: of the request. request_id, session_id: in the journal. listener: receives new
-        tokens; None when they are not streamed. names: for errors, the client's names of our fields.
+        tokens; None if they are not streamed. names: for errors, the client's names of our fields.
         """
         self.id = request_id
         self.target = target
@@ -90,11 +89,11 @@ class Generation:
         self._beat_at = call.services.clock.monotonic()
 
     async def __aenter__(self) -> Self:
-        """Cancel the request when the block ends, unless the request has an answer."""
+        """Return itself. The request is cancelled when the block ends, unless it was answered."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Cancel the request if it has no answer yet."""
+        """Cancel the request if its result was not read yet."""
         self.cancel()
 
     @property
@@ -103,11 +102,11 @@ class Generation:
         return {"x-request-id": self.id, "request-id": self.id}
 
     def sequence_id(self, index: int) -> str:
-        """The id of one of its samples, as in `sequence_id` of the SDK. Feedback refers to it."""
+        """The id of one sample, equal to `sequence_id` of the SDK. Feedback refers to it."""
         return f"{self.id}-{index}"
 
     async def begin(self) -> None:
-        """Wait for the first tokens. Raises the errors of `result`. Later, few requests fail."""
+        """Wait for the first tokens. Raises the errors of `result`. Few requests fail after their first tokens."""
         if self._listener is None:
             await self.result()
             return
@@ -123,7 +122,7 @@ class Generation:
             await self.result()
 
     async def result(self) -> SampleResult:
-        """All samples, when all are done. UserError or ServerError: the request failed."""
+        """Wait for all samples. UserError, ServerError: the request failed."""
         if self._result is None:
             try:
                 self._result = await self._wait()
@@ -150,7 +149,7 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """Cancel the request if it has no answer yet, without waiting. Sampling stops within one chunk."""
+        """Cancel the request, without waiting, if its result was not read yet. Sampling stops within one chunk."""
         if self._result is None:
             task = asyncio.create_task(self._cancel(), name=f"cancel {self.id}")
             _giving_up.add(task)
@@ -182,7 +181,7 @@ class Generation:
         return await asyncio.to_thread(self._call.journal.results.get, self.id, self._call.owner)
 
     async def _woken(self, waiter: Waiter) -> None:
-        """Wait until the waiter is woken, however long or often; the session lives on meanwhile."""
+        """Wait until the waiter is woken, for any length of time, and keep the session alive meanwhile."""
         services, woken = self._call.services, False
         while not woken:
             woken = await services.holds.hold(waiter.wait(services.samplers.beat_seconds))
@@ -209,14 +208,14 @@ async def generate(
     images: Sequence[PromptImage] = (),
     priority: Priority = "interactive",
 ) -> Generation:
-    """Submit a sample, and return while it waits for its turn.
+    """Submit a sample, and return without waiting for it.
 
     call: the client's. target: the model to sample. prompt_tokens: at least one. params: sampling_params of the tinker
     protocol (wire/requests.py), such as max_tokens, temperature, seed, stop and stop_token_ids. num_samples: the number
-    of samples. stream: iteration yields tokens as they are decoded, else when all are done. top_logprobs: the number of
-    most likely tokens to list for each sampled token. prompt_logprobs, top_prompt_logprobs: the same for the prompt, in
-    the result. messages: the conversation of the prompt, which is stored for people who rate the answer. images: of the
-    prompt, with placeholders among the tokens. priority: interactive samples go before batch samples of the project.
+    of samples. stream: iteration yields tokens as they are decoded, otherwise when all are done. top_logprobs: the
+    number of most likely tokens to list for each sampled token. prompt_logprobs, top_prompt_logprobs: the same for the
+    prompt, in the result. messages: the conversation of the prompt, stored for people who rate the answer. images: of
+    the prompt, with placeholders among the tokens. priority: a project's interactive samples precede its batch samples.
     UserError: names the field, its value and the rule. TooManyError: too many requests of the project are waiting.
     """
     values: dict[str, Any] = {
@@ -242,17 +241,17 @@ async def generate(
     values |= {"sampling_session_id": sampler, "seq_id": seq_id}
     listener = await call.services.subscriptions.tokens.listen(stream_name(sampler, seq_id)) if stream else None
     request_id = await call.on_body(call.body_size, lambda: submit_sample(call, orjson.dumps(values), values))
-    call.release_body()  # the journal has it
+    call.release_body()  # the journal holds it
     return Generation(call, target, request_id, session_id, prompt_tokens, listener, names)
 
 
 async def together(made: Sequence[Generation]) -> list[SampleResult]:
-    """The results of all. Raises the error of the first that fails; the others go on until they are cancelled."""
+    """The results of all. Raises the error of the first that fails; the others continue until they are cancelled."""
     return list(await asyncio.gather(*(one.result() for one in made)))
 
 
 async def merged(made: Sequence[Generation]) -> AsyncIterator[tuple[int, SamplePiece]]:
-    """The pieces of all as they come, each with the number of its generation."""
+    """The pieces of all generations as they arrive, each with the number of its generation."""
     pieces = [aiter(one) for one in made]
     waiting = {asyncio.ensure_future(anext(one)): number for number, one in enumerate(pieces)}
     try:
@@ -293,7 +292,7 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 def _check(target: Target, values: dict[str, Any]) -> None:
-    """Raise the engine's errors for wrong content before the request is stored."""
+    """Raise the engine's errors for invalid content before the request is stored."""
     card = target.card
     sample_request(
         SampleBody.from_values(values),

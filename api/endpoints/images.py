@@ -1,7 +1,7 @@
-"""Images in conversations: parts of OpenAI's messages and blocks of Anthropic's, and where they stand in a prompt.
+"""Images in conversations: parts of OpenAI's messages and blocks of Anthropic's, and their positions in a prompt.
 
-A chat template writes one placeholder token for each image. As many placeholders replace it as the model's image
-processor computes for the image.
+A chat template writes one placeholder token for each image. We repeat it as often as the model's image processor
+computes for the image.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from tinkerflow.backend.spec.commands import ImagePixels
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire.images import pixels_of
 
-IMAGES = ("image_url", "image")  # of parts that are images: OpenAI's, and Anthropic's
+IMAGES = ("image_url", "image")  # types of image parts: OpenAI's, and Anthropic's
 _DATA = re.compile(r"data:image/(png|jpeg);base64,", re.IGNORECASE)
 _MEDIA = {"image/png": "png", "image/jpeg": "jpeg"}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of a message. field: where the request has it. given: the part, as the client sent it."""
+    """An image of a message. field: the part's path in the request. given: the part, as the client sent it."""
 
     field: str
     given: Mapping[str, Any]
 
     @property
     def file_field(self) -> str:
-        """Where the request has the image's file."""
+        """The path of the image's file in the request."""
         if self.given.get("type") != "image_url":
             return f"{self.field}.source.data"
         return f"{self.field}.image_url{'.url' if isinstance(self.given.get('image_url'), Mapping) else ''}"
 
     def chunk(self) -> dict[str, Any]:
-        """As the tinker protocol has it; UserError names what is wrong. Nothing is fetched."""
+        """The image in the tinker protocol's form. Nothing is fetched. UserError: the part is not a valid image."""
         if self.given.get("type") == "image_url":
             return self._of_url()
         source = self.given.get("source")
@@ -68,7 +68,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class PromptImage:
-    """An image in a prompt. start, tokens: its placeholders. chunk: as the tinker protocol has it, of `picture`."""
+    """An image in a prompt. start, tokens: position and number of placeholders. chunk: `picture` in tinker's form."""
 
     start: int
     tokens: int
@@ -83,7 +83,7 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
 
 
 def shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages as chat templates take them."""
+    """The messages in the form that chat templates expect."""
     return _with_contents(messages, lambda parts: [{"type": "image"} if "picture" in part else part for part in parts])
 
 
@@ -97,14 +97,14 @@ def as_texts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _with_contents(
     messages: Sequence[Mapping[str, Any]], made_of: Callable[[Sequence[Mapping[str, Any]]], object]
 ) -> list[Mapping[str, Any]]:
-    """The messages. Contents that are lists of parts are replaced by the results of `made_of`."""
+    """The messages, with contents that are lists of parts replaced by the results of `made_of`."""
     return [
         {**one, "content": made_of(one["content"])} if isinstance(one.get("content"), list) else one for one in messages
     ]
 
 
 def processor_for(target: Target, picture: Picture) -> ImageProcessor:
-    """The image processor of the model that is sampled; UserError names `picture` when the model takes none."""
+    """The image processor of the sampled model. UserError: the model takes no images; the error names `picture`."""
     if (processor := image_processor(target.card.path)) is None:
         raise UserError(f"{picture.field} is an image: must be a text, {target.card.name} takes no images")
     return processor
@@ -113,10 +113,12 @@ def processor_for(target: Target, picture: Picture) -> ImageProcessor:
 def place_images(
     target: Target, processor: ImageProcessor, tokens: Sequence[int], pictures: Sequence[Picture]
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """The tokens of a prompt with room for its images, and the images. Takes long for many: not on the event loop.
+    """Expand a prompt's placeholders. Returns the tokens and the images.
+
+    Slow for many images, so do not call it on the event loop.
 
     target: the sampled model. processor: of its images. tokens: of the prompt, one placeholder for each of `pictures`.
-    UserError names an image that is wrong, or the first image at which the prompt exceeds the context.
+    UserError: an image is invalid, or the prompt exceeds the context at an image; the error names the image.
     """
     sign = target.tokenizer.token_text(processor.token)
     if (count := list(tokens).count(processor.token)) != len(pictures):
@@ -126,7 +128,7 @@ def place_images(
         )
     made: list[int] = []
     images: list[PromptImage] = []
-    most = target.longest_text  # the bound of texts, because a file of 100 bytes may claim any size
+    most = target.longest_text  # the limit of texts, because a file of 100 bytes may claim any size
     for token in tokens:
         if token != processor.token:
             made.append(token)
@@ -146,7 +148,7 @@ def place_images(
 
 
 def chunks_of(tokens: Sequence[int], images: Sequence[PromptImage]) -> list[Mapping[str, Any]]:
-    """The chunks of a prompt: its text between its images."""
+    """The chunks of a prompt: alternately a text and an image, with a text first and last."""
     chunks: list[Mapping[str, Any]] = []
     done = 0
     for image in images:
@@ -156,9 +158,9 @@ def chunks_of(tokens: Sequence[int], images: Sequence[PromptImage]) -> list[Mapp
 
 
 def fields_of(images: Sequence[PromptImage]) -> dict[str, str]:
-    """Where the request has the images, by the fields that they have in the chunks of `chunks_of`."""
+    """The images' paths in the request, by their paths in the chunks of `chunks_of`."""
     names: dict[str, str] = {}
     for number, image in enumerate(images):
-        chunk = f"prompt.chunks[{2 * number + 1}]"  # each stands behind a text
+        chunk = f"prompt.chunks[{2 * number + 1}]"  # each follows a text chunk
         names |= {chunk: image.picture.field, f"{chunk}.data": image.picture.file_field}
     return names

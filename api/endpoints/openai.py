@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible endpoints share: how tokens are chosen, the options of a stream, usage, the time."""
+"""The common parts of the OpenAI-compatible endpoints: sampling parameters, the options of a stream, and usage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tinkerflow.api.schemas import Strict
 from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.commands import SampleResult
 
-MAX_TOP = 20  # most likely tokens listed at a position: OpenAI's own bound for chats
+MAX_TOP = 20  # most likely tokens listed at a position: OpenAI's own limit for chats
 MOST_CHOICES = 1024  # of one request, over all its prompts
-# These are passed on unchecked. backend/wire checks them, and its errors name the field.
+# Passed on unchecked: backend/wire checks them, and its errors name the field.
 _HANDED_ON = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
@@ -22,7 +22,7 @@ _HANDED_ON = (
 
 
 class StreamOptions(Strict):
-    """include_usage: a last event has the usage of the whole request."""
+    """include_usage: send a last event with the usage of the whole request."""
 
     include_usage: bool = False
 
@@ -30,9 +30,9 @@ class StreamOptions(Strict):
 class SamplingFields(Strict):
     """Sampling parameters of OpenAI, and those that vLLM adds.
 
-    ignore_eos: the tokens that end a text do not end a sample. return_token_ids: also the ids of prompt and answer.
-    return_tokens_as_token_ids: in logprobs, tokens are `token_id:<n>`, because several may have one text. user: is
-    accepted, and changes nothing.
+    ignore_eos: the tokens that end a text do not end a sample. return_token_ids: also return the ids of prompt and
+    answer. return_tokens_as_token_ids: in logprobs, write tokens as `token_id:<n>`, because several tokens may have the
+    same text. user: ignored.
     """
 
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -63,13 +63,13 @@ class SamplingFields(Strict):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the stream ends with the usage. UserError: options of a stream without a stream."""
+        """Whether the stream ends with the usage. UserError: stream_options without stream."""
         if self.stream_options is not None and not self.stream:
             raise UserError("stream_options is given: must be left out without stream")
         return self.stream_options is not None and self.stream_options.include_usage
 
     def params(self, target: Target, max_tokens: int | None) -> dict[str, Any]:
-        """The sampling_params of the tinker protocol. max_tokens: None = all that the context has left."""
+        """The sampling_params of the tinker protocol. max_tokens: None: the rest of the context."""
         given = {name: getattr(self, name) for name in _HANDED_ON if getattr(self, name) is not None}
         ends = [*(self.stop_token_ids or ()), *(() if self.ignore_eos else target.card.eos_token_ids)]
         return {**given, "max_tokens": max_tokens, "stop": self.stops, "stop_token_ids": ends}
@@ -89,7 +89,7 @@ def usage(prompts: Sequence[Sequence[int]], results: Sequence[SampleResult]) -> 
 
 
 def check_choices(prompts: int, n: int) -> None:
-    """UserError when a request asks for more answers than one may."""
+    """Check the number of answers. UserError: the request asks for too many."""
     if prompts > MOST_CHOICES:
         raise UserError(f"prompt has {prompts} prompts: must have at most {MOST_CHOICES}")
     if prompts * n > MOST_CHOICES:

@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 
 def event(data: Mapping[str, Any] | bytes, name: str = "") -> bytes:
-    """One event: JSON, or bytes that go out as they are. name: its type, where the wire names types."""
+    """One event with `data` as JSON, or bytes as they are. name: the event's type, if the API names types."""
     body = data if isinstance(data, bytes) else orjson.dumps(data)
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + body + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends events as they come. When the client disconnects, their iterator is closed immediately.
+    """Sends events as they arrive. When the client disconnects, the iterator of events is closed immediately.
 
-    The status is sent before the first event, so a later error is an event too, in the form of the wire. Work that can
-    fail should be awaited before (`Generation.begin`), so that its error becomes a response.
+    The status is sent before the first event, so a later error is sent as an event, in the API's format. Await work
+    that can fail beforehand (`Generation.begin`), so that its error becomes a response.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
         error_name: str = "",
     ) -> None:
-        """request: whose answer it is; its body must have been read. error_name: the type of an event with an error."""
+        """request: the answered one; its body must have been read. error_name: the type of an event with an error."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **(headers or {})})
         del self.headers["content-length"]
         self._request = request
@@ -47,7 +47,7 @@ class EventStream(Response):
         self._error_name = error_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, unless the client goes away first."""
+        """Send all events, unless the client disconnects first."""
         sending = asyncio.create_task(self._send(send), name="events")
         leaving = asyncio.create_task(left(self._request), name="disconnect")
         try:
@@ -74,6 +74,6 @@ class EventStream(Response):
 
 
 async def left(request: Request) -> None:
-    """Return when the client goes away. The request's body must have been read."""
+    """Return when the client disconnects. The request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

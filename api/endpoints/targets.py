@@ -1,8 +1,8 @@
 """Names of models in the OpenAI- and Anthropic-compatible endpoints.
 
-<base model>                          without an adapter
+<base model>                          the base model without an adapter
 tinker://<run>/sampler_weights/<name> a checkpoint; `weights` can be sampled too
-<training run id>                     its newest weights for samplers
+<training run id>                     the run's newest weights for sampling
 champion/<name>                       the newest champion that a pipeline promoted under this name
 """
 
@@ -28,16 +28,16 @@ from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
 CHAMPION = "champion/"
 _open = cache(open_blobs)  # one for each URL
-_LONGEST_TOKENS = 16  # characters, on average over a whole context; tokens of texts have about four
-_SHORT = 2000  # characters that are tokenised on the event loop, which takes under a millisecond
-_LISTED = 1000  # of the project's newest checkpoints, those for samplers are listed
+_LONGEST_TOKENS = 16  # characters per token, on average over a whole context; usual texts have about four
+_SHORT = 2000  # characters that are tokenized on the event loop, in under a millisecond
+_LISTED = 1000  # the project's newest checkpoints that are considered; those for sampling are listed
 
 
 @dataclass(frozen=True)
 class Target:
     """A model to sample. name: as in the request. checkpoint: None for the base model itself.
 
-    tokenizer: of the base model. call: its threads tokenise long texts.
+    tokenizer: of the base model. call: its threads tokenize long texts.
     """
 
     name: str
@@ -48,19 +48,19 @@ class Target:
 
     @property
     def path(self) -> str | None:
-        """The checkpoint's path, None for the base model."""
+        """The checkpoint's path, or None for the base model."""
         return None if self.checkpoint is None else self.checkpoint.path
 
     @property
     def longest_text(self) -> int:
-        """The most characters that a text may have."""
+        """The maximum number of characters in a text."""
         return _LONGEST_TOKENS * self.card.max_context
 
     async def encode(self, text: str, field: str, control: ControlTokens | None = None) -> list[int]:
-        """The tokens of a text. UserError names the field of a text that no context holds.
+        """Tokenize a text. ContextExceededError: the text is longer than any context; the error names `field`.
 
         control: encodes a rendered conversation; None: the text is a plain prompt, which `Tokenizer.encode` encodes.
-        Without a limit, tokenising the largest body would take minutes and tens of gigabytes.
+        Without a limit, tokenizing the largest body would take minutes and tens of gigabytes.
         """
         encode = self.tokenizer.encode if control is None else control.encode
         if len(text) > (most := self.longest_text):
@@ -77,7 +77,7 @@ class Target:
 class Listed:
     """A model in a list: a base model, a champion or a checkpoint of the project.
 
-    root: the base model or checkpoint behind the name. context: the most tokens of a prompt with its answer.
+    root: the base model or checkpoint behind the name. context: the most tokens in a prompt and its answer.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Listed:
 
 
 async def resolve(call: Call, model: str) -> Target:
-    """The model of this name. NotFoundError: the caller may use none. UserError: the model cannot be sampled."""
+    """Find a model by name. NotFoundError: the caller may use no such model. UserError: it cannot be sampled."""
     card, checkpoint = await asyncio.to_thread(_find, call, model)
     return Target(model, card, checkpoint, await call.services.tokenizers.load(card), call)
 
 
 async def find(call: Call, model: str) -> Listed:
-    """The model of that name as a list shows it. Raises the errors of `resolve`."""
+    """Find a model by name, in the form of lists. Raises the errors of `resolve`."""
     card, checkpoint = await asyncio.to_thread(_find, call, model)
     if checkpoint is not None:
         return _of_checkpoint(model, checkpoint, card.max_context)
@@ -108,7 +108,7 @@ async def list_models(call: Call) -> Sequence[Listed]:
 
 
 def champions_of(call: Call, *paths: str) -> dict[str, str]:
-    """The champions among the checkpoints at `paths`: when each was promoted, "" if that is not known, by name."""
+    """The champions among the checkpoints at `paths`: by name, when each was promoted, or "" if unknown."""
     work = work_folder(call)
     newest = {name: newest_champion(work, name) for name in champion_names(work)}
     return {
@@ -125,7 +125,7 @@ def _list(call: Call) -> list[Listed]:
         try:
             card, checkpoint = _find(call, CHAMPION + name)
         except UserError:
-            continue  # another project's, or its weights are gone
+            continue  # of another project, or with deleted weights
         if checkpoint is not None:
             listed.append(_of_checkpoint(CHAMPION + name, checkpoint, card.max_context))
     for saved in call.journal.checkpoints.page(call.owner, limit=_LISTED).rows:
@@ -177,7 +177,7 @@ def _newest_of_run(call: Call, run_id: str) -> str:
 def _champion(call: Call, model: str) -> str:
     try:
         champion = newest_champion(work_folder(call), model.removeprefix(CHAMPION))
-    except UserError:  # no such name can exist
+    except UserError:  # the name is invalid
         champion = None
     if champion is None:
         raise NotFoundError(
@@ -186,7 +186,7 @@ def _champion(call: Call, model: str) -> str:
     path = str(champion["weights"])
     try:
         call.journal.checkpoints.get(path, call.owner)
-    except NotFoundError as error:  # another project's champion is no champion here
+    except NotFoundError as error:  # another project's champion does not exist for this caller
         raise NotFoundError(
             f"model {model!r} does not exist: nothing was promoted under this name in this key's project"
         ) from error

@@ -1,4 +1,4 @@
-"""How families of models write reasoning and calls of tools, one file each. A new family needs only a file here.
+"""Parsers of reasoning and tool calls, one file for each family of models. A new family needs only a file here.
 
 A parser is a generator over a `Reader` (`api/chat/reader.py`). The model's chat template selects the parser: all of the
 parser's `signs` must be in the template. Of several such parsers, the one with the most signs is used.
@@ -26,8 +26,8 @@ class ParserSpec:
     looks for; an answer's text contains no other special tokens. think: the marks around reasoning at the start of an
     answer; None: `parse` handles reasoning. parse: reads an answer after its reasoning, until only content is left;
     None: the family calls no tools. opening: the mark before a call that is one JSON object with `name` and
-    `arguments`, if the family writes calls in this form. calls: beginnings of calls. A call inside of reasoning ends
-    the reasoning, because Qwen3 writes no end mark before it. prepared: converts messages from OpenAI's form to the
+    `arguments`, if the family writes calls in this form. calls: beginnings of calls. A call inside reasoning ends the
+    reasoning, because Qwen3 writes no end mark before the call. prepared: converts messages from OpenAI's form to the
     form of the family's chat templates.
     """
 
@@ -51,14 +51,14 @@ class Parser:
     def __init__(self, spec: ParserSpec, tools: Tools, *, thinks: bool, opened: bool) -> None:
         """Read an answer of the family `spec`.
 
-        tools: callable ones; without tools, text that looks like a call is content. thinks: the model reasons
-        before it answers. opened: the prompt ends inside of reasoning.
+        tools: callable tools; without tools, text that looks like a call is content. thinks: the model reasons
+        before it answers. opened: the prompt ends inside reasoning.
         """
         self._reader = Reader()
         self._steps = _answer(spec, self._reader, tools, thinks=thinks, opened=opened)
 
     def feed(self, text: str) -> list[Event]:
-        """Take in more text: the events that it decides."""
+        """Read more text. Returns the events that it determines."""
         self._reader.text += text
         events = []
         for event in self._steps:
@@ -68,7 +68,7 @@ class Parser:
         return events
 
     def end(self) -> list[Event]:
-        """The text is over: the events that were still undecided."""
+        """End the text. Returns the remaining events."""
         self._reader.ended = True
         return self.feed("")
 
@@ -88,6 +88,6 @@ PARSERS = registered(__name__, "PARSER", ParserSpec)
 
 
 def parser_for(template: str) -> ParserSpec:
-    """The parser of the family whose chat template this is."""
+    """The parser for a chat template."""
     fitting = [spec for spec in PARSERS.values() if all(sign in template for sign in spec.signs)]
     return max(fitting, key=lambda spec: len(spec.signs))

@@ -9,7 +9,7 @@ FENCE, FENCE_END = "```json", "```"
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content with calls in it."""
+    """Content that contains calls."""
     while (mark := (yield from reader.until((CALLS, CALLS_END, CALL)))) is not None:
         if mark == CALL:
             yield from _call(reader)

@@ -1,6 +1,6 @@
-"""Gemma 4: `<|tool_call>call:NAME{key:value,…}<tool_call|>`, and reasoning in a channel of thought.
+"""Gemma 4: `<|tool_call>call:NAME{key:value,…}<tool_call|>`, and reasoning in the channel `thought`.
 
-Keys have no quotes, strings stand between `<|"|>`, and other values are JSON.
+Keys are unquoted, strings are enclosed in `<|"|>`, and other values are JSON.
 """
 
 import json
@@ -21,7 +21,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content with calls in it."""
+    """Content that contains calls."""
     while (yield from reader.until((OPEN,))) is not None:
         yield from _call(reader)
 

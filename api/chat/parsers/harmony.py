@@ -17,7 +17,7 @@ _TO = re.compile(re.escape(TO) + r"([^\s<]+)")
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Messages one after another. Text that is in no message is content."""
+    """Messages in sequence. Text outside messages is content."""
     while (mark := (yield from reader.until((CHANNEL, START, TO)))) is not None:
         taken = [mark]
         header, found = yield from reader.upto((MESSAGE,), taken)

@@ -1,6 +1,6 @@
-"""Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, or several of these with `;` between them.
+"""Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, or several such objects separated by `;`.
 
-Or `<|python_tag|>` precedes them.
+Otherwise `<|python_tag|>` precedes the calls.
 """
 
 from tinkerflow.api.chat.parsers import ParserSpec
@@ -10,7 +10,7 @@ TAG = "<|python_tag|>"
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Calls, if the answer begins with one; else content, which a tag may end."""
+    """Calls, if the answer begins with one; otherwise content, then calls if a tag ends it."""
     opening = ""
     if (yield from reader.peek()) != "{":
         if (yield from reader.until((TAG,))) is None:

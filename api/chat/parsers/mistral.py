@@ -1,4 +1,4 @@
-"""Mistral and Ministral: `[TOOL_CALLS]`, then a JSON list of calls, or `NAME[ARGS]{…}` (from tokenizer 11 on)."""
+"""Mistral and Ministral: `[TOOL_CALLS]`, then a JSON list of calls, or `NAME[ARGS]{…}` (since tokenizer 11)."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
 from tinkerflow.api.chat.reader import Reader, Steps, Tools, name_in
@@ -8,7 +8,7 @@ THINK = ("[THINK]", "[/THINK]")
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content with calls in it."""
+    """Content that contains calls."""
     while (yield from reader.until((CALLS,))) is not None:
         if (yield from reader.skip("[")):
             yield from reader.calls(f"{CALLS}[")

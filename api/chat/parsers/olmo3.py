@@ -1,6 +1,6 @@
-"""OLMo 3: `<function_calls>`, one call a line as Python writes it, `NAME(KEY=VALUE, …)`, `</function_calls>`.
+"""OLMo 3: `<function_calls>`, one call per line in Python's syntax, `NAME(KEY=VALUE, …)`, `</function_calls>`.
 
-Values are Python's or JSON's: strings, numbers, `True` or `true`, `None` or `null`, lists and objects.
+Values are in Python's or JSON's syntax: strings, numbers, `True` or `true`, `None` or `null`, lists and objects.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tinkerflow.api.chat.parsers import ParserSpec
 from tinkerflow.api.chat.reader import Reader, Steps, Tools, as_json
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
-_DEEPEST = 64  # lists in lists
+_DEEPEST = 64  # nested lists
 _GAP = re.compile(r"[\s,;]*")
 _CALL = re.compile(r"([A-Za-z_][\w.-]*)\s*\(\s*")
 _KEY = re.compile(r"([^\W\d]\w*)\s*=\s*")
@@ -27,7 +27,7 @@ _REST = re.compile(r"[^\n]*\n?")
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content with calls in it. A line that is no call is content, and the others count."""
+    """Content that contains calls. A line that is not a call is content; the other lines are still read as calls."""
     while (yield from reader.until((OPEN,))) is not None:
         taken = [OPEN]
         text, mark = yield from reader.upto((CLOSE,), taken)
@@ -44,14 +44,14 @@ def parse(reader: Reader, tools: Tools) -> Steps[None]:
 
 
 class _Source:
-    """A text that is read from its beginning."""
+    """A text, read from its beginning."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
 
     def calls(self) -> list[str | tuple[str, str]]:
-        """Each call's name and arguments as JSON, or the text of a line that is none."""
+        """For each line, the call's name and its arguments as JSON, or the text if the line is not a call."""
         found: list[str | tuple[str, str]] = []
         while self._take(_GAP) and (begin := self._at) < len(self._text):
             try:
@@ -121,7 +121,7 @@ def _number(text: str) -> int | float:
 
 
 def _unescaped(text: str) -> str:
-    """The text of a string's source. Halves of a character that were escaped apart become one."""
+    """The text of a string's source. Separately escaped surrogates are combined to one character."""
 
     def one(found: re.Match[str]) -> str:
         return _ESCAPES.get(found[3], found[0]) if found[3] else chr(int(found[1] or found[2], 16))

@@ -1,6 +1,6 @@
 """Phi-4-mini: `<|tool_call|>` or `functools`, then a JSON list of calls, `<|/tool_call|>`.
 
-The chat template takes tools as a text of the system message, and has no calls. `prepared` writes both as text.
+The chat template takes tools as a text in the system message, and renders no calls. `prepared` writes both as text.
 """
 
 import json
@@ -14,7 +14,7 @@ OPEN, CLOSE, NAME = "<|tool_call|>", "<|/tool_call|>", "functools["
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content with calls in it."""
+    """Content that contains calls."""
     while (opening := (yield from reader.until((OPEN, NAME)))) is not None:
         if opening == NAME or (yield from reader.skip("[")):
             yield from reader.calls(NAME if opening == NAME else f"{OPEN}[")
@@ -24,7 +24,7 @@ def parse(reader: Reader, tools: Tools) -> Steps[None]:
 
 
 def prepared(messages: Shown, tools: Shown) -> Shown:
-    """The messages with tools and calls as texts."""
+    """The messages, with tools and calls written as text."""
     found = [_with_calls(message) for message in messages]
     if tools:
         if not found or found[0]["role"] != "system":

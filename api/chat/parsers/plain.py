@@ -1,4 +1,4 @@
-"""All others, whose chat templates know no tools: none, `tools` are refused. Reasoning is known by the template."""
+"""All other families: their chat templates take no tools, so `tools` are refused. The template shows if they reason."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
 

@@ -18,7 +18,7 @@ FUNCTION = "<function="
 
 @dataclass(frozen=True)
 class Tags:
-    """How a call and its arguments begin and end. quoted: names are in quotes, and values have no line of their own."""
+    """The tags around calls and arguments. quoted: names are in quotes, and values are not on lines of their own."""
 
     function: str = FUNCTION
     function_end: str = "</function>"
@@ -47,9 +47,9 @@ class Tags:
 
 
 def calls_between(*blocks: tuple[str, str], tags: Tags = Tags()) -> Callable[[Reader, Tools], Steps[None]]:
-    """A parser of content with calls in it.
+    """A parser of content that contains calls.
 
-    blocks: the marks around calls. Some models leave out the first mark, or the end of an argument. tags: of calls.
+    blocks: the marks around calls. Some models omit the first mark, or the end tag of an argument. tags: of calls.
     """
     ends = dict(blocks)
 

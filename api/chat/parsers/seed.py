@@ -1,4 +1,4 @@
-"""Seed-OSS: `<seed:tool_call>` around a call as Qwen3-Coder writes it, and `<seed:think>` around reasoning."""
+"""Seed-OSS: `<seed:tool_call>` around a call in Qwen3-Coder's form, and `<seed:think>` around reasoning."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
 from tinkerflow.api.chat.parsers.qwen_xml import FUNCTION, calls_between

@@ -1,4 +1,4 @@
-"""The pages of the console. Each module has a `router`, and the folder is scanned for modules."""
+"""The pages of the console. Each module defines a `router`; `routers` finds the modules by scanning the folder."""
 
 from __future__ import annotations
 

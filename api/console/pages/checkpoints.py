@@ -1,4 +1,4 @@
-"""`/checkpoints`: the saved checkpoints, and one checkpoint with its lineage and forms that change it."""
+"""`/checkpoints`: the saved checkpoints, and one checkpoint with its lineage and the forms that change it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinkerflow.backend.journal import CheckpointKind, CheckpointView, ModelView
 from tinkerflow.backend.store import CheckpointPath
 
 PAGE = 50
-_MOST_STEPS = 1000  # of a run whose history is read for a page
+_MOST_STEPS = 1000  # of a run; longer histories are not read for a page
 _ONE = "/checkpoints/{run_id}/{kind}/{name}"
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([hd])")
 _UNITS = {"h": 3600.0, "d": 86400.0}
@@ -59,13 +59,13 @@ async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: V
 
 @router.get(f"{_ONE}/download")
 async def download(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
-    """A tar of the adapter's files, by a link that lasts an hour."""
+    """Redirect to a tar archive of the adapter's files, by a link that is valid for an hour."""
     return await archive_redirect(visit.call, CheckpointPath(run_id, kind, name))
 
 
 @router.get(f"{_ONE}/delete")
 async def confirm_page(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
-    """What is lost when the checkpoint is deleted, and the button that does it."""
+    """The consequences of deleting the checkpoint, and the button that deletes it."""
     saved = await asyncio.to_thread(_own, visit, run_id, kind, name)
     return visit.page(
         "delete.html", saved=saved, champions=await asyncio.to_thread(champions_of, visit.call, saved.path)
@@ -82,7 +82,7 @@ async def delete(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) 
 
 @router.post(f"{_ONE}/publish")
 async def publish_from_page(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
-    """Let all keys read the checkpoint, or its own project alone again (field public: yes or no)."""
+    """Let all keys read the checkpoint, or again only its own project (field `public`: yes or no)."""
     public = visit.fields.get("public", "")
     if public not in ("yes", "no"):
         raise UserError(f"public is {public!r}: must be yes or no")
@@ -93,7 +93,7 @@ async def publish_from_page(run_id: str, kind: CheckpointKind, name: str, visit:
 
 @router.post(f"{_ONE}/ttl")
 async def set_ttl_from_page(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
-    """Let the checkpoint expire after the field `ttl`, as `12 h` or `30 d`; never when it is empty."""
+    """Let the checkpoint expire after the time in the field `ttl`, such as `12 h` or `30 d`. Empty means never."""
     given, seconds = visit.fields.get("ttl", "").strip(), None
     if given:
         found = _TTL.fullmatch(given)
@@ -119,11 +119,11 @@ def _own(visit: Visit, run_id: str, kind: CheckpointKind, name: str) -> Checkpoi
 
 
 def _is_own(visit: Visit, saved: CheckpointView) -> bool:
-    return visit.call.owner == saved.owner  # an admin's key changes nothing of other projects, as in the API
+    return visit.call.owner == saved.owner  # as in the API, an admin's key cannot change other projects
 
 
 def _trained(visit: Visit, saved: CheckpointView) -> TrainedData | None:
-    """The data in a checkpoint by the history of its run; None if the history is long, or cannot be read now."""
+    """The data that a checkpoint was trained on, from its run's history; None if that is too long or unreadable."""
     journal, store = visit.journal, visit.call.services.store
     try:
         if len(journal.histories.steps(saved.run_id)) > _MOST_STEPS:
@@ -135,7 +135,7 @@ def _trained(visit: Visit, saved: CheckpointView) -> TrainedData | None:
 
 
 def _run(visit: Visit, saved: CheckpointView) -> ModelView | None:
-    """The run it was saved from; None when that is another project's, or was made elsewhere."""
+    """The run that saved the checkpoint; None if another project owns the run, or the journal does not contain it."""
     try:
         return visit.journal.models.get(saved.run_id, visit.owner)
     except NotFoundError:

@@ -1,6 +1,6 @@
-"""`/docs/`: the website of the documentation, if this installation has it.
+"""`/docs/`: the website of the documentation, if this installation contains it.
 
-`python -m tests.docs.website` builds it into `website/`. Wheels of releases contain that folder.
+`python -m tests.docs.website` builds it into `website/`. The wheels of releases contain that folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ router = page_router()
 @router.get("/docs")
 @router.get("/docs/{page:path}")
 async def documentation(request: Request, page: str = "") -> Response:
-    """A file of the website, for everybody; HTTPException 404: no such file, or no website."""
+    """A file of the website, for all visitors. HTTPException 404: there is no such file, or no website."""
     if (folder := website()) is None:
         raise HTTPException(
             404,
@@ -46,13 +46,13 @@ async def documentation(request: Request, page: str = "") -> Response:
 
 @cache
 def _files(folder: Path) -> dict[str, Path]:
-    """All files in a folder and below it, by their paths in URLs."""
+    """All files in a folder and its subfolders, by their paths in URLs."""
     return {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
 
 
 @cache
 def _policy(file: Path) -> str:
-    """Let the browser execute only scripts of ours: files, and the inline scripts that the page has on disk."""
+    """A policy that allows only our own scripts: files, and the inline scripts of the page as it is on disk."""
     inline = re.findall(r"<script>(.*?)</script>", file.read_text(), re.S)
     digests = {base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in inline}
     scripts = " ".join(("'self'", *(f"'sha256-{digest}'" for digest in sorted(digests))))

@@ -1,4 +1,4 @@
-"""`/keys` and `/usage`: an admin makes, sees and revokes the keys of all projects; everybody sees what they used."""
+"""`/keys` and `/usage`: admins create, list and revoke the keys of all projects; every project sees its usage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkerflow.backend.journal.keys import LONGEST_NAME
 from tinkerflow.backend.journal.project_limits import LimitUse
 
 _DAYS = 30
-_PROJECTS = 20  # with limits of their own, shown; `tinkerflow limit list` has all
+_PROJECTS = 20  # with their own limits, shown; `tinkerflow limit list` prints all
 NAMES = {  # kinds of usage, as pages show them
     UsageKind.TRAINING: "trained",
     UsageKind.PREFILL: "prompt",
@@ -31,7 +31,7 @@ router = page_router()
 
 @router.get("/keys")
 async def keys_page(visit: Visiting, new_key: bool = False, key_name: str = "") -> Response:
-    """The keys. new_key, key_name: as the SDK's link to this page fills them in."""
+    """The keys. new_key, key_name: filled in by the SDK's link to this page."""
     keys = await asyncio.to_thread(_visible, visit)
     return visit.page(
         "keys.html", keys=keys, key_name=key_name[:LONGEST_NAME], opened=new_key, made=None, secret="", only=""
@@ -40,7 +40,7 @@ async def keys_page(visit: Visiting, new_key: bool = False, key_name: str = "") 
 
 @router.get("/keys/{key_id}")
 async def key_page(key_id: str, visit: Visiting) -> Response:
-    """One key, by its id or by the number that the SDK knows it by."""
+    """One key, by its id or by the number that the SDK uses for it."""
     keys = [key for key in await asyncio.to_thread(_visible, visit) if key_id in (key.id, str(_number(key)))]
     if not keys:
         raise NotFoundError(f"key {key_id!r} does not exist")
@@ -49,7 +49,7 @@ async def key_page(key_id: str, visit: Visiting) -> Response:
 
 @router.post("/keys")
 async def create_key(visit: Visiting) -> Response:
-    """Make a key. Its secret is on this page, and never again on another one."""
+    """Create a key. Only the response to this request ever shows its secret."""
     _only_admins(visit)
     name, project = (visit.fields.get(field, "") for field in ("name", "project"))
     admin = visit.fields.get("admin") == "yes"
@@ -71,7 +71,7 @@ async def revoke_key(key_id: str, visit: Visiting) -> Response:
 
 @router.get("/keys/{key_id}/revoke")
 async def confirm_revoke_page(key_id: str, visit: Visiting) -> Response:
-    """What ends with a key, and the button that does it."""
+    """The consequences of revoking a key, and the button that revokes it."""
     key = next((key for key in await asyncio.to_thread(_visible, visit) if key.id == key_id), None)
     if key is None or key.revoked_at is not None:
         raise NotFoundError(f"key {key_id!r} does not exist")
@@ -105,7 +105,7 @@ async def usage_page(visit: Visiting) -> Response:
 
 
 def _limited(visit: Visit) -> list[tuple[str, list[LimitUse]]]:
-    """The limits of the visitor's project with their use; for admins, also those of projects that have their own."""
+    """The visitor's project with its limits and their use; for admins, also projects with limits of their own."""
     limits, projects = visit.journal.project_limits, [visit.call.owner]
     if visit.owner is None:
         projects += [project for project in limits.all() if project not in projects][:_PROJECTS]

@@ -1,4 +1,4 @@
-"""`/`: facts about the server, recent work and next steps. Also signing in and out, and the static files."""
+"""`/`: facts about the server, recent work and next steps. Also sign-in, sign-out and the static files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ router = page_router()
 
 @router.get("/")
 async def front_page(request: Request) -> Response:
-    """The overview, or the form for signing in. A client that accepts only application/json gets facts as JSON."""
+    """The overview, or the sign-in form. A client that accepts application/json but not HTML gets facts as JSON."""
     services: Services = request.app.state.services
     is_open = await services.auth.is_open()
     facts: dict[str, str | int] = {
@@ -60,7 +60,7 @@ async def front_page(request: Request) -> Response:
         return JSONResponse(facts)
     try:
         visit = await visiting(request)
-    except SignInError as error:  # the front page itself is everybody's
+    except SignInError as error:  # the front page itself is public
         return sign_in_page(request, 200, error.reason)
 
     def read() -> dict[str, object]:
@@ -80,7 +80,7 @@ async def front_page(request: Request) -> Response:
 
 @router.post("/sign-in")
 async def sign_in(request: Request) -> Response:
-    """Take a key, and lead to the page that was asked for; 401 and the form again for a key that is none."""
+    """Sign in with a key, and redirect to the requested page. For an invalid key, send the form again with 401."""
     services: Services = request.app.state.services
     fields = await form(Call(request, STRANGER, services), SMALL)
     key = fields.get("key", "").strip()
@@ -113,7 +113,7 @@ async def sign_in(request: Request) -> Response:
 
 @router.post("/sign-out")
 async def sign_out(visit: Visiting) -> Response:
-    """End the sign-in, here and on the server."""
+    """End the sign-in, in the browser and on the server."""
     services, identity = visit.call.services, visit.identity
     if identity.sign_in:
         await services.auth.sign_out(identity)
@@ -125,9 +125,10 @@ async def sign_out(visit: Visiting) -> Response:
 
 @router.get("/prefect")
 async def prefect(visit: Visiting, flow_run: UUID | None = None) -> Response:
-    """Lead an admin to the page of a flow run, or to the first page, of the embedded Prefect server, signed in.
+    """Sign an admin in to the embedded Prefect server, and redirect to the page of a flow run or to the first page.
 
-    A server that is open to its machine does not: Prefect's credential is for the service's user, and not for others.
+    HTTPException 403: the visitor has no admin key, as on a server that is open to all users of its machine. Prefect's
+    credential is only for the service's user.
     """
     server = await asyncio.to_thread(find_server, visit.call.services.settings.data_dir)
     if server is None:

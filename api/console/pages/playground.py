@@ -1,8 +1,8 @@
 """`/playground`: talk to base models, checkpoints and champions, two side by side, and see each token's probability.
 
-`/playground?model=NAME&other=NAME`; the SDK's links say `?mode=checkpoint&checkpoint=tinker://…`. An answer comes as
-server-sent events, one for each bit of text: `{text, tokens: [{text, p, top: [[text, p], …]}]}`, and a last one with
-`{id, count, stop}`. It is a sample like any other: limits, fair share and usage hold.
+`/playground?model=NAME&other=NAME`; the SDK links to `?mode=checkpoint&checkpoint=tinker://…`. An answer is sent as
+server-sent events, one for each piece of text: `{text, tokens: [{text, p, top: [[text, p], …]}]}`, and a last one
+with `{id, count, stop}`. It is a sample like any other: limits, fair queueing and usage apply.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal.base_models import BaseModelView
 
-TOP = 5  # most likely tokens, shown for each token
+TOP = 5  # most likely alternatives shown for each token
 COMPILES = (
     "The first answer of its kind waits while its programs are compiled: about a minute, longer for large models."
 )
@@ -37,7 +37,7 @@ router = page_router()
 
 @router.get("/playground")
 async def playground_page(visit: Visiting, model: str = "", other: str = "", checkpoint: str = "") -> Response:
-    """The page; nothing is sampled yet."""
+    """The page. It samples nothing yet."""
     models = await list_models(visit.call)
     known = list(dict.fromkeys(public_name(one.name) for one in models[:_MOST_MODELS]))
     chosen = checkpoint or model or next(iter(known), "")
@@ -55,9 +55,9 @@ def _waits(bases: Sequence[BaseModelView]) -> str:
 
 @router.post("/playground/answer")
 async def answer(visit: Visiting) -> Response:
-    """One answer to the form's `messages` (JSON) in the mode `chat`, or a continuation of its `prompt` in `text`.
+    """One answer to the form's `messages` (JSON) in mode `chat`, or a continuation of its `prompt` in mode `text`.
 
-    The form also has the fields model, max_tokens and temperature.
+    The form also contains the fields model, max_tokens and temperature.
     """
     fields = visit.fields
     params = {"max_tokens": _number(fields, "max_tokens", int), "temperature": _number(fields, "temperature", float)}
@@ -73,7 +73,7 @@ async def answer(visit: Visiting) -> Response:
 
 
 async def _prompt(target: Target, fields: Any) -> tuple[list[int], tuple[int, ...]]:
-    """The prompt's tokens, and further tokens that end the answer, in addition to the base model's."""
+    """The prompt's tokens, and the tokens that end the answer in addition to those of the base model."""
     mode = fields.get("mode", "")
     if mode == "text":
         return await target.encode(fields.get("prompt", ""), "prompt"), ()
@@ -103,7 +103,7 @@ def _number(fields: Any, name: str, kind: type[int] | type[float]) -> Any:
 
 
 async def _events(stack: AsyncExitStack, made: Generation, tokenizer: Tokenizer) -> AsyncIterator[bytes]:
-    """The answer's text with its tokens, piece by piece. stack: gives the request up if nobody listens any more."""
+    """The answer's text with its tokens, piece by piece. stack: cancels the request if the client disconnects."""
     async with stack:
         text, waiting, count, stop = Detokenizer(tokenizer), [], 0, None
         async for piece in made:

@@ -1,4 +1,4 @@
-"""`/pool`: heartbeats of the service's parts, the worker groups and their compiled programs, and waiting requests."""
+"""`/pool`: heartbeats of the service's parts, worker groups with their compiled programs, and waiting requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def pool_page(visit: Visiting) -> Response:
 
 @router.get("/pool/now")
 async def pool_part(visit: Visiting) -> Response:
-    """The same, as a part of the page that shows it already."""
+    """The health of the service, as a fragment that updates the page."""
     return visit.page("pool_now.html", **await _health(visit))
 
 
@@ -70,7 +70,7 @@ async def _health(visit: Visit) -> dict[str, object]:
 
 
 def _name(visit: Visit, owner: str) -> str:
-    """A project as this visitor may see it."""
+    """A project's name if this visitor may see it, or "other projects"."""
     return owner if visit.owner in (None, owner) else _OTHERS
 
 

@@ -1,6 +1,6 @@
-"""`/training_runs/{run_id}/rollouts`: the conversations that a step learned from, by group, and those it dropped.
+"""`/training_runs/{run_id}/rollouts`: the conversations that a step learned from or dropped, by group.
 
-`/training_runs/{run_id}/evaluations` has those of evaluations of the run's weights by a reward.
+`/training_runs/{run_id}/evaluations`: the conversations from evaluations of the run's weights by a reward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import AuditedEvent
 from tinkerflow.backend.store.blobs import Blobs
 
-_SHADES = (0.05, 0.3, 0.7)  # a token at most so probable has this shade; the first is the strongest
+_SHADES = (0.05, 0.3, 0.7)  # the highest probability for each shade; the first shade is the strongest
 _ORDERS: dict[str, Callable[[RolloutSample], float]] = {
     "best": lambda sample: -(sample.reward or 0.0),
     "worst": lambda sample: sample.reward or 0.0,
@@ -43,9 +43,9 @@ router = page_router()
 
 @dataclass(frozen=True)
 class Wanted:
-    """The choices of the form: a number (None: the newest), a text to find, bounds of the reward, and the order.
+    """The form's choices: a number (None: the newest), a text to find, bounds of the reward, and the order of samples.
 
-    chances: whether tokens are shaded by their probabilities.
+    chances: whether to shade tokens by their probabilities.
     """
 
     number: int | None
@@ -56,7 +56,7 @@ class Wanted:
     chances: bool
 
     def takes(self, prompt: Sequence[RolloutMessage], sample: RolloutSample) -> bool:
-        """Whether a sample is shown."""
+        """Whether to show a sample."""
         reward = sample.reward or 0.0
         if (self.low is not None and reward < self.low) or (self.high is not None and reward > self.high):
             return False
@@ -73,10 +73,10 @@ def wanted(
     order: Literal["best", "worst", "sampled"] = "best",
     chances: str = "",
 ) -> Wanted:
-    """The choices in a page's address.
+    """The choices in a page's URL.
 
-    step, number: of a step, or of an evaluation; "" is the newest. find: a text in the prompt or in the sample. low,
-    high: bounds of the reward, "" where there is none. order: of the samples of a group. chances: shade tokens by their
+    step, number: the number of a step or of an evaluation; "" is the newest. find: a text in the prompt or the sample.
+    low, high: bounds of the reward, or "". order: of the samples in a group. chances: shade tokens by their
     probabilities.
     """
     which = _number("number", number) if number else _number("step", step)
@@ -95,7 +95,7 @@ async def rollouts_page(run_id: str, visit: Visiting, wanted: AsWanted) -> Respo
 
 @router.get("/training_runs/{run_id}/evaluations")
 async def evaluations_page(run_id: str, visit: Visiting, wanted: AsWanted) -> Response:
-    """The conversations of an evaluation by a reward."""
+    """The conversations of an evaluation that uses a reward."""
     return await _page("evaluations", run_id, visit, wanted)
 
 
@@ -115,7 +115,7 @@ async def _page(kind: Kind, run_id: str, visit: Visit, wanted: Wanted) -> Respon
 
 
 def _read(work: Blobs, kind: Kind, run_id: str, number: int | None) -> tuple[list[int], StepRollouts | None]:
-    """The numbers that there are, and the rollouts of one; NotFoundError when there is no such number."""
+    """The available numbers, and the rollouts of one. NotFoundError: `number` is not available."""
     numbers = numbers_of(work, kind, run_id)
     if number is None and not numbers:
         return numbers, None
@@ -134,7 +134,7 @@ Shown = tuple[int, RolloutSample, list[tuple[RolloutMessage, list[Piece]]]]
 
 @dataclass(frozen=True)
 class RolloutGroupView:
-    """A group with those of its samples that are wanted. mean, deviation: of all its rewards, None without rewards."""
+    """A group with its wanted samples. mean, deviation: of all rewards in the group, None if there are none."""
 
     prompt: Sequence[RolloutMessage]
     samples: Sequence[Shown]
@@ -143,7 +143,7 @@ class RolloutGroupView:
 
 
 def _groups(found: StepRollouts, wanted: Wanted, tokenizer: Tokenizer | None) -> list[RolloutGroupView]:
-    """The groups with the samples that are wanted, each with its number, and its messages with their pieces."""
+    """The groups with their wanted samples: each sample's number in its group, and its messages cut into pieces."""
     groups = []
     for group in found.groups:
         numbered = [(n, one) for n, one in enumerate(group.samples, 1) if wanted.takes(group.prompt, one)]
@@ -157,7 +157,7 @@ def _groups(found: StepRollouts, wanted: Wanted, tokenizer: Tokenizer | None) ->
 
 
 def _pieces(message: RolloutMessage, tokenizer: Tokenizer | None) -> list[Piece]:
-    """The text in pieces of a token or of a few that make a character; [] where probabilities are not shown."""
+    """The text in pieces of one token, or of several that form one character; [] if probabilities are not shown."""
     if tokenizer is None:
         return []
     reader, pieces, lowest = Detokenizer(tokenizer, special=True), list[Piece](), 1.0

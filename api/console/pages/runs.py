@@ -30,13 +30,13 @@ from tinkerflow.backend.spec.outliers import COLUMNS, BlamedRow, cells, remedy
 from tinkerflow.backend.spec.run_metadata import DEFAULTS, FLOW_RUN
 
 PAGE = 50
-_OF_A_RUN = 100  # checkpoints of a run, shown
-_LONG = 1024  # of a text in a URL
+_OF_A_RUN = 100  # checkpoints shown for a run
+_LONG = 1024  # characters of a text in a URL
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Runs = Annotated[list[str], Query(max_length=LINES)]
 Picked = Annotated[list[str], Query(max_length=PAGE)]
 Text = Annotated[str, Query(max_length=_LONG)]
-ComparedRun = tuple[ModelView, str, Curve]  # a run, its name or else its id, and its curve
+ComparedRun = tuple[ModelView, str, Curve]  # a run, its name (or its id), and its curve
 router = page_router()
 
 
@@ -53,7 +53,7 @@ async def runs_page(
 ) -> Response:
     """The table of training runs.
 
-    q: the search. columns: further ones, with commas between them. sort, group: names of columns. up: smallest first.
+    q: the search. columns: additional columns, separated by commas. sort, group: names of columns. up: sort ascending.
     """
     further = tuple(dict.fromkeys(name for name in (part.strip() for part in columns.split(",")) if name))
     query = RunQuery(q, archived, None, further, sort, not up, group)
@@ -65,7 +65,7 @@ async def runs_page(
         known = sorted(keys | set(table.names_of_columns([row.model.id for row in page.rows])))
         return {"runs": page, "known": known, "size": page.step(PAGE)}
 
-    # What is as usual stays out of links, so that they are short.
+    # Links omit default values, which keeps them short.
     now = {"q": q, "columns": ",".join(further), "group": group, "archived": "yes" if archived else ""}
     ordered = {"sort": "" if sort == "created" else sort, "up": "yes" if up else ""}
 
@@ -74,7 +74,7 @@ async def runs_page(
         return f"/training_runs?{urlencode(given)}" if given else "/training_runs"
 
     def by(column: str) -> str:
-        """The link that sorts by a column, or the other way round when the table is sorted by it already."""
+        """The link that sorts by a column, or reverses the order if the table is already sorted by it."""
         turned = column == query.sort and query.descending
         return link(sort="" if column == "created" else column, up="yes" if turned else "")
 
@@ -84,7 +84,7 @@ async def runs_page(
 
 @router.post("/training_runs/archive")
 async def archive_runs(visit: Visiting, archived: bool = True) -> Response:
-    """Archive the picked runs (fields `run`), or bring them back."""
+    """Archive the picked runs (fields `run`), or restore them."""
     table, picked = visit.journal.run_table, visit.fields.every("run")
     await asyncio.to_thread(table.archive, picked, visit.call.owner, archived=archived)
     return visit.go("/training_runs" if archived else "/training_runs?archived=yes")
@@ -92,7 +92,7 @@ async def archive_runs(visit: Visiting, archived: bool = True) -> Response:
 
 @router.get("/training_runs/delete")
 async def confirm_deletion_page(visit: Visiting, run: Picked) -> Response:
-    """The contents that are lost with the picked runs, and the button that deletes the runs."""
+    """The contents that would be lost with the picked runs, and the button that deletes the runs."""
     call, journal = visit.call, visit.journal
 
     def read() -> dict[str, object]:
@@ -134,7 +134,7 @@ async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
 
 
 def _prefect_links(visit: Visit, run: ModelView) -> list[tuple[str, PrefectLink]]:
-    """The flow runs of a run with their names: of the pipeline that trains it, and of the engine, which shows it."""
+    """The labeled links to a run's flow runs: the pipeline that trains it, and the engine's mirror."""
     of_pipeline = _UUID.fullmatch(run.user_metadata.get(FLOW_RUN, ""))
     flow_runs = {"flow run of the pipeline": of_pipeline and of_pipeline[0], "flow run": run.flow_run}
     known = [(text, flow_run) for text, flow_run in flow_runs.items() if flow_run]
@@ -144,16 +144,15 @@ def _prefect_links(visit: Visit, run: ModelView) -> list[tuple[str, PrefectLink]
 
 
 def _lineage(visit: Visit, run: ModelView) -> dict[str, object]:
-    """The runs before and after a run, the run that it repeats, if it is a rerun, and its other metadata.
+    """A run's ancestors and descendants, the runs that it repeats or forks, if any, and its other metadata.
 
-    `defaults` has the parameters of a pipeline that have their default values.
+    `defaults` holds the pipeline's parameters that are at their default values.
     """
     ancestries, metadata = visit.journal.ancestries, {name: value for name, value in run.user_metadata.items() if value}
     if "planned_steps" in metadata:
-        metadata.pop("step", "")  # where the pipeline opened the run, not where it is now
+        metadata.pop("step", "")  # the step at which the pipeline opened the run, not the current one
     repeats, forked, _ = (metadata.pop(key, "") for key in ("rerun_of", "fork_of", FLOW_RUN))
     before, after = ancestries.before(run.id, visit.owner), ancestries.after(run.id, visit.owner)
-    # Forks of earlier releases have no origin.
     names = metadata.pop(DEFAULTS, "").split()
     defaults = {name: metadata.pop(name) for name in list(metadata) if name in names}
     shown = {"metadata": metadata, "defaults": defaults}
@@ -161,20 +160,20 @@ def _lineage(visit: Visit, run: ModelView) -> dict[str, object]:
 
 
 def _branch(path: str) -> str:
-    """Where a run left another one, from the path that it began with: `@3` is the state after step 3."""
+    """Where a run branched off another one, from the path that it started from: `@3` is the state after step 3."""
     return path.removeprefix("tinker://").partition("/")[2].replace("weights/@", "@")
 
 
 async def _examined(visit: Visit, run: ModelView) -> list[tuple[int, str, list[tuple[str, ...]]]]:
     """The examined steps of a run: the step, the command that leaves out its worst row, and the cells of its rows.
 
-    Only the project itself sees tokens of its data.
+    Tokens of the data are shown only to the project that owns the run.
     """
     if not run.history:
         return []
     try:
         steps = await asyncio.to_thread(visit.call.services.store.histories.blames, run.id)
-    except StoreError:  # the page has more than this
+    except StoreError:  # the rest of the page can still be shown
         return []
     own = steps and run.owner == visit.identity.owner
     tokenizer = await tokenizer_of(visit, run.base_model) if own else None
@@ -190,7 +189,7 @@ async def _examined(visit: Visit, run: ModelView) -> list[tuple[int, str, list[t
 async def compare_page(visit: Visiting, view: AsChartView, run: Runs = []) -> Response:  # noqa: B006  a query's default
     """Runs side by side: their curves in the same charts, the first steps that differ, and their settings."""
     runs = list(dict.fromkeys(run))
-    compared, values = await _curves(visit, runs, view)  # which checks that they are the visitor's
+    compared, values = await _curves(visit, runs, view)  # also checks that the visitor may see the runs
     partings = [await asyncio.to_thread(visit.journal.curves.parting, other, runs[0]) for other in runs[1:]]
     settings = _settings(compared)
     return visit.page("compare.html", most=LINES, settings=settings, partings=[None, *partings], **values)
@@ -198,7 +197,7 @@ async def compare_page(visit: Visiting, view: AsChartView, run: Runs = []) -> Re
 
 @router.get("/curves")
 async def curves_part(visit: Visiting, view: AsChartView, run: Runs, seen: str = "") -> Response:
-    """The curves of runs, as a part of a page that shows them already; 204 when nothing changed since `seen`."""
+    """The curves of runs, as a fragment that updates the page; 204 if nothing changed since `seen`."""
     if seen and seen == await asyncio.to_thread(_state, visit, run):
         return Response(status_code=204)
     _, values = await _curves(visit, run, view)
@@ -206,7 +205,7 @@ async def curves_part(visit: Visiting, view: AsChartView, run: Runs, seen: str =
 
 
 async def _curves(visit: Visit, runs: Sequence[str], view: ChartView) -> tuple[list[ComparedRun], dict[str, object]]:
-    """The runs, and the values of curves.html and of the pages around it."""
+    """The runs, and the values for curves.html and the pages that include it."""
 
     def read() -> tuple[list[ComparedRun], dict[str, object]]:
         journal = visit.journal
@@ -253,7 +252,7 @@ def _upcoming(visit: Visit, run: ModelView, curve: Curve) -> str:
 
 
 def _settings(compared: Sequence[ComparedRun]) -> Mapping[str, Sequence[str]]:
-    """The settings of runs by name: a text for each run."""
+    """The settings of runs: for each setting's name, one text per run."""
     models, curves = [model for model, _, _ in compared], [curve for _, _, curve in compared]
     trained = ("attention", "MLP", "unembedding")
     rows: dict[str, list[str]] = {
@@ -276,7 +275,7 @@ def _settings(compared: Sequence[ComparedRun]) -> Mapping[str, Sequence[str]]:
 
 
 def _state(visit: Visit, runs: Sequence[str]) -> str:
-    """What changes when there is something new to see."""
+    """A string that changes whenever there is something new to show."""
     journal = visit.journal
     models = (journal.models.get(run, visit.owner) for run in runs)
     return ",".join(

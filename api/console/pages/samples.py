@@ -1,4 +1,4 @@
-"""`/samples`: recent samples, their number by hour, and one sample with its texts."""
+"""`/samples`: recent samples, their tokens by hour, and one sample with its texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = page_router()
 
 @router.get("/samples")
 async def samples_page(visit: Visiting) -> Response:
-    """The newest samples, and the tokens of the last two days by hour."""
+    """The newest samples, and the tokens by hour in the last two days."""
     now = visit.call.services.clock.now().replace(minute=0, second=0, microsecond=0)
     start, end = now - timedelta(hours=_HOURS - 1), now + timedelta(hours=1)
     totals = await asyncio.to_thread(visit.journal.usage.totals, visit.owner, start, end)

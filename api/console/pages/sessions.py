@@ -1,4 +1,4 @@
-"""`/sessions`: clients' sessions, and one session with all that was made in it."""
+"""`/sessions`: clients' sessions, and one session with its runs and samplers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tinkerflow.api.links import link
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import RunQuery, SessionQuery, plain_metadata
 
-_MOST = 200  # runs and samplers of one session, shown
+_MOST = 200  # runs, and samplers, shown for one session
 router = page_router()
 
 
 @router.get("/sessions")
 async def sessions_page(visit: Visiting, after: str = "") -> Response:
-    """Sessions, newest first. after: `{created_at} {id}` of the last session of the page before."""
+    """Sessions, newest first. after: `{created_at} {id}` of the last session on the previous page."""
     found, more = await asyncio.to_thread(
         visit.journal.sessions.search, SessionQuery(after=_cursor(after), limit=50), visit.owner
     )
