@@ -1,6 +1,6 @@
-"""The HTTP edge: the tinker wire protocol, OpenAI's and Anthropic's, and the console.
+"""The HTTP API: the tinker wire protocol, OpenAI's and Anthropic's APIs, and the console.
 
-A handler parses, authorises, makes one journal call and answers. The engine finds the work in the journal.
+A handler parses, authorizes, makes one journal call and answers. The engine finds the work in the journal.
 """
 
 from tinkerflow.api.app import create_app

@@ -1,4 +1,4 @@
-"""The HTTP app: every module of `routes` with its routers, the errors, and the pages that need no key."""
+"""The HTTP app: the routers of all modules in `routes`, error handlers, and the routes that need no key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
 _SLOW = 8  # threads for work that may take seconds
-_HEAVY = 2  # threads for large bodies, because parsing one takes memory, too
+_HEAVY = 2  # threads for large bodies: few, because parsing a body also takes memory
 
 
 def create_app(
@@ -39,12 +39,12 @@ def create_app(
     *,
     clock: Clock | None = None,
 ) -> FastAPI:
-    """The app that serves the tinker protocol, those of OpenAI and Anthropic, and the console.
+    """Create the app that serves the tinker protocol, the APIs of OpenAI and Anthropic, and the console.
 
     Every endpoint needs a key, except healthz, the front page, the OpenAPI document, and signed links.
     Visitors of the console sign in with a key.
 
-    settings: of the service. journal, store: open. subscriptions: must be running. clock: default the machine's.
+    settings: of the service. journal, store: open. subscriptions: running. clock: by default the machine's.
     """
     # The OpenAPI document describes each endpoint. FastAPI's page for it would load scripts from another site.
     app = FastAPI(title="tinkerflow", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
@@ -74,7 +74,7 @@ def create_app(
     errors.install(app)
     openapi.serve_document(app)
     app.add_api_route(f"{API}/healthz", _healthz, methods=["GET"])
-    # Every module of `routes` has a `router`; some have a `link_router` too, which links open without a key.
+    # Every module of `routes` defines a `router`, and some a `link_router`, whose routes need a signed link, not a key.
     modules = [import_module(f"{routes.__name__}.{module.name}") for module in pkgutil.iter_modules(routes.__path__)]
     for module in sorted(modules, key=lambda module: -module.router.busy):
         app.include_router(module.router, prefix=module.router.at, dependencies=[Depends(authorised)])
@@ -87,7 +87,7 @@ def create_app(
 
 
 class Healthy(Wire):
-    """The API answers."""
+    """The response of healthz: the API is running."""
 
     status: Literal["ok"] = "ok"
 

@@ -1,7 +1,7 @@
-"""Request bodies: read within bounds of size, memory and time, and decompressed.
+"""Request bodies: read within limits of size, memory and time, and decompressed.
 
-The first SMALL bytes of a body are read immediately. A longer body first takes all of its bytes from a `BodyMemory`,
-which projects share fairly. Meanwhile uvicorn reads no more than 64 KiB of it, so bodies that wait cost nothing.
+The first SMALL bytes of a body are read immediately. A longer body first reserves memory for its whole size in a
+`BodyMemory`, which projects share fairly. Meanwhile uvicorn reads at most 64 KiB of it, so waiting bodies cost nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tinkerflow.backend.core.errors import BodyTooLargeError, TooManyError, User
 from tinkerflow.backend.core.fairness import FairQueue
 
 BODY = "tinkerflow.body"  # in a request's scope: its `Body`
-SMALL = 2**16  # bytes of a body that takes nothing from a BodyMemory
-MEDIUM = 2**23  # bytes of a body that does not wait for larger ones
+SMALL = 2**16  # bytes of the largest body that takes nothing from a BodyMemory
+MEDIUM = 2**23  # bytes of the largest body that does not wait for larger ones
 WAIT_SECONDS = 10.0  # for memory; then the client is asked to send the request again
 _PATIENCE_SECONDS = 2.0  # bodies wait this long before slower ones give way
 _SLOW_RATE = 2**20  # bytes per second of a body that does not give way
-_MAX_WINDOW = 2**27  # bytes of history that a zstd frame may ask for
+_MAX_WINDOW = 2**27  # bytes of history that a zstd frame may require
 _COUNTED = 2**20  # bytes of JSON whose values are counted in one step
 _COMMA, _LIST, _OBJECT = b",[{"
 
@@ -35,7 +35,7 @@ Decompress = Callable[[bytes, int], Awaitable[bytes]]  # a frame and the size of
 
 @dataclass(eq=False)
 class Share:
-    """Bytes of a BodyMemory that one body has. arrived: bytes of the body so far. since: when it began to arrive."""
+    """The bytes of a BodyMemory that one body holds. arrived: bytes received so far. since: when the body began."""
 
     owner: str
     size: int
@@ -44,14 +44,14 @@ class Share:
     deadline: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
 
     def delay(self, now: float) -> float:
-        """The delay in seconds, compared with a body that arrives at _SLOW_RATE."""
+        """The delay in seconds, relative to a body that arrives at _SLOW_RATE."""
         return now - self.since - self.arrived / _SLOW_RATE
 
 
 class BodyMemory:
-    """Memory for bodies. One project has at most half of it, or one body alone.
+    """Memory for bodies. A project may hold at most half of it, or a single body of any size.
 
-    Bodies wait in a fair queue of projects. While a body waits, those that arrive slowly give way.
+    Bodies wait in a queue that is fair among projects. While a body waits, slowly arriving bodies give way.
     """
 
     def __init__(self, total: int) -> None:
@@ -62,7 +62,7 @@ class BodyMemory:
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
 
     async def take(self, owner: str, size: int) -> Share:
-        """Take `size` bytes for a body of the project `owner`; TooManyError after WAIT_SECONDS."""
+        """Take `size` bytes for a body of the project `owner`. TooManyError: none were free for WAIT_SECONDS."""
         loop = asyncio.get_running_loop()
         granted: asyncio.Future[None] = loop.create_future()
         ticket = self._queue.push(owner, granted, min(size, self._total))
@@ -85,7 +85,7 @@ class BodyMemory:
 
     @asynccontextmanager
     async def receiving(self, share: Share) -> AsyncIterator[None]:
-        """Inside, the body arrives, and gives way to others if it is slow: TooManyError."""
+        """The context in which a body arrives. TooManyError: the body was slow and gave way to others."""
         try:
             async with share.deadline:
                 self._receiving.add(share)
@@ -96,7 +96,7 @@ class BodyMemory:
             self._receiving.discard(share)
 
     def give_back(self, share: Share) -> None:
-        """Free the bytes of a share; doing it again changes nothing."""
+        """Free the bytes of a share. Repeating this has no effect."""
         size, share.size = share.size, 0
         self._give_back(share.owner, size)
 
@@ -106,7 +106,7 @@ class BodyMemory:
         self._serve()
 
     def _serve(self) -> None:
-        """Grant waiting bodies their bytes, in order. A body that does not fit holds back the ones behind it."""
+        """Grant waiting bodies their bytes, in order. A body that does not fit holds back all bodies behind it."""
         for ticket in self._queue:
             held = self._held[ticket.owner]
             if held and held + ticket.cost > self._total / 2:
@@ -125,7 +125,7 @@ class BodyMemory:
 
 @dataclass(frozen=True)
 class Memories:
-    """The memory of medium bodies, that of large ones, and that of the pieces of files that are uploaded."""
+    """The memory of medium bodies, of large bodies, and of the pieces of uploaded files."""
 
     medium: BodyMemory
     large: BodyMemory
@@ -133,7 +133,7 @@ class Memories:
 
     @classmethod
     def for_bodies_of(cls, most: int) -> Memories:
-        """Memory for two bodies of `most` bytes, the largest size."""
+        """Memory for two bodies of the largest size, `most` bytes, in addition to medium ones."""
         return cls(BodyMemory(16 * MEDIUM), BodyMemory(2 * most), BodyMemory(16 * MEDIUM))
 
     def fitting(self, size: int) -> BodyMemory:
@@ -142,13 +142,13 @@ class Memories:
 
 
 class Body:
-    """The body of one request. `release` gives its memory back when the content is not needed any more."""
+    """The body of one request. Call `release` to free its memory when the content is no longer needed."""
 
     def __init__(self, request: Request, most: int, rule: str, owner: str, memories: Memories) -> None:
-        """Read nothing yet.
+        """Nothing is read yet.
 
-        request: the body's. most: bytes that it may have, before and after decompression. rule: where that follows
-        from, for errors. owner: whose memory it takes. memories: shared by all requests.
+        request: the body's. most: maximum size in bytes, before and after decompression. rule: the origin of this
+        limit, for errors. owner: the project whose memory is taken. memories: shared by all requests.
         """
         self._request = request
         self._most = most
@@ -160,11 +160,11 @@ class Body:
         self._share: Share | None = None
 
     async def read(self, decompress: Decompress) -> bytes:
-        """The body, decompressed. It is not read any further than where it breaks a rule.
+        """Read the body and decompress it. Reading stops at the first violation.
 
-        decompress: makes the content of a large zstd frame.
+        decompress: decompresses a large zstd frame.
         BodyTooLargeError: more than `most` bytes. UserError: the body does not match its headers.
-        TooManyError: no memory.
+        TooManyError: no memory was free, or the body arrived too slowly while others waited.
         """
         headers = self._request.headers
         encoding = headers.get("content-encoding", "identity").lower()
@@ -193,12 +193,12 @@ class Body:
         return await decompress(body, size) if size > SMALL else decompressed(body, size)
 
     def release(self) -> None:
-        """Give the body's memory back. Doing it again changes nothing."""
+        """Free the body's memory. Repeating this has no effect."""
         if self._memory is not None and self._share is not None:
             self._memory.give_back(self._share)
 
     async def _receive(self, stream: AsyncIterator[bytes], content: io.BytesIO, enough: int) -> bool:
-        """Read until there are more than `enough` bytes; whether the body ended before that."""
+        """Read until `content` exceeds `enough` bytes. Returns whether the body ended before that."""
         async for part in stream:
             content.write(part)
             if self._share is not None:
@@ -224,7 +224,10 @@ class Body:
 
 
 def content_size(frame: bytes) -> int:
-    """The size of a zstd frame's content, which its beginning must declare: else a truncated frame would pass."""
+    """The size of a zstd frame's content, as its header declares. UserError: the header is invalid or declares none.
+
+    Without a declared size, a truncated frame would pass.
+    """
     try:
         size = zstandard.get_frame_parameters(frame).content_size
     except zstandard.ZstdError as error:
@@ -235,7 +238,7 @@ def content_size(frame: bytes) -> int:
 
 
 def decompressed(frame: bytes, size: int) -> bytes:
-    """The content of the one zstd frame in `frame`, which has `size` bytes. It takes long for a large one."""
+    """The content, of `size` bytes, of the single zstd frame in `frame`. Slow for large frames."""
     try:
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
         return decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
@@ -248,10 +251,10 @@ def _broken_frame(error: Exception) -> UserError:
 
 
 def check_values(body: bytes, most: int, rule: str) -> None:
-    """BodyTooLargeError when a JSON body has more than `most` values, by a fast count that is never too low.
+    """Limit the number of values in a JSON body, by a fast count that is never too low.
 
-    Parsed values take up to 64 bytes each, so `[[],[],...` would take twenty times the memory of its text. rule: where
-    `most` follows from, for the error.
+    BodyTooLargeError: there are more than `most` values. Each takes up to 64 bytes once parsed, so `[[],[],...` would
+    take twenty times the memory of its text. rule: the origin of `most`, for the error.
     """
     text, values = np.frombuffer(body, np.uint8), 1
     for start in range(0, len(text), _COUNTED):

@@ -1,7 +1,7 @@
-"""Large answers, sent piece by piece: whole or a Range, of one file or of a tar made on the way.
+"""Large answers, sent piece by piece: all bytes or a Range, of a file or of a tar archive made on the fly.
 
-A file is never in memory as a whole. starlette's FileResponse needs a local path, but a store may be remote. Files of a
-store are read in blocks, which are compared with their checksums.
+A file is never held in memory as a whole. starlette's FileResponse needs a local path, but a store may be remote. Files
+of a store are read in blocks, which are verified by their checksums.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _TAR_BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True)
 class ByteSource:
-    """`size` bytes. read(start, length) returns at most `length` of them from `start` on, and may block."""
+    """A source of `size` bytes. read(start, length) returns at most `length` bytes from `start` on, and may block."""
 
     size: int
     read: Callable[[int, int], bytes]
 
     @classmethod
     def of(cls, data: bytes) -> ByteSource:
-        """Bytes in memory."""
+        """A source of bytes in memory."""
         return cls(len(data), lambda start, length: data[start : start + length])
 
 
 def send(request: Request, sources: Sequence[ByteSource], headers: Mapping[str, str], etag: str) -> Response:
-    """The answer to a GET or HEAD for the sources, one after the other; for a Range 206, beyond the end 416.
+    """Answer a GET or HEAD request for the concatenated sources: 206 for a Range, 416 for a Range beyond the end.
 
-    A list of ranges, or a range of another version (If-Range), is answered with everything, as RFC 9110 allows.
-    headers: added to ours. etag: changes with the content.
+    A list of ranges, or a range of another version (If-Range), is answered with all bytes, as RFC 9110 allows.
+    headers: added to ours. etag: must change with the content.
     """
     size = sum(source.size for source in sources)
     quoted = f'"{etag}"'
@@ -79,11 +79,11 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
 
 
 async def _pieces(sources: Sequence[ByteSource], start: int, end: int) -> AsyncIterator[bytes]:
-    at = 0  # where the source begins
+    at = 0  # the source's first position
     for source in sources:
         position, stop = max(start - at, 0), min(end - at, source.size)
         while position < stop:
-            # whole blocks, because the store compares whole blocks
+            # whole blocks, because the store verifies whole blocks
             piece = await asyncio.to_thread(source.read, position, min(BLOCK - position % BLOCK, stop - position))
             if not piece:
                 raise OSError(f"a file ended after {position} of {source.size} bytes")  # cuts the connection
@@ -93,7 +93,7 @@ async def _pieces(sources: Sequence[ByteSource], start: int, end: int) -> AsyncI
 
 
 def archive(files: Sequence[tuple[str, ByteSource]], modified_at: datetime) -> list[ByteSource]:
-    """A tar archive of these files, under these names. Headers are made now, files are read when their turn comes."""
+    """A tar archive of named files. Its headers are made immediately; the files are read as they are sent."""
     return [source for name, file in files for source in _member(name, file, modified_at)] + [
         ByteSource.of(bytes(2 * _TAR_BLOCK))
     ]

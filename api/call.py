@@ -1,6 +1,6 @@
-"""One request of a client, as its handler receives it: the services, the sender, the body.
+"""A client's request as its handler receives it: the services, the sender, the body.
 
-A handler names a `Call` in its signature (`call: Authorised`) and then awaits `call.body()` or `call.parsed(Model)`.
+A handler declares a parameter `call: Authorised` and then awaits `call.body()` or `call.parsed(Model)`.
 The X-API-Key header, or Authorization: Bearer, identifies the sender (identity.py). Long polls wait in `Holds`.
 """
 
@@ -28,8 +28,8 @@ from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
-CONTROL_BYTES = 2**20  # of a body that holds neither data nor a prompt
-MOST_VALUES = 2**21  # in a JSON body; a prompt of token ids has the most
+CONTROL_BYTES = 2**20  # of a body that contains neither data nor a prompt
+MOST_VALUES = 2**21  # in a JSON body; prompts of token ids contain the most
 
 AccessScope = Literal["owned", "accessible"]
 
@@ -45,26 +45,26 @@ class Router(APIRouter):
     """
 
     def __init__(self, *, busy: int = 0, at: str = API) -> None:
-        """Without endpoints yet. at: the prefix of their paths."""
+        """A router without endpoints. at: the prefix of their paths."""
         super().__init__()
         self.busy = busy
         self.at = at
 
 
 class Holds:
-    """The long polls that are held open now.
+    """The long polls that are currently held open.
 
-    A poll is held until its result is there, its time is over, or the server stops. `release` ends all of them, so
-    that a stopping server need not wait for them.
+    A poll is held until its result arrives, its time is over, or the server stops. `release` ends all polls, so that a
+    stopping server need not wait for them.
     """
 
     def __init__(self) -> None:
         """No poll is held yet."""
         self._held: set[asyncio.Timeout] = set()
-        self.released = False  # whether `release` came
+        self.released = False  # whether `release` was called
 
     async def hold(self, wait: Coroutine[object, object, bool]) -> bool:
-        """Await `wait` and return its result; False when `release` comes first."""
+        """Await `wait` and return its result, or False if `release` is called first."""
         if self.released:
             wait.close()
             return False
@@ -79,7 +79,7 @@ class Holds:
             self._held.discard(hold)
 
     def release(self) -> None:
-        """End every poll held now, and hold none from now on."""
+        """End all held polls, and hold no more."""
         self.released = True
         now = asyncio.get_running_loop().time()
         for hold in self._held:
@@ -88,13 +88,13 @@ class Holds:
 
 @dataclass(frozen=True)
 class Services:
-    """The parts of the service that handlers use, made once for an app.
+    """The parts of the service that handlers use, created once for an app.
 
-    urgent: threads for key checks and heartbeats. They must not queue behind the journal calls of thousands of polls
-    that arrive together, which use the event loop's default threads. slow: threads for tokenising, compiling and
+    urgent: threads for key checks and heartbeats. These must not queue behind the journal calls of thousands of polls
+    that arrive together, which use the event loop's default threads. slow: threads for tokenizing, compiling and
     bodies of medium size. heavy: threads for large bodies. memories: of bodies.
-    limits: of a project that has none of its own. samplers: of the endpoints without sessions. tokenizers: of the base
-    models. imports: a thread for uploaded adapters, so that only one is in memory at a time.
+    limits: of projects without limits of their own. samplers: of the endpoints without sessions. tokenizers: of the
+    base models. imports: a thread for uploaded adapters, so that only one is in memory at a time.
     """
 
     settings: Settings
@@ -118,7 +118,7 @@ class Services:
 
 @dataclass(frozen=True)
 class Call:
-    """One authorised request: its sender, and the services that the handler uses."""
+    """One authorized request: its sender, and the services that the handler uses."""
 
     request: Request
     identity: Identity
@@ -136,12 +136,12 @@ class Call:
 
     @property
     def admin(self) -> bool:
-        """Whether the key may read the audit log and the bills of all projects; True where no key is needed."""
+        """Whether the key may read the audit log and the bills of all projects; True if no key is needed."""
         return self.identity.admin
 
     @property
     def limits(self) -> Limits:
-        """The limits of the key's project: its own ones, else those of the settings."""
+        """The limits of the key's project: its own limits, or else those of the settings."""
         return replace(self.services.limits, **self.identity.limits)
 
     @property
@@ -150,7 +150,7 @@ class Call:
         return self.services.journal
 
     def visible(self, scope: AccessScope = "accessible") -> str | None:
-        """The project whose rows the call sees, None for all projects.
+        """The project whose rows the call may see; None for all projects.
 
         An ordinary key sees its own project in both scopes. An admin key sees its own project in `owned`, and all
         projects in `accessible`.
@@ -158,15 +158,15 @@ class Call:
         return None if scope == "accessible" and self.admin else self.owner
 
     async def slowly(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work`, which may take seconds, from one of the threads that projects share."""
+        """Run `work`, which may take seconds, in one of the threads that projects share, and return its result."""
         return await self.services.slow.run(self.owner, work, *args, **kwargs)
 
     async def body(self, most: int = CONTROL_BYTES) -> bytes:
-        """The whole body, decompressed. It keeps its memory until `release_body`, or the end of the request.
+        """Read the whole body, decompressed. It holds its memory until `release_body`, or the end of the request.
 
-        most: bytes that a body of this endpoint may have.
-        BodyTooLargeError: the body has more, or more than the setting max_body_bytes. UserError: the body does not
-        match its headers. TooManyError: too many large bodies are being read.
+        most: maximum size in bytes of a body of this endpoint.
+        BodyTooLargeError: the body exceeds `most` or the setting max_body_bytes. UserError: the body does not match its
+        headers. TooManyError: too many large bodies are being read.
         """
         services, setting = self.services, self.services.settings.max_body_bytes
         rule = "max_body_bytes" if setting <= most else f"the most for {self.request.scope['path']}"
@@ -176,17 +176,17 @@ class Call:
 
     @property
     def body_size(self) -> int:
-        """How many bytes the body has, decompressed; 0 when it was not read."""
+        """The size of the decompressed body in bytes; 0 if it was not read."""
         body: Body | None = self.request.scope.get(BODY)
         return 0 if body is None else body.size
 
     def release_body(self) -> None:
-        """The body's content is not needed any more, for example because it is stored."""
+        """Free the body's memory, because its content is no longer needed, for example once it is stored."""
         if (body := self.request.scope.get(BODY)) is not None:
             body.release()
 
     async def on_body(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work` on a body of `size` bytes, in a thread: the larger the body, the fewer threads."""
+        """Run `work` on a body of `size` bytes in a thread, and return its result. Large bodies share few threads."""
         services = self.services
         if size <= SMALL:
             return await asyncio.to_thread(work, *args, **kwargs)
@@ -194,7 +194,7 @@ class Call:
         return await threads.run(self.owner, work, *args, **kwargs)
 
     async def parsed(self, model: type[M], most: int = CONTROL_BYTES) -> M:
-        """The JSON body as `model`; UserError names the field and the rule. most: bytes that it may have."""
+        """Parse the JSON body as `model`. UserError: names the field and the rule. most: maximum size in bytes."""
         body = await self.body(most)
         if len(body) <= SMALL:
             return model.from_json(body)
@@ -207,9 +207,9 @@ def _read_large(model: type[M], body: bytes) -> M:
 
 
 async def authorised(request: Request) -> Call:
-    """The call, when its key is good; else HTTPException 401. Every route but healthz depends on this.
+    """Authorize a request. HTTPException 401: its key is invalid. All API routes that need a key depend on this.
 
-    One dependency does all of it, because each further dependency costs a tenth of a millisecond per request.
+    There is only one dependency, because each costs a tenth of a millisecond per request.
     """
     services: Services = request.app.state.services
     identity = await services.auth.identity(_shown(request), peer_of(request))
@@ -221,7 +221,7 @@ async def authorised(request: Request) -> Call:
 
 
 def _shown(request: Request) -> str | None:
-    """The key or token that came with a request: OpenAI's clients send it as `Authorization: Bearer`."""
+    """The key or token of a request, or None. OpenAI's clients send it as `Authorization: Bearer`."""
     if (key := request.headers.get("x-api-key")) is not None:
         return key
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -231,4 +231,4 @@ def _shown(request: Request) -> str | None:
 Authorised = Annotated[Call, Depends(authorised)]
 
 PageLimit = Annotated[int, Query(ge=1, le=1000)]
-PageOffset = Annotated[int, Query(ge=0, lt=2**63)]  # databases count no further
+PageOffset = Annotated[int, Query(ge=0, lt=2**63)]  # the largest integer of the databases

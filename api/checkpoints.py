@@ -1,4 +1,4 @@
-"""Checkpoints as clients see them: their names and URLs, their details, and where copies of them go."""
+"""Checkpoints as clients see them: names, URLs, details, and the destinations of copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinkerflow.backend.journal import CheckpointKind, CheckpointView
 from tinkerflow.backend.store import CheckpointPath, Saved, Store
 
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-ARCHIVE = "checkpoint_archives"  # below which links to tar archives begin
+ARCHIVE = "checkpoint_archives"  # the first part of the paths of links to tar archives
 CheckpointType = Literal["training", "sampler", "external"]
 _TYPES: dict[CheckpointKind, CheckpointType] = {
     CheckpointKind.WEIGHTS: "training",
@@ -41,12 +41,12 @@ class CheckpointDetails(Wire):
 
 
 def kind_of(checkpoint_type: CheckpointType) -> CheckpointKind:
-    """The kind that clients call so."""
+    """The kind of checkpoint that clients call `checkpoint_type`."""
     return next(kind for kind, name in _TYPES.items() if name == checkpoint_type)
 
 
 def checkpoint(row: CheckpointView) -> CheckpointDetails:
-    """A checkpoint as clients see it."""
+    """The details of a checkpoint for clients."""
     return CheckpointDetails(
         checkpoint_id=f"{row.kind}/{row.name}",
         checkpoint_type=_TYPES[row.kind],
@@ -63,8 +63,8 @@ def checkpoint(row: CheckpointView) -> CheckpointDetails:
 def destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
     """The project that owns the copy, and the copy's label there.
 
-    An ordinary key writes only into its own project, where any other project_id is a label as sessions have them. An
-    admin key also writes into every project that has keys.
+    An ordinary key writes only into its own project, so any other project_id is a label, like the labels of sessions.
+    An admin key also writes into every project that has keys.
     """
     if project_id is None or project_id == call.owner:
         return call.owner, None
@@ -74,20 +74,20 @@ def destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
 
 
 async def archive_redirect(call: Call, path: CheckpointPath) -> Response:
-    """A redirect to a link that opens a tar of the checkpoint's PEFT files."""
+    """Redirect to a link to a tar archive of the checkpoint's PEFT files."""
     saved = await asyncio.to_thread(readable, call, path, "archive")
     url, expires = link(call, f"{ARCHIVE}/{inside(path, saved)}")
     return Response(status_code=302, headers={"location": url, "expires": format_datetime(expires, usegmt=True)})
 
 
 def readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
-    """The commit of a checkpoint that the caller may read. The audit log notes the access."""
+    """The commit of a checkpoint that the caller may read. The access is recorded in the audit log."""
     call.journal.checkpoints.get_for_download(str(path), call.owner, purpose, call.key_id)
     return committed(call.services.store, path)
 
 
 def committed(store: Store, path: CheckpointPath) -> Saved:
-    """The commit of a checkpoint; NotFoundError when the store has none."""
+    """The commit of a checkpoint. NotFoundError: the store does not contain it."""
     saved = store.find(str(path))
     if saved is None:
         raise NotFoundError(f"checkpoint {path}: it is no longer in the store")

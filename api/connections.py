@@ -1,9 +1,9 @@
-"""HTTP connections, with bounds on slow clients and on clients without an accepted key.
+"""HTTP connections, with limits on slow clients and on clients without an accepted key.
 
 `Connection` is uvicorn's protocol with clocks. A client must send the headers of a request within HEADER_SECONDS, and
-its body at BODY_RATE on average. Only the seconds in which the server waits for the client count. A client that does
-not read its answer is cut off after WRITE_SECONDS. A connection without an accepted key belongs to a stranger and may
-not be idle for long. An address may have STRANGERS such connections. If it has more, the oldest ones are closed.
+its body at an average of BODY_RATE. Only the time in which the server waits for the client counts. A client that does
+not read its answer is disconnected after WRITE_SECONDS. A connection without an accepted key belongs to a stranger and
+may not be idle for long. An address may hold STRANGERS such connections; beyond that, the oldest ones are closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BODY_SECONDS = 30  # for a body of any size, in addition to its bytes at BODY_RA
 BODY_RATE = 2**13  # bytes per second
 WRITE_SECONDS = 120
 STRANGERS = 256
-_UNREAD_BYTES = 2**30  # of a body that nobody reads, because its request was answered; then the connection is closed
+_UNREAD_BYTES = 2**30  # of a body whose request was already answered; beyond that, the connection is closed
 _SECOND = 1.0
 _KEY = "tinkerflow.connection"  # in a request's scope
 
@@ -42,18 +42,18 @@ class Connection(HttpToolsProtocol):
         self.born = self.loop.time()
         self._in_headers = True  # of a request that has begun, or of the first one
         self._in_body = False
-        self._size = 0  # bytes of these headers, or of this body
+        self._size = 0  # bytes of the current headers or body
         self._waited = 0.0  # seconds spent waiting for the client's bytes
         self._unsent = 0.0  # seconds since the client last read the answer
 
-    # ------------------------------------------------------------ what uvicorn and the parser call
+    # ------------------------------------------------------------ called by uvicorn and the parser
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Note the address of the client."""
+        """Store the address of the client."""
         super().connection_made(transport)
         self.address = address_group(self.client[0]) if self.client else ""
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes, and end a connection whose headers or unread body are too long."""
+        """Count the bytes, and close the connection if the headers or an unread body are too long."""
         self._size += len(data)
         super().data_received(data)
         if self._in_headers and self._size > HEADER_BYTES:
@@ -62,40 +62,40 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Begin to wait for headers."""
+        """Start waiting for headers."""
         super().on_message_begin()
         cast("dict[str, object]", self.scope)[_KEY] = self
         self._in_headers, self._in_body, self._waited = True, False, 0.0
 
     def on_headers_complete(self) -> None:
-        """Begin to wait for the body."""
+        """Start waiting for the body."""
         self._in_headers, self._in_body, self._size, self._waited = False, True, 0, 0.0
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Wait for nothing."""
+        """Stop waiting."""
         super().on_message_complete()
         self._in_body, self._size, self._waited = False, 0, 0.0
 
     # ------------------------------------------------------------ clocks
     @property
     def unfinished(self) -> bool:
-        """Whether the server waits for the client to finish a request, or to send a first one."""
+        """Whether the server waits for the client to finish a request or to send its first one."""
         return self._in_headers or self._in_body
 
     @property
     def unclaimed(self) -> bool:
-        """Whether no key was accepted on the connection, and the server works on none of its requests."""
+        """Whether no key was accepted on the connection, and no request of it is being processed."""
         return not self.accepted and (self._in_headers or self._answered)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way: the last request was answered."""
+        """Whether no request is in progress: the last one was answered, and no new one has begun."""
         return not self.unfinished and self._answered
 
     @property
     def _answered(self) -> bool:
-        """Whether the last request, if there was one, has its whole answer."""
+        """Whether the last request, if there was one, was answered completely."""
         return self.cycle is None or self.cycle.response_complete
 
     def pass_time(self, seconds: float) -> None:
@@ -112,11 +112,11 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, "the request's headers did not arrive in time")
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Answer, unless another answer has begun, and close the connection."""
+        """Send an error, unless another answer has begun, and close the connection."""
         if self.transport.is_closing():
             return
         answers = not self.idle and (self.cycle is None or not self.cycle.response_started)
-        if self._in_headers:  # a client that has sent nothing waits for no answer
+        if self._in_headers:  # a client that has sent nothing expects no answer
             answers = self._size > 0 and self._answered
         if answers:
             body = reason.encode()
@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
 
 
 async def watch(connections: Iterable[object]) -> None:
-    """Advance the clocks of the connections every second, until cancelled."""
+    """Advance the clocks of the connections every second until cancelled."""
     while True:
         await asyncio.sleep(_SECOND)
         current = [one for one in list(connections) if isinstance(one, Connection)]
@@ -136,7 +136,7 @@ async def watch(connections: Iterable[object]) -> None:
 
 
 def close_excess(connections: Iterable[Connection]) -> None:
-    """Close the connections of strangers that an address has beyond STRANGERS, the oldest first."""
+    """Close the oldest connections of strangers beyond STRANGERS for each address."""
     strangers: dict[str, list[Connection]] = defaultdict(list)
     for connection in connections:
         if connection.unclaimed:
@@ -149,7 +149,7 @@ def close_excess(connections: Iterable[Connection]) -> None:
 
 
 def address_group(host: str) -> str:
-    """The address that bounds apply to: an IPv4 address, or the /64 network of an IPv6 address."""
+    """The address that limits apply to: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a Unix socket, or a test client's name
@@ -170,7 +170,7 @@ def peer_of(request: Request) -> str:
 
 
 def accept(request: Request) -> None:
-    """Note that a key was accepted on the request's connection."""
+    """Mark the request's connection as one on which a key was accepted."""
     connection = request.scope.get(_KEY)
     if isinstance(connection, Connection):
         connection.accepted = True

@@ -1,4 +1,4 @@
-"""The outermost layer of the app, which counts and times requests and frees the memory of their bodies."""
+"""The outermost layer of the app, which counts and times requests, and frees the memory of their bodies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tinkerflow.backend.core import tracing
 
 
 class Counted:
-    """The app, with every request counted and timed by its endpoint's name. Requests to no endpoint count as `none`."""
+    """Counts and times requests by the endpoint's name. Requests that match no endpoint count as `none`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        """app: answers the requests. metrics: count them."""
+        """app: answers the requests. metrics: stores the counts."""
         self._app = app
         self._answered = metrics.answered
 
@@ -36,7 +36,7 @@ class Counted:
                 span.set_attributes({"http.request.method": scope["method"], "http.response.status_code": status})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Answer one request; its status."""
+        """Answer one request, and return the status."""
         began, status = time.perf_counter(), 500
 
         async def note(message: Message) -> None:

@@ -1,8 +1,8 @@
-"""The error tree as HTTP answers, in the form of each wire.
+"""Converts the error tree to HTTP responses, in the format of each API.
 
-Bodies are JSON with a Content-Length, because the SDK takes an empty 400 for a proxy's answer. Errors of the user are
+Bodies are JSON with a Content-Length, because the SDK mistakes an empty 400 for a proxy's response. User errors are
 never 408, 409, 425 or 5xx, because the SDK retries most of these for minutes. Requests that may succeed a moment later
-get 429. OpenAI's and Anthropic's clients expect forms of their own (`FORMS`).
+get 429. OpenAI's and Anthropic's clients expect formats of their own (`FORMS`).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (TooManyError, 429),
     (UserError, 400),
     (StoreAwayError, 503),
-    (StoreError, 500),  # it is damaged: asking again does not help
+    (StoreError, 500),  # the store is damaged, so retrying does not help
 )
-# How our messages begin. The pattern does not backtrack, because a client's field name may have a million characters.
+# The beginning of our messages. The pattern does not backtrack, because a client's field name may be very long.
 _FIELD = re.compile(r"([a-z_]++)[\w.\[\]']*+(?: '[^']*+')?(?:: | (?:is|has|have|must|does)\b)")
 
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, errors of the user have the client's names of fields. names: the client's name for each of ours."""
+    """Within this context, UserErrors use the client's names of fields. names: the client's name for each of ours."""
     try:
         yield
     except UserError as error:
@@ -60,9 +60,9 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
-    """An error's message with the client's names of the fields that it begins with and that it counts up to.
+    """Replace our field names by the client's, at the beginning of a message and after "up to".
 
-    names: the client's field, by the beginning of our field. The longest beginning that matches is used.
+    names: the client's field for the beginning of each of our fields. The longest matching beginning is used.
     """
     if not names:
         return message
@@ -71,9 +71,9 @@ def renamed(message: str, names: Mapping[str, str]) -> str:
 
 
 def openai_error(status: int, message: str, error: Exception | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it. param: the field that the message begins with.
+    """An error in OpenAI's format. `param` is the field at the beginning of the message.
 
-    Agents and libraries recognise a context that is exceeded by the code, or by OpenAI's sentence.
+    Agents and libraries detect an exceeded context by the code, or by OpenAI's sentence.
     """
     kind, code = _OPENAI.get(status, ("server_error" if status >= 500 else "invalid_request_error", None))
     named = _FIELD.match(message)
@@ -85,7 +85,7 @@ def openai_error(status: int, message: str, error: Exception | None = None) -> d
 
 
 def anthropic_error(status: int, message: str, error: Exception | None = None) -> dict[str, Any]:
-    """An error as Anthropic's clients read it. They recognise a context that is exceeded by Anthropic's sentence."""
+    """An error in Anthropic's format. Clients detect an exceeded context by Anthropic's sentence."""
     if isinstance(error, ContextExceededError):
         message = f"prompt is too long: {error.size} > {error.most} maximum"
     kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
@@ -105,7 +105,7 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# By the beginning of a path, the first that fits; elsewhere errors are FastAPI's.
+# The formats by the beginning of the path; the first match is used. Errors of other paths are in FastAPI's format.
 FORMS: tuple[tuple[str, Callable[[int, str, Exception | None], dict[str, Any]]], ...] = (
     (f"{OPEN_API}/messages", anthropic_error),
     (f"{OPEN_API}/", openai_error),
@@ -113,7 +113,7 @@ FORMS: tuple[tuple[str, Callable[[int, str, Exception | None], dict[str, Any]]],
 
 
 def install(app: FastAPI) -> None:
-    """Answer errors in our form, or in that of the wire."""
+    """Install handlers that answer errors in the format of the request's API."""
     app.add_exception_handler(TinkerflowError, _ours)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(HTTPException, _http)
@@ -127,7 +127,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(path: str, status: int, message: str, error: Exception | None = None) -> dict[str, Any]:
-    """The body of an error, in the form of this path. error: the exception, because some forms show more of it."""
+    """The body of an error, in the format of the path. error: the exception, because some formats show its details."""
     forms = (form(status, message, error) for start, form in FORMS if path.startswith(start))
     return next(forms, {"detail": message})
 
@@ -139,7 +139,7 @@ def error_response(
     headers: Mapping[str, str] | None = None,
     error: Exception | None = None,
 ) -> JSONResponse:
-    """An error as the answer to a request for this path. error: the exception."""
+    """The response to a request for `path` that failed. error: the exception."""
     return JSONResponse(error_body(path, status, message, error), status, headers)
 
 
@@ -152,14 +152,14 @@ def _ours(request: Request, error: Exception) -> JSONResponse:
 
 
 def _gone(request: Request, error: Exception) -> Response:
-    # The client left before its whole request had arrived, or before its answer was there. Nobody reads this answer.
+    # The client disconnected before its whole request had arrived or was answered. No one reads this response.
     log.debug("%s %s: the client went away", request.method, request.url.path)
     return Response(status_code=499)
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.detail == HTTPStatus(error.status_code).phrase:  # of the router, which says no more
+    if error.detail == HTTPStatus(error.status_code).phrase:  # from the router, without details
         error.detail = f"{request.method} {request.url.path} is no endpoint of this service; /openapi.json lists them"
     if request.url.path.startswith(f"{OPEN_API}/"):
         return error_response(request.url.path, error.status_code, str(error.detail), error.headers)

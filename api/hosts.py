@@ -1,9 +1,9 @@
-"""Which names the server answers under, and which web pages may change something through a visitor's browser.
+"""Restricts the host names of requests, and the web pages that may change something through a visitor's browser.
 
-A server that needs no key answers only under names of its own machine, the host of the setting `public_url`, and the
-setting `allowed_hosts`. Otherwise a web page could give its own name our address, and its scripts would be same-origin
-with us (DNS rebinding). A server with keys answers under every name, unless `allowed_hosts` is set: a page from
-elsewhere has no key. Headers such as X-Forwarded-Host are ignored.
+A server that needs no key accepts only names of its own machine, the host of the setting `public_url`, and the setting
+`allowed_hosts`. Otherwise a web page could point its own name at our address, and its scripts would be same-origin with
+us (DNS rebinding). A server with keys accepts every name unless `allowed_hosts` is set, because foreign pages have no
+key. Headers such as X-Forwarded-Host are ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _OWN_SITE = ("same-origin", "none")
 
 
 class HostGuard:
-    """The app, for requests under its own names. Every other request is answered 403 before anything reads it."""
+    """Passes requests for our own names to the app. All other requests are answered 403 before they are read."""
 
     def __init__(self, app: ASGIApp, settings: Settings, is_open: Callable[[], Awaitable[bool]]) -> None:
-        """app: answers the requests. settings: have the names. is_open: whether the server needs no key."""
+        """app: answers the requests. settings: define the names. is_open: whether the server needs no key."""
         self._app = app
         self._is_open = is_open
         self._public = urlsplit(settings.public_url)
@@ -53,7 +53,7 @@ class HostGuard:
         await self._app(scope, receive, send_local)
 
     async def _refusal(self, method: str, headers: Headers) -> str | None:
-        """Why the request is refused, None when it is not."""
+        """The reason to refuse the request, or None."""
         hosts = headers.getlist("host")
         host = host_name(hosts[0]) if len(hosts) == 1 else ""
         is_open = await self._is_open()
@@ -67,11 +67,11 @@ class HostGuard:
     def _answers_to(self, host: str, *, is_open: bool) -> bool:
         if self._any:
             return True
-        # DNS rebinding needs a name, so a restricted server still answers to its addresses: health checks use them.
+        # DNS rebinding needs a name, so a restricted server with keys accepts IP addresses, which health checks use.
         return is_loopback(host) or host in self._allowed or (not is_open and _is_address(host))
 
     def _redirect(self, scope: Scope) -> bytes:
-        """The location of the router's redirect, without a host. A slash is added to the end of the path or removed."""
+        """The location of the router's redirect, without a host. A final slash is added to the path or removed."""
         path = str(scope["raw_path"].decode("ascii"))
         path = path.rstrip("/") if path.endswith("/") else path + "/"
         query = scope["query_string"].decode("latin-1")

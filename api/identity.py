@@ -1,4 +1,4 @@
-"""Who sent a request: API keys, and tokens that represent keys (tokens.py), become identities."""
+"""The senders of requests: resolves API keys, and tokens that represent keys (tokens.py), to identities."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tinkerflow.backend.settings import Settings
 
 T = TypeVar("T")
 
-REMEMBERED_SECONDS = 5.0  # a key is looked up again after this time, so a revoked key may work this long
+REMEMBERED_SECONDS = 5.0  # after this time a key is looked up again, so a revoked key may work this long
 _NO_KEYS_SECONDS = 1.0
 _MOST_REMEMBERED = 10_000
-_GUESSES = 30  # unknown keys of one address before its next ones are answered 429
-_GUESS_SECONDS = 2.0  # after which an address may show one more unknown key
-_MOST_ASKED = 256  # keys that are being looked up; beyond them, keys that were never seen before are refused
+_GUESSES = 30  # unknown keys that an address may send before further ones are answered 429
+_GUESS_SECONDS = 2.0  # after this time an address may send one more unknown key
+_MOST_ASKED = 256  # concurrent look-ups; beyond this number, keys that were never seen before are refused
 _MOST_ADDRESSES = 10_000
 _AUDIT_SECONDS = 60.0  # between two entries for the same refused key
 _INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # RFC 6750: the SDK exchanges its key again
@@ -45,10 +45,10 @@ _INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # RFC 675
 class Identity:
     """The sender of a request.
 
-    owner: the project whose rows the sender reads and writes. key_id: the key, "" on a server that needs no key.
-    admin: whether the sender may read the rows of all projects. name: of the key. expires: when the token that the
-    sender showed ends, None for a key. sign_in: the sign-in to the console that it belongs to, "" for none.
-    limits: those that the project has of its own, by the names of fields of `Limits`.
+    owner: the project whose rows the sender reads and writes. key_id: the key, or "" on a server that needs no key.
+    admin: whether the sender may read the rows of all projects. name: of the key. expires: when the sender's token
+    expires; None for a key. sign_in: the console sign-in that the token belongs to, or "". limits: the project's own
+    limits, by fields of `Limits`.
     """
 
     owner: str
@@ -61,35 +61,35 @@ class Identity:
 
     @property
     def number(self) -> int:
-        """The key's id as an integer of 48 bits, for answers that need one; 0 without a key."""
+        """The key's id hashed to an integer of 48 bits, for answers that need a number; 0 without a key."""
         return int.from_bytes(hashlib.sha256(self.key_id.encode()).digest()[:6]) if self.key_id else 0
 
 
-# The person who runs a server that only this machine can reach.
+# Any sender on a server that only its own machine can reach.
 LOCAL = Identity(LOCAL_OWNER, key_id="", admin=True, name=LOCAL_OWNER)
-STRANGER = Identity("", key_id="", admin=False)  # a visitor who signs in
+STRANGER = Identity("", key_id="", admin=False)  # a visitor who is signing in
 
 
 class UnknownKeyError(Exception):
-    """The key or token is not valid. guess: whether it was never a valid key. headers: of the answer."""
+    """The key or token is not valid. guess: whether it was never known to be valid. headers: of the response."""
 
     def __init__(self, reason: str, *, guess: bool = False, headers: dict[str, str] | None = None) -> None:
-        """reason: for the sender."""
+        """reason: sent to the client."""
         super().__init__(reason)
         self.guess = guess
         self.headers = headers
 
 
 class Guesses:
-    """Counts unknown keys by address: each has a bucket of _GUESSES that fills again over time."""
+    """Counts unknown keys by address. Each address has a bucket of _GUESSES, which refills over time."""
 
     def __init__(self, clock: Clock) -> None:
-        """No address has shown any."""
+        """Start with full buckets."""
         self._clock = clock
         self._full_at: dict[str, float] = {}  # when the bucket of an address will be full again
 
     def allow(self, address: str) -> bool:
-        """Count one unknown key of `address`; whether the address may show it."""
+        """Count one unknown key from `address`. Returns False if the address has sent too many."""
         now = self._clock.monotonic()
         if len(self._full_at) >= _MOST_ADDRESSES:
             self._full_at = {other: at for other, at in self._full_at.items() if at > now}
@@ -101,14 +101,14 @@ class Guesses:
 
 
 class Authenticator:
-    """Turns keys and tokens into identities.
+    """Resolves keys and tokens to identities.
 
     On a server that is bound to loopback and has no keys, any `tml-` key belongs to the owner `local`, and so do its
-    tokens until a key is made. On every other server a key must verify. A token lives no longer than its key: once the
-    key is revoked, both are refused within REMEMBERED_SECONDS.
+    tokens until a key is created. On every other server a key must verify. A token lives no longer than its key: once
+    the key is revoked, both are refused within REMEMBERED_SECONDS.
 
-    Unknown keys cost little. One thread looks up the keys that were never seen before, so the keys of others are not
-    delayed; and an address that has shown too many unknown keys is answered 429.
+    Unknown keys cost little. A single thread looks up keys that were never seen before, so known keys are not delayed.
+    An address that has sent too many unknown keys is answered 429.
     """
 
     def __init__(self, settings: Settings, journal: Journal, clock: Clock, threads: Executor | None = None) -> None:
@@ -119,15 +119,15 @@ class Authenticator:
         self._open = is_loopback(settings.host)
         self._no_keys_until = 0.0
         self._known: dict[str, tuple[Identity, float]] = {}
-        self._recognised: set[bytes] = set()  # digests of keys that were valid once
+        self._recognised: set[bytes] = set()  # digests of keys that have been valid
         self._threads = threads
         self._first_look = ThreadPoolExecutor(1, "new-keys")
         self._guesses = Guesses(clock)
-        self._audited: dict[str, float] = {}  # digests of refused keys, and until when they are not written again
+        self._audited: dict[str, float] = {}  # by digest of a refused key, when it may be logged again
         self._asking: dict[str, asyncio.Future[Any]] = {}
 
     async def identity(self, shown: str | None, address: str = "") -> Identity:
-        """The identity behind a key or token that came from `address`.
+        """The identity behind a key or token that `address` sent.
 
         HTTPException 401: the key or token is not valid. HTTPException 429: the address has sent too many such keys.
         """
@@ -153,9 +153,9 @@ class Authenticator:
         return identity
 
     def token(self, identity: Identity, lifetime: timedelta = TOKEN_LIFETIME, *, sign_in: str = "") -> str:
-        """A token for this identity. A token that is exchanged for a new one does not live longer through that.
+        """Create a token for an identity. Exchanging a token for a new one does not extend its life.
 
-        sign_in: the id of a new sign-in to the console.
+        sign_in: the id of a new console sign-in.
         """
         now = self._clock.now()
         until = now + lifetime
@@ -164,17 +164,17 @@ class Authenticator:
         return sign_token(claims, self._secret, now)
 
     def forget(self, key_id: str) -> None:
-        """Look this key up again at its next use, because it was revoked here."""
+        """Drop a revoked key from memory, so that it is looked up again at its next use."""
         self._known = {shown: known for shown, known in self._known.items() if known[0].key_id != key_id}
 
     async def sign_out(self, identity: Identity) -> None:
-        """End the sign-in of this identity: its token and all tokens that it was exchanged for are refused."""
+        """End an identity's sign-in: refuse its token and all tokens that it was exchanged for."""
         if identity.sign_in and identity.expires is not None:
             await asyncio.to_thread(self._journal.keys.end_token, identity.sign_in, identity.expires)
             self._known = {shown: known for shown, known in self._known.items() if known[0].sign_in != identity.sign_in}
 
     async def _of_key(self, key: str) -> tuple[Identity, float]:
-        """The identity behind a key, and for how many seconds it may be remembered."""
+        """The identity behind a key, and how many seconds it may be cached."""
         digest = hashlib.sha256(key.encode()).digest()
         recognised = digest in self._recognised
         name, threads = f"key {key}", self._threads if recognised else self._first_look
@@ -191,7 +191,7 @@ class Authenticator:
         return _of_row(row), REMEMBERED_SECONDS
 
     async def _of_token(self, token: str) -> tuple[Identity, float]:
-        """The identity behind a token, and for how many seconds it may be remembered."""
+        """The identity behind a token, and how many seconds it may be cached."""
         try:
             claims = read_token(token, self._secret, self._clock.now())
         except BadTokenError as e:
@@ -214,7 +214,7 @@ class Authenticator:
         return replace(_of_row(row), expires=claims.expires, sign_in=claims.sign_in), left
 
     async def _audit_refusal(self, shown: str, address: str) -> None:
-        """Write to the audit log that a key or token was refused, at most once a minute for each."""
+        """Record in the audit log that a key or token was refused, at most once a minute for each."""
         hashed, now = hash_key(shown), self._clock.monotonic()
         if len(self._audited) >= _MOST_REMEMBERED:
             self._audited = {other: until for other, until in self._audited.items() if until > now}
@@ -228,7 +228,10 @@ class Authenticator:
         self._known[credential] = (identity, now + seconds)
 
     async def _ask(self, name: str, threads: Executor | None, question: Callable[..., T], *args: object) -> T:
-        """The journal's answer, shared by all requests that need it now: thousands may when a key was forgotten."""
+        """Query the journal once for all concurrent requests with the same `name`.
+
+        After a key expired from memory, thousands of requests may need it.
+        """
         asking = self._asking.get(name)
         if asking is None:
             loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
-"""Links that open one thing without a key, until they expire: for browsers, curl and the SDK's command line.
+"""Signed links, which open one resource without a key until they expire: for browsers, curl and the SDK's CLI.
 
-A link is `{base}/api/v1/{path}?expires={unix seconds}&signature={...}`. It is signed under a secret that all API
+A link is `{base}/api/v1/{path}?expires={unix seconds}&signature={...}`. It is signed with a secret that all API
 processes share (Journal.service_secret).
 """
 
@@ -22,7 +22,7 @@ LIFETIME = timedelta(hours=1)
 
 
 def link(call: Call, path: str) -> tuple[str, datetime]:
-    """A link to `path` (below /api/v1/, unquoted) for this caller, and when it expires."""
+    """A link to `path` (below /api/v1/, unquoted) for this caller, and its time of expiry."""
     services = call.services
     expires = int((services.clock.now() + LIFETIME).timestamp())
     path = f"{API}/{path}"
@@ -32,13 +32,13 @@ def link(call: Call, path: str) -> tuple[str, datetime]:
 
 
 def base_url(request: Request) -> str:
-    """The beginning of our URLs: the setting public_url, or else the URL that the caller used."""
+    """The base of our URLs: the setting public_url, or else the base of the URL that the caller used."""
     services: Services = request.app.state.services
     return services.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/")
 
 
 async def linked(request: Request) -> Services:
-    """The services, when the request's URL is one of our links; HTTPException 403 when it is not, or has expired."""
+    """The services, if the request's URL is a signed link. HTTPException 403: the link is invalid or has expired."""
     services: Services = request.app.state.services
     expires, signature = request.query_params.get("expires", ""), request.query_params.get("signature", "")
     if not _signer(services).verify_signature(f"{expires}\n{request.scope['path']}", signature):

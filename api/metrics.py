@@ -1,7 +1,7 @@
 """Every metric of `/metrics`, declared once with its name, meaning and labels.
 
-An app has a registry of its own, so that one process can hold several apps. The app counts requests in plain numbers
-(`Answered`), because a locked Counter and Histogram of prometheus_client cost a request 4 us. Metrics about the journal
+Each app has its own registry, so that one process can hold several apps. The app counts requests in plain numbers
+(`Answered`), because prometheus_client's locked Counter and Histogram cost 4 us per request. Metrics from the journal
 are read when the page is requested.
 """
 
@@ -48,9 +48,9 @@ _PAGES = "Pages of the KV cache, used and free."
 
 @dataclass
 class Answered:
-    """The requests of one operation that were answered: how many of each status, how long they took.
+    """The answered requests of one operation: their number by status, and their durations.
 
-    took: how many took up to each of SECONDS (and no shorter one of them), the last: longer. seconds: all together.
+    took: the number in each interval that ends at one of SECONDS, and last the number of longer ones. seconds: the sum.
     """
 
     statuses: Counter[int] = field(default_factory=Counter)
@@ -62,8 +62,8 @@ class Answered:
 class Known:
     """Metrics from the journal, for one page.
 
-    bases: the base models that are served. waiting: how many `samples` and `models` wait. observed: the numbers of the
-    service at the time `now`. parts: the last heartbeats.
+    bases: the served base models. waiting: the numbers of waiting `samples` and `models`. observed: the service's
+    figures at the time `now`. parts: the last heartbeats.
     """
 
     bases: Sequence[BaseModelView]
@@ -77,21 +77,21 @@ class Metrics(Collector):
     """The metrics of one app."""
 
     def __init__(self) -> None:
-        """Nothing is counted yet."""
+        """Start with zero counts."""
         self.registry = CollectorRegistry()
         self.answered: dict[str, Answered] = {}
-        # Operations, by kind. They begin with 0, because Prometheus sees no increase in a line that is new.
+        # Operations, by kind. Counts start at 0, because Prometheus detects no increase in a new time series.
         self.failed: Counter[str] = Counter(dict.fromkeys(Kind, 0))
         self._known: Known | None = None
         self.registry.register(self)
 
     def page(self, known: Known) -> bytes:
-        """The page in the text format of Prometheus."""
+        """The page in Prometheus's text format."""
         self._known = known
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of the app's requests, and those that come from the journal."""
+        """The metrics of the app's requests, and the metrics from the journal."""
         text = "HTTP requests answered, by operation and status code."
         requests = CounterMetricFamily("tinkerflow_requests", text, labels=("operation", "status"))
         text = "Seconds from a request's headers to the end of its answer. Long polls include the time they are held."
@@ -120,7 +120,7 @@ def _of_journal(known: Known) -> Iterable[Metric]:
     yield _gauge("tinkerflow_oldest_wait_seconds", _OLDEST, "kind", ages)
     tokens = CounterMetricFamily("tinkerflow_tokens", _TOKENS, labels=("base_model", "kind"))
     saved = CounterMetricFamily("tinkerflow_checkpoints_saved", "Checkpoints that were saved.", labels=("base_model",))
-    used = Counter[tuple[str, str]]()  # a data dir that was moved has its embedded model under several names
+    used = Counter[tuple[str, str]]()  # a moved data dir has its embedded model under several names
     for (base_model, kind), count in observed.used.items():
         used[public_name(base_model), kind] += count
     for (base_model, kind), count in used.items():
@@ -143,7 +143,7 @@ def _of_journal(known: Known) -> Iterable[Metric]:
 
 
 def _gauge(name: str, meaning: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-    """A gauge with one label: each value behind the label's."""
+    """A gauge with one label. values: pairs of a label's value and the gauge's."""
     gauge = GaugeMetricFamily(name, meaning, labels=(label,))
     for labelled, value in values:
         gauge.add_metric((labelled,), value)
@@ -151,7 +151,7 @@ def _gauge(name: str, meaning: str, label: str, values: Iterable[tuple[str, floa
 
 
 def _by_base_model(name: str, meaning: str, values: Mapping[str, float]) -> Metric:
-    """A gauge of base models."""
+    """A gauge with the label `base_model`."""
     return _gauge(name, meaning, "base_model", {public_name(base): value for base, value in values.items()}.items())
 
 

@@ -1,6 +1,6 @@
-"""The OpenAPI document, and bodies in it.
+"""The OpenAPI document, and its descriptions of request bodies.
 
-Routes read their bodies themselves (`api/call.py`), so FastAPI does not see them.
+Routes read their bodies themselves (`api/call.py`), so FastAPI cannot describe them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 
 def serve_document(app: FastAPI) -> None:
-    """Serve the document of `app`, whose openapi_url is None. FastAPI would encode it again for each stranger."""
+    """Serve the document of `app`, whose openapi_url is None. FastAPI would encode it for each request."""
 
     @cache
     def encoded() -> bytes:
@@ -29,7 +29,7 @@ def serve_document(app: FastAPI) -> None:
 
 
 def takes(*models: type[BaseModel]) -> dict[str, Any]:
-    """A route's `openapi_extra` when its body is JSON with the fields of all `models`."""
+    """The `openapi_extra` of a route whose body is JSON with the fields of all `models`."""
     schemas = [model.model_json_schema() for model in models]
     properties: dict[str, Any] = {}
     for schema in schemas:
@@ -39,12 +39,12 @@ def takes(*models: type[BaseModel]) -> dict[str, Any]:
 
 
 def takes_protobuf() -> dict[str, Any]:
-    """A route's `openapi_extra` when its body is a message of tinker.proto."""
+    """The `openapi_extra` of a route whose body is a message of tinker.proto."""
     return _body("application/x-protobuf", {"type": "string", "format": "binary"})
 
 
 def takes_bytes() -> dict[str, Any]:
-    """A route's `openapi_extra` when its body is a file."""
+    """The `openapi_extra` of a route whose body is a file."""
     return _body("application/octet-stream", {"type": "string", "format": "binary"})
 
 
@@ -53,12 +53,12 @@ def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, defined: dict[str, Any]) -> Any:
-    """The schema with its own definitions in the places that refer to them: references start at the whole document."""
+    """The schema with its references replaced by `defined`, because references would start at the whole document."""
     if isinstance(schema, list):
         return [_inlined(item, defined) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _inlined(defined[schema["$ref"].rsplit("/", 1)[1]], defined)
-    # a discriminator's mapping refers to definitions as well, and oneOf says the same without it
+    # A discriminator's mapping refers to definitions, too; oneOf is equivalent without it.
     return {key: _inlined(value, defined) for key, value in schema.items() if key != "discriminator"}

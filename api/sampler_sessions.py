@@ -1,7 +1,7 @@
 """The samplers of the endpoints without sessions. Each key has one session, with a sampler for each model.
 
-Every request and every long wait sends the session's heartbeat. An unused session expires like those of other clients,
-and the next request begins another.
+Requests, and long waits for their results, send the session's heartbeat. An unused session expires like any other
+client's, and the next request begins a new one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointView, Journal, NewSampler, NewSession, SessionState
 
-NAME = "OpenAI and Anthropic endpoints"  # of these sessions, as people see them
-_MOST_SAMPLERS = 256  # of one session. Then another begins, so that unused checkpoints are released
+NAME = "OpenAI and Anthropic endpoints"  # the display name of these sessions
+_MOST_SAMPLERS = 256  # in one session. Then a new session begins, so that unused checkpoints are released
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Session:
 
 
 class EndpointSamplers:
-    """The sessions and samplers of one API process. Only this process counts their sequence ids."""
+    """The sessions and samplers of one API process. Only this process assigns their sequence ids."""
 
     def __init__(self, journal: Journal, clock: Clock, session_timeout: float) -> None:
         """session_timeout: seconds without a heartbeat after which the engine ends a session."""
@@ -48,14 +48,14 @@ class EndpointSamplers:
         self._opening: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def address(self, identity: Identity, base_model: str, saved: CheckpointView | None) -> tuple[str, str, int]:
-        """The address of a request of this key: its session, its sampler, and a sequence id of its own.
+        """The address for a new request of a key: its session, its sampler, and a new sequence id.
 
-        saved: the checkpoint that is sampled, None for the base model itself.
+        saved: the checkpoint to sample; None for the base model itself.
         """
         key = (identity.owner, identity.key_id)
         async with self._opening.setdefault(key, asyncio.Lock()):
             session = await self._session(key, identity)
-            # A checkpoint that is saved again under its path has another attempt.
+            # A checkpoint that is saved again under the same path has a new attempt.
             weights = (base_model, "", "") if saved is None else (base_model, saved.path, saved.attempt)
             sampler = session.samplers.get(weights)
             if sampler is None:
@@ -68,7 +68,7 @@ class EndpointSamplers:
             return session.id, sampler.id, sampler.next_seq - 1
 
     async def beat(self, session_id: str) -> bool:
-        """Keep a session alive whose request is being answered; whether it is."""
+        """Keep a session alive. Returns whether it is still active."""
         return await asyncio.to_thread(self._journal.sessions.heartbeat, session_id, None) is SessionState.ACTIVE
 
     async def _session(self, key: tuple[str, str], identity: Identity) -> _Session:

@@ -1,4 +1,4 @@
-"""The bases of the JSON models of the endpoints, shapes that several endpoints share, and the beginnings of URLs."""
+"""Base classes of the endpoints' JSON models, models that several endpoints share, and the prefixes of URLs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Wire = WireModel
 
 
 class Strict(WireModel, extra="forbid"):
-    """Base of bodies that contain known fields only. An error names an unknown field, which would change nothing."""
+    """Base of bodies that may contain only known fields. Unknown fields are errors, because we would ignore them."""
 
 
-# ------------------------------------------------------------------ shapes that several endpoints share
+# ------------------------------------------------------------------ models that several endpoints share
 class Cursor(Wire):
-    """Which part of a list a page is."""
+    """The position of a page in a list."""
 
     offset: int
     limit: int
@@ -40,7 +40,7 @@ class AccessibleOwner(Wire):
 
 
 class UserOwner(Wire):
-    """Filter: sessions of these owners that the caller may see. An owner is named by its project."""
+    """Filter: sessions of these owners that the caller may see. An owner's name is its project."""
 
     type: Literal["user"]
     owner_urns: tuple[str, ...] = Field(min_length=1, max_length=10)

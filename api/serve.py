@@ -38,11 +38,11 @@ _THREADS = 16  # concurrent journal calls; SQLite serves them one by one
 def serve(
     settings: Settings, *, on_ready: Callable[[], None] = lambda: None, on_turn: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then return within a few seconds; held polls are answered `try_again`.
+    """Serve until SIGTERM or SIGINT, then return within a few seconds. Held polls are answered `try_again`.
 
-    First waits until the engine has migrated the journal's database and registered a base model. The process may then
-    have as many connections as the system allows.
-    on_ready: called when requests are accepted. on_turn: called every second while the event loop is alive.
+    First waits until the engine has migrated the journal's database and registered a base model. The process may open
+    as many connections as the system allows.
+    on_ready: called once requests are accepted. on_turn: called every second while the event loop is alive.
     """
     allow_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -70,7 +70,7 @@ async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Call
 
 
 async def _beat(journal: Journal) -> None:
-    """Note in the journal that clients can reach us. Sessions do not expire for heartbeats sent while nobody could."""
+    """Record regularly in the journal that the API is up, because sessions must not expire while it is down."""
     starts = True
     while True:
         try:
@@ -105,10 +105,10 @@ async def _base_model_registered(journal: Journal) -> None:
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn with the clocks of connections.py. It releases held polls when it stops, and exits with status 0."""
+    """uvicorn with the clocks of connections.py. When it stops, it releases held polls and exits with status 0."""
 
     def __init__(self, app: FastAPI, settings: Settings, on_ready: Callable[[], None] = lambda: None) -> None:
-        """app: of `create_app`. settings: have the address. on_ready: called when the server listens."""
+        """app: from `create_app`. settings: define the address. on_ready: called once the server listens."""
         config = uvicorn.Config(
             app,
             host=settings.host,

@@ -1,9 +1,9 @@
-"""Storing requests for the engine, and looking up what they name: base models and uploaded files.
+"""Stores requests for the engine, and looks up the base models and uploaded files that they name.
 
-Wrong content is not refused but stored as a failed request. A submit of forward_backward is never refused, because a
-refused chunk other than the first makes the SDK wait for ever. Even a request with an unknown model or with unreadable
-bytes gets an id, which then carries the reason (`refuse`), and polling it returns the failure. Nothing is stored for
-such an id, and a client that invents one reads its own text.
+Invalid content is not refused but stored as a failed request. A forward_backward request is never refused, because a
+refused chunk other than the first makes the SDK wait forever. Even a request with an unknown model or with unreadable
+bytes gets an id, which then contains the reason (`refuse`), and polling the id returns the failure. Nothing is stored
+for such an id, and a client that invents one only reads its own text.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ V = TypeVar("V")
 M = TypeVar("M", bound=Wire)
 _SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
 _LONGEST_REASON = 500  # characters
-_VALUES_PER_TOKEN = MAX_LISTED + 2  # numbers for each token of the context: the token, and tokens to be scored there
+_VALUES_PER_TOKEN = MAX_LISTED + 2  # numbers for each position of the context: the token, and tokens to score there
 _NUMBER_BYTES = 12  # of a token id in JSON
 _OTHER_VALUES = 2**18
 
 
-# ------------------------------------------------------------------ answers to submits
+# ------------------------------------------------------------------ responses to submissions
 def json_response(values: Mapping[str, Any]) -> Response:
-    """A JSON answer that no model describes."""
+    """A JSON response that no model describes."""
     return Response(orjson.dumps(values), media_type="application/json")
 
 
 def response(request_id: str, **more: Any) -> Response:
-    """The answer to every submit: the request's id, and the fields that its kind adds."""
+    """The response to every submission: the request's id, and fields that its kind adds."""
     return json_response({"request_id": request_id, **more})
 
 
 def refuse(reason: str) -> str:
-    """A request id that represents a failure caused by the user, for this reason."""
+    """A request id that represents a user error with this reason."""
     return _REFUSED + base64.urlsafe_b64encode(reason[:_LONGEST_REASON].encode()).decode().rstrip("=")
 
 
 def reason_of(request_id: str) -> str | None:
-    """The reason in an id made by `refuse`, None for any other id."""
+    """The reason in an id made by `refuse`, or None for any other id."""
     if not request_id.startswith(_REFUSED):
         return None
     text = request_id.removeprefix(_REFUSED)
@@ -71,13 +71,13 @@ def reason_of(request_id: str) -> str | None:
 
 # ------------------------------------------------------------------ storing requests
 def content_hash(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
-    """Equal for JSON bodies that mean the same; the top-level fields `without` do not count."""
+    """A hash that is equal for equivalent JSON bodies. without: top-level fields to ignore."""
     kept = {key: value for key, value in values.items() if key not in without}
     return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def checked(check: Callable[[V], T], given: V) -> tuple[T, None] | tuple[None, str]:
-    """The value that `check` makes of `given`, or the text of its UserError."""
+    """The result of `check` for `given`, or the message of its UserError."""
     try:
         return check(given), None
     except UserError as e:
@@ -92,10 +92,10 @@ async def submit_for_model(
     body: bytes | None = None,
     not_content: Collection[str] = (),
 ) -> Response:
-    """Store an operation on a model and answer with its id.
+    """Store an operation on a model, and respond with its id.
 
-    call: its request. kind: of the operation. check: raises UserError for wrong content, which then fails the request.
-    body: its JSON, stored as it is; None: as it came. not_content: fields in which a repeated submit may differ.
+    call: its request. kind: of the operation. check: raises UserError for invalid content, which fails the operation.
+    body: the JSON to store; None: the request's body. not_content: fields in which a repeated submission may differ.
     UserError: the body does not name its model or its seq_id. NotFoundError, ConflictError: see `Requests.submit`.
     """
     payload = await call.body() if body is None else body
@@ -120,7 +120,10 @@ async def submit_for_model(
 
 
 def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
-    """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
+    """Store a sample request of the tinker protocol, and return its id. values: the parsed `body`.
+
+    Invalid content is stored as a failure.
+    """
     address = OnSampler.from_values(values)
     filled, error = checked(partial(with_files, find=partial(uploaded_files, call)), values)
     stored = values if filled is None else filled
@@ -139,13 +142,13 @@ def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
 
 # ------------------------------------------------------------------ base models
 def stored_cards(journal: Journal) -> dict[str, str]:
-    """The cards of the served base models, as JSON, by their names and by their aliases."""
+    """The cards of the served base models as JSON, under their names and aliases."""
     cards = {row.name: row.card for row in journal.base_models.all()}
     return {alias: card for name, card in cards.items() if (alias := alias_of(name))} | cards
 
 
 def base_model_card(journal: Journal, base_model: str | None) -> ModelCard:
-    """The card of a base model, by its name or its alias; NotFoundError when it is not served here."""
+    """The card of a base model, by its name or alias. NotFoundError: no such base model is served here."""
     cards = stored_cards(journal)
     if base_model not in cards:
         near = about_id(base_model or "") or did_you_mean(base_model or "", cards)
@@ -154,9 +157,9 @@ def base_model_card(journal: Journal, base_model: str | None) -> ModelCard:
 
 
 async def prompt_body(call: Call) -> bytes:
-    """The body of a request with a prompt, which is no larger than the served models can use.
+    """Read the body of a request with a prompt, limited to the size that the served models can use.
 
-    BodyTooLargeError: the body has more bytes or values than a prompt of the longest context can have.
+    BodyTooLargeError: the body contains more bytes or values than a prompt of the longest context can.
     """
     declared = call.request.headers.get("content-length", "")
     zipped = "content-encoding" in call.request.headers
@@ -170,13 +173,13 @@ async def prompt_body(call: Call) -> bytes:
 
 
 async def parsed_prompt(call: Call, model: type[M]) -> M:
-    """The JSON body of `prompt_body` as `model`; UserError names the field and the rule."""
+    """Parse the JSON body of `prompt_body` as `model`. UserError: names the field and the rule."""
     body = await prompt_body(call)
     return model.from_json(body) if len(body) <= SMALL else await call.on_body(len(body), model.from_json, body)
 
 
 def _prompt_bounds(call: Call) -> tuple[int, int]:
-    """The most bytes and JSON values that a request with a prompt may have, for the served models."""
+    """The maximum numbers of bytes and of JSON values in a request with a prompt, for the served models."""
     cards = [ModelCard.from_json(row.card) for row in call.journal.base_models.all()]
     numbers = _VALUES_PER_TOKEN * max((card.max_context for card in cards), default=0)
     if any(_may_take_images(card) for card in cards):
@@ -200,7 +203,7 @@ def uploaded_files(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
     ids = {
         location: location.removeprefix(LOCATIONS)
         for location in locations
-        if location.startswith(LOCATIONS) and "\0" not in location  # no database has such a name
+        if location.startswith(LOCATIONS) and "\0" not in location  # databases cannot store NUL
     }
     if len(ids) > MAX_ASSETS:
         raise UserError(f"the request names {len(ids)} uploaded images: must be at most {MAX_ASSETS}")

@@ -1,4 +1,4 @@
-"""Text and tokens of a base model in the API process, without torch and JAX; off the event loop where it is slow."""
+"""Converts between text and tokens in the API process, without torch or JAX. Tokenizers load off the event loop."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tinkerflow.backend.catalog.model_card import TOKENIZER, ModelCard
 from tinkerflow.backend.core.errors import ServerError
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
-_MOST_HELD_BACK = 16  # tokens, as parts of one character: bytes that are no text must not stop a stream
-_WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how it writes a byte that is no character
+_MOST_HELD_BACK = 16  # tokens that may form one character; bytes that are not text must not stop a stream
+_WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's form of a space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's form of a byte that is not a character
 
 
 class Tokenizer:
-    """A base model's tokenizer. Every model has one, `load` reads it once."""
+    """A base model's tokenizer. `Tokenizers.load` reads it once for each model."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the tokenizer of the model in `folder`; ServerError when it cannot be read here."""
+        """Read the tokenizer of the model in `folder`. ServerError: no tokenizer can be read there."""
         import tokenizers
 
         self.folder = folder
@@ -33,22 +33,22 @@ class Tokenizer:
             raise ServerError(f"{folder / TOKENIZER} cannot be read: {error}") from error
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text. special: with those that the tokenizer puts around every text, as a first `<s>`."""
+        """The tokens of a text. special: add the tokens that surround every text, such as a first `<s>`."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of tokens. special: with the special ones, such as the end of a text."""
+        """The text of tokens. special: include special tokens, such as the end of a text."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def token_text(self, token: int) -> str:
-        """The text of a single token, special ones included. An incomplete character is a replacement character."""
+        """The text of a token, even a special one. Incomplete characters are replacement characters."""
         return self.decode([token], special=True)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for, also where they are only a part of a character."""
+        """The bytes of a token, even if they are only part of a character."""
         text, name = self.token_text(token), self._tokenizer.id_to_token(token) or ""
         if _UNFINISHED not in text:
-            # Decoders of SentencePiece drop the space before a first word.
+            # SentencePiece's decoders drop the space before the first word.
             return text.encode() if not name.startswith(_WORD) or text.startswith(" ") else b" " + text.encode()
         if (byte := _BYTE.fullmatch(name)) is not None:
             return bytes([int(byte[1], 16)])
@@ -56,40 +56,40 @@ class Tokenizer:
         return bytes(known[char] for char in name) if all(char in known for char in name) else text.encode()
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its own name in the vocabulary, as `<|im_end|>`; None when there is none."""
+        """The id of a token by its name in the vocabulary, such as `<|im_end|>`; None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def control_tokens(self, template: str) -> ControlTokens:
-        """The tokens that structure a conversation, with a chat template of this source."""
+        """The tokens that structure a conversation with this chat template. template: its source."""
         if template not in self._control_tokens:
             self._control_tokens[template] = ControlTokens(self._tokenizer, template)
         return self._control_tokens[template]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The special tokens, which `decode` leaves out."""
+        """The ids of special tokens, which `decode` omits by default."""
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
 
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """What byte-level tokenizers write for each byte: itself where it can be seen, else a character from U+0100 on."""
+    """The bytes by the characters of byte-level tokenizers: visible ones themselves, others from U+0100 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 class Tokenizers:
-    """The tokenizers of an API process, each loaded when it is first needed."""
+    """The tokenizers of an API process. Each is loaded when it is first needed."""
 
     def __init__(self) -> None:
-        """None is loaded."""
+        """Load nothing yet."""
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
 
     async def load(self, card: ModelCard) -> Tokenizer:
-        """The tokenizer of a base model; ServerError when its file cannot be read here. A failure is tried again."""
+        """Load the tokenizer of a base model. ServerError: its file cannot be read here; the next call retries."""
         loading = self._loading.get(card.path)
         if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
             reading = asyncio.to_thread(Tokenizer, Path(card.path))
@@ -98,7 +98,7 @@ class Tokenizers:
 
 
 class Detokenizer:
-    """Decodes tokens to text as they arrive. It never splits a character, and ends before a stop string.
+    """Decodes tokens to text as they arrive, without splitting characters. The text ends before a stop string.
 
     The text of new tokens is the difference that they make to the decoded text. Text that may begin a stop string is
     held back until more tokens arrive.
@@ -109,14 +109,14 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._special = special
-        self._known: list[int] = []  # tokens whose text is settled; the context in which later ones decode
-        self._fresh: list[int] = []  # tokens after them
+        self._known: list[int] = []  # tokens whose text is settled, the context for decoding later ones
+        self._fresh: list[int] = []  # tokens after these
         self._held = ""  # settled text that may begin a stop string
         self.stopped: str | None = None  # the stop string that ended the text
-        self.characters = 0  # that were given
+        self.characters = 0  # returned so far
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Take new tokens; the text that is certain now. Empty after a stop string."""
+        """Add new tokens. Returns the text that they settle; "" after a stop string."""
         if self.stopped is not None:
             return ""
         for token in tokens:
@@ -127,7 +127,7 @@ class Detokenizer:
         return self._release(last=False)
 
     def finish(self) -> str:
-        """No more tokens come: the text that was held back."""
+        """End the text. Returns the text that was held back."""
         if self.stopped is None:
             self._settle(0)
         return self._release(last=True)
@@ -140,7 +140,7 @@ class Detokenizer:
         added = decode(self._known + self._fresh, special=self._special)[len(before) :]
         if added.endswith(_UNFINISHED) and len(self._fresh) <= most:
             return
-        if added:  # tokens without text of their own, as special ones, give no context
+        if added:  # tokens without text, such as special ones, provide no context
             self._known = self._fresh
         self._fresh = []
         self._held += added
@@ -161,6 +161,6 @@ class Detokenizer:
 
 
 def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of `text` begin `string`."""
+    """The number of characters at the end of `text` that begin `string`."""
     most = min(len(text), len(string) - 1)
     return next((length for length in range(most, 0, -1) if text.endswith(string[:length])), 0)

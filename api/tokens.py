@@ -1,7 +1,7 @@
-"""Tokens that stand for keys, so that a key itself travels once an hour and not with every request.
+"""Tokens that represent keys, so that a key itself is sent once an hour and not with every request.
 
-They are JSON Web Tokens, signed by HMAC-SHA256 under a secret that all API processes share (Journal.service_secret) and
-that nobody is shown.
+They are JSON Web Tokens, signed by HMAC-SHA256 with a secret that all API processes share (Journal.service_secret) and
+never reveal.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class BadTokenError(Exception):
 
 @dataclass(frozen=True)
 class Claims:
-    """What a token says: the key (id "" where none is needed), its project, and when the token ends.
+    """The contents of a token: the key's id ("" if no key is needed), its project, and the token's time of expiry.
 
-    name: the key's. It stands where the SDK expects an e-mail address: no address is known, and people know their keys.
-    sign_in: the id of the sign-in to the console that the token belongs to, "" for other tokens.
+    name: the key's. It fills the SDK's field for an e-mail address, because we have no addresses, and people recognize
+    the names of their keys. sign_in: the id of the console sign-in that the token belongs to, or "".
     """
 
     key_id: str
@@ -44,7 +44,7 @@ class Claims:
 
 
 def sign_token(claims: Claims, secret: bytes, now: datetime) -> str:
-    """The token, with the claims that the SDK reads: sub, org_id, email, iat, exp (seconds since 1970)."""
+    """Create a token with the claims that the SDK reads: sub, org_id, email, iat, exp (seconds since 1970)."""
     body = {
         "iss": "tinkerflow",
         "sub": _USER + (claims.key_id or claims.project),
@@ -59,12 +59,12 @@ def sign_token(claims: Claims, secret: bytes, now: datetime) -> str:
 
 
 def read_token(token: str, secret: bytes, now: datetime) -> Claims:
-    """What the token says; BadTokenError when it is not ours or has expired at `now`."""
+    """Verify a token and read its claims. BadTokenError: the token is not ours, or has expired at `now`."""
     signature = token.rpartition(".")[2]
     try:
         # PyJWT would compare the times with the machine's clock instead of `now`.
         claims = jwt.decode(token, secret, [_ALGORITHM], options={"verify_exp": False, "verify_iat": False})
-        # base64 has several texts for the same bytes, and only one of them was signed by us
+        # base64 has several texts for the same bytes, and we made only one of them
         if base64url_encode(base64url_decode(signature)).decode() != signature:
             raise jwt.InvalidSignatureError
     except jwt.InvalidTokenError as e:

@@ -2,7 +2,7 @@
 
 Each model, each sampler and each worker group is a process. In models and samplers, every request is a slice from its
 submission to its answer. The slice contains `queued`, which ends when the first command is sent or the request joins
-the decode batch, and `executing`. Worker groups have only the executing parts. Overlapping slices are on different
+the decode batch, and `executing`. Worker groups contain only the executing parts. Overlapping slices are on different
 threads.
 """
 
@@ -19,7 +19,7 @@ Event = dict[str, object]
 
 
 class _Process:
-    """A process in the trace. Its slices are on as few threads as keep them apart."""
+    """A process in the trace. Its slices use as few threads as possible without overlaps."""
 
     def __init__(self, pid: int, name: str) -> None:
         self._pid = pid

@@ -41,7 +41,7 @@ async def sampled(
     top_logprobs: int = 0,
     priority: Priority = "interactive",
 ) -> Generation:
-    """Sample answers to a prompt; they follow the prompt's schema. Raises the errors of `generate`.
+    """Sample answers to a prompt, under its schema if it has one. Raises the errors of `generate`.
 
     call, target, num_samples, stream, top_logprobs, priority: see `generate`. prompt: from `prompt_of`. params:
     sampling_params without a constraint.

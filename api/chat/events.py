@@ -59,7 +59,7 @@ class ToolCall:
 
     @property
     def values(self) -> dict[str, object]:
-        """The arguments by name."""
+        """The arguments, parsed."""
         values = json.loads(self.arguments)
         assert isinstance(values, dict), "a call that ended has an object for its arguments"
         return values

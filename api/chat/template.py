@@ -64,7 +64,7 @@ class ChatTemplate:
 def load_template(folder: Path, model: str) -> ChatTemplate | None:
     """The chat template in a model's folder, or None if there is none. ServerError: its files cannot be read.
 
-    Newer folders contain `chat_template.jinja`. Others store one template, or several by name, in
+    Newer folders contain `chat_template.jinja`. Others store one template, or several named ones, in
     `tokenizer_config.json`.
     """
     config = _read(folder / "tokenizer_config.json")

@@ -24,7 +24,7 @@ _READ, _READ_IN_LIST = 2**24, 2**20  # bytes of the largest samples whose texts 
 class ShownSample:
     """A sample with its texts. answers: text, number of tokens, stop reason. note: why a text is missing.
 
-    prompt: its text, with [image] in place of each image. images: as data URLs, only when a sample is shown alone.
+    prompt: its text, with [image] for each image. images: as data URLs, only when a sample is shown alone.
     """
 
     sample: SampleView

@@ -2,7 +2,7 @@
 
 A person signs in with a key. The cookie holds a token for the key (api/tokens.py), so revoking the key ends the visit.
 Scripts cannot read the cookie, and requests from other sites do not carry it. On a server that needs no key, visits
-from this machine need no sign-in. A form that changes something must come from our own pages: it must repeat a mark
+from this machine need no sign-in. A form that changes something must come from our own pages. It must repeat a mark
 that only our pages contain, and the browser's headers must not name another site as its origin.
 """
 
@@ -57,7 +57,7 @@ class SignInError(Exception):
 
 
 class FormFields(dict[str, str]):
-    """The fields of a form by name. A field that was sent several times maps to its last value."""
+    """The fields of a form. A field that was sent several times maps to its last value."""
 
     def __init__(self, sent: Sequence[tuple[str, str]]) -> None:
         """sent: names and values in order."""

@@ -1,8 +1,8 @@
 """Names of models in the OpenAI- and Anthropic-compatible endpoints.
 
-<base model>                          the base model without an adapter
+<base model>                          without an adapter
 tinker://<run>/sampler_weights/<name> a checkpoint; `weights` can be sampled too
-<training run id>                     the run's newest weights for sampling
+<training run id>                     its newest weights for sampling
 champion/<name>                       the newest champion that a pipeline promoted under this name
 """
 
@@ -30,7 +30,7 @@ CHAMPION = "champion/"
 _open = cache(open_blobs)  # one for each URL
 _LONGEST_TOKENS = 16  # characters per token, on average over a whole context; usual texts have about four
 _SHORT = 2000  # characters that are tokenized on the event loop, in under a millisecond
-_LISTED = 1000  # the project's newest checkpoints that are considered; those for sampling are listed
+_LISTED = 1000  # newest checkpoints of the project, of any kind; the list contains sampler weights only
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,16 @@ class Listed:
 
 
 async def resolve(call: Call, model: str) -> Target:
-    """Find a model by name. NotFoundError: the caller may use no such model. UserError: it cannot be sampled."""
+    """Find the model that a request names.
+
+    NotFoundError: the caller may use no such model. UserError: the model cannot be sampled.
+    """
     card, checkpoint = await asyncio.to_thread(_find, call, model)
     return Target(model, card, checkpoint, await call.services.tokenizers.load(card), call)
 
 
 async def find(call: Call, model: str) -> Listed:
-    """Find a model by name, in the form of lists. Raises the errors of `resolve`."""
+    """Find the model that a request names, in the form of lists. Raises the errors of `resolve`."""
     card, checkpoint = await asyncio.to_thread(_find, call, model)
     if checkpoint is not None:
         return _of_checkpoint(model, checkpoint, card.max_context)
@@ -108,7 +111,7 @@ async def list_models(call: Call) -> Sequence[Listed]:
 
 
 def champions_of(call: Call, *paths: str) -> dict[str, str]:
-    """The champions among the checkpoints at `paths`: by name, when each was promoted, or "" if unknown."""
+    """The champions among the checkpoints at `paths`: each name with its time of promotion, or "" if unknown."""
     work = work_folder(call)
     newest = {name: newest_champion(work, name) for name in champion_names(work)}
     return {

@@ -1,4 +1,4 @@
-"""Images that a project uploads once, and names in its requests by their location."""
+"""Images that a project uploads once, and refers to in its requests by their location."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AssetList(Wire):
 
 @router.post("/assets", openapi_extra=takes_bytes())
 async def upload_asset(call: Authorised) -> AssetStored:
-    """Keep an image, a PNG or JPEG file. The same file again has the same location."""
+    """Store an image, a PNG or JPEG file. Uploading the same file again returns the same location."""
     file = await call.body(MAX_ASSET_BYTES)
     return await call.on_body(len(file), _keep, call, file)
 
@@ -58,7 +58,7 @@ async def assets(call: Authorised, limit: PageLimit = 100, offset: PageOffset = 
 
 @router.delete("/assets/{asset_id}", status_code=204)
 async def delete_asset(asset_id: str, call: Authorised) -> Response:
-    """Delete an image. Requests that were accepted before have its bytes."""
+    """Delete an image. Requests that were already accepted contain its bytes."""
     await asyncio.to_thread(_delete, call, asset_id)
     return Response(status_code=204)
 
@@ -91,6 +91,6 @@ def _named(asset_id: str, size: int) -> dict[str, Any]:
 def _delete(call: Call, asset_id: str) -> None:
     assets, store = call.journal.assets, call.services.store
     assets.withdraw(asset_id, call.owner, call.key_id)
-    store.uploads.remove_upload(asset_id)  # while the row is there, so that no file is forgotten
+    store.uploads.remove_upload(asset_id)  # before the row is deleted, so that no file is orphaned
     if late := assets.forget(asset_id, call.owner):
         store.uploads.remove_attempt(asset_id, late)

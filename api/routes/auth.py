@@ -1,4 +1,4 @@
-"""What a key can do with itself: be exchanged for a token, be looked at, be revoked."""
+"""Operations on the caller's own key: exchange it for a token, show its details, revoke it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ router = Router()
 
 
 class Token(Wire):
-    """A token that stands for the key."""
+    """A token that represents the key."""
 
     jwt: str
 
@@ -24,20 +24,20 @@ class KeyOrganization(Wire):
 
 
 class KeyUser(Wire):
-    """The key's name, where the SDK expects an e-mail address."""
+    """The key's name, in the field in which the SDK expects an e-mail address."""
 
     email: str
 
 
 class KeyDetails(Wire):
-    """The project of a key, and the name it is known by."""
+    """The project and the name of a key."""
 
     org_details: KeyOrganization
     user_details: KeyUser
 
 
 class OwnKey(Wire):
-    """The key that the caller shows, without its secret."""
+    """The caller's key, without its secret."""
 
     key_id: int
     name: str
@@ -47,13 +47,13 @@ class OwnKey(Wire):
 
 @router.post("/auth/token")
 async def exchange(call: Authorised) -> Token:
-    """A token that stands for the key for an hour."""
+    """Exchange the key for a token that represents it for an hour."""
     return Token(jwt=call.services.auth.token(call.identity))
 
 
 @router.get("/auth/apikey/me")
 async def own_key(call: Authorised) -> OwnKey:
-    """The caller's key. Its name stands for the e-mail address, and its project for the organization."""
+    """The caller's key. Its name fills the e-mail address, and its project the organization."""
     identity = call.identity
     details = KeyDetails(org_details=KeyOrganization(name=identity.owner), user_details=KeyUser(email=identity.name))
     return OwnKey(key_id=identity.number, name=identity.name, details=details)
@@ -61,7 +61,7 @@ async def own_key(call: Authorised) -> OwnKey:
 
 @router.delete("/auth/apikey/me", status_code=204)
 async def revoke_own_key(call: Authorised) -> None:
-    """Revoke the caller's own key, which every key may do. Its tokens end with it."""
+    """Revoke the caller's own key and its tokens. Every key may do this."""
     if not call.key_id:
         raise UserError("there is no key to revoke: the server listens on loopback and has never had a key")
     await asyncio.to_thread(call.journal.keys.revoke, call.key_id, actor=call.key_id)

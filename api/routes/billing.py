@@ -1,7 +1,7 @@
 """Usage by hour, session and base model. An admin key sees the usage of all projects.
 
 Forward-only passes count as training, because the SDK has no other kind of usage for them. A prompt counts once,
-however many sequences are sampled from it. The user of a session is the key that made it.
+however many sequences are sampled from it. The user of a session is the key that created it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CheckpointUsage(Wire):
 
 
 class StorageUsage(Wire):
-    """The room that checkpoints took up; a gigabyte is 10^9 bytes."""
+    """The storage used by checkpoints. A gigabyte is 10^9 bytes."""
 
     type: Literal["storage"] = "storage"
     free: bool = False
@@ -48,7 +48,7 @@ class StorageUsage(Wire):
 
 
 class UsageEvent(Wire):
-    """One kind of usage within an hour. Storage has no session. Costs are set only where prices are configured."""
+    """One kind of usage within an hour. Storage has no session. Costs are set only if prices are configured."""
 
     bucket_start: datetime
     bucket_end: datetime
@@ -64,20 +64,20 @@ class UsageEvent(Wire):
 
 
 class UsedSession(Wire):
-    """The metadata of a session that used something."""
+    """The metadata of a session with usage."""
 
     user_metadata: dict[str, str]
 
 
 class BillingUsage(Wire):
-    """Usage sorted by hour; within an hour the largest numbers of tokens come first, and storage last."""
+    """Usage sorted by hour. Within an hour, the largest numbers of tokens come first, and storage comes last."""
 
     data: list[UsageEvent]
     sessions: dict[str, UsedSession]
 
 
 class StorageItem(Wire):
-    """The room that the checkpoints of one project and key take up now."""
+    """The current storage of the checkpoints of one project and key."""
 
     project_id: str
     org_user_urn: str | None = None
@@ -89,7 +89,7 @@ class StorageItem(Wire):
 
 
 class CurrentStorage(Wire):
-    """All storage in use now, and its price where one is configured."""
+    """All storage currently in use, and its price if one is configured."""
 
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[StorageItem]
@@ -117,7 +117,7 @@ async def usage(call: Authorised, starting_on: datetime, ending_before: datetime
 
 @router.get("/billing/usage/checkpoints/current", response_model_exclude_none=True)
 async def current_storage(call: Authorised, project_id: str | None = None) -> CurrentStorage:
-    """The storage that checkpoints use now, by project and key, or of one project when project_id is given."""
+    """The current storage of checkpoints, by project and key; with project_id, only that project's."""
     rate = call.services.settings.price_storage or None
     rows = await asyncio.to_thread(call.journal.usage.stored_now, call.visible(), project_id)
     items = [
@@ -138,7 +138,7 @@ async def current_storage(call: Authorised, project_id: str | None = None) -> Cu
 def _hour(name: str, moment: datetime) -> datetime:
     try:
         moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    except OverflowError:  # the first or the last day of the calendar, east or west of here
+    except OverflowError:  # in UTC, the time is outside the calendar
         raise broken(name, moment.isoformat(), "a time within the years 1 to 9999 in UTC") from None
     if moment.minute or moment.second or moment.microsecond:
         raise UserError(f"{name} is {moment.isoformat()}: must be a whole hour in UTC")
@@ -169,7 +169,7 @@ def _used(used: Usage, settings: Settings) -> UsageEvent:
 
 
 def _kind(kind: UsageKind, count: int, settings: Settings) -> tuple[float, TokenUsage | CheckpointUsage]:
-    """The price of a million tokens (0: not configured), and the usage as the client sees it."""
+    """The price of a million tokens (0: not configured), and the usage in the client's form."""
     match kind:
         case UsageKind.TRAINING:
             return settings.price_training, TokenUsage(type="training", token_count=count)

@@ -23,14 +23,14 @@ router = Router(busy=6, at=OPEN_API)
 
 
 class CalledFunction(Strict):
-    """What was called. arguments: a JSON object as text."""
+    """The called function. arguments: a JSON object as text."""
 
     name: str
     arguments: str = "{}"
 
 
 class CalledTool(Strict):
-    """A call in an earlier answer. index: as streams number it."""
+    """A call in an earlier answer. index: the call's number in a stream."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -39,10 +39,10 @@ class CalledTool(Strict):
 
 
 class ChatMessage(Strict):
-    """A message. content: a text, or a list of parts of the type text, and of image_url in messages of the user.
+    """A message. content: a text, or a list of parts of the type text or, in the user's messages, image_url.
 
-    Fields that answers have and requests repeat, OpenAI's and those that litellm adds to them, are accepted, and change
-    nothing; so is lm-eval's `type`.
+    Fields of answers that clients repeat in requests are ignored, whether OpenAI defines them or litellm adds them. The
+    `type` that lm-eval sends is ignored, too.
     """
 
     type: Literal["text", "message"] | None = None
@@ -74,7 +74,7 @@ async def chat_completions(call: Authorised) -> Response:
 
 
 async def _begin(call: Call) -> tuple[Generation, ChatAnswer, bool]:
-    """The samples, their answer, and whether it is streamed. The body is freed before."""
+    """Start sampling. Returns the samples, their answer, and whether to stream it. The request's body is freed."""
     body = await parsed_prompt(call, ChatCompletion)
     options = AnswerOptions(
         created=int(call.services.clock.now().timestamp()),
@@ -90,7 +90,7 @@ async def _begin(call: Call) -> tuple[Generation, ChatAnswer, bool]:
 
 
 def _check_content(message: ChatMessage, field: str) -> None:
-    """UserError when a message has no content, unless it is an answer that has something else."""
+    """Check that a message has content. UserError: there is none, and the message is no answer with other fields."""
     if message.content == []:
         raise broken(field, [], "a text or at least one part")
     other = message.tool_calls or message.reasoning_content or message.refusal

@@ -1,4 +1,4 @@
-"""Searching for checkpoints."""
+"""Search for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ router = Router(busy=1)
 
 
 class CheckpointCursor(Wire):
-    """The last checkpoint of a page, by its path; the next page begins after it."""
+    """The last checkpoint of a page, identified by its path. The next page begins after it."""
 
     last_created_at: AwareDatetime
     last_checkpoint_uuid: str
 
 
 class SearchCheckpoints(Wire):
-    """Filters of a search; a checkpoint must match all of them."""
+    """Filters of a search. A checkpoint must match all of them."""
 
     project_ids: tuple[str, ...] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)

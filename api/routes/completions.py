@@ -38,14 +38,14 @@ router = Router(busy=6, at=OPEN_API)
 
 Choice: TypeAlias = dict[str, Any]
 
-_MOST_PROMPTED = 2**20  # characters and token ids of a request's prompts together, where one may not have more
+_MOST_PROMPTED = 2**20  # characters and token ids of all prompts of a request, unless a single one may have more
 
 
 class CompletionBody(SamplingFields):
-    """A request. prompt: a text, the ids of tokens, or a list of either. max_tokens 0: only with echo.
+    """A request. prompt: a text, token ids, or a list of either. max_tokens: 0 only with echo.
 
-    logprobs: how many of the most likely tokens to list at each token, with their logprobs. echo: the answer includes
-    the prompt and its logprobs.
+    logprobs: the number of most likely tokens to list at each token, with their logprobs. echo: include the prompt and
+    its logprobs in the answer.
     """
 
     model: str
@@ -79,7 +79,7 @@ async def completions(call: Authorised) -> Response:
 
 
 def _names(prompt: str | list[Any], number: int) -> dict[str, str]:
-    """The request's name of this prompt, for each name in errors."""
+    """The request's name of a prompt, for each of our names in errors."""
     one = isinstance(prompt, str) or isinstance(prompt[0], int)
     name = "prompt" if one else f"prompt[{number}]"
     return {"prompt.chunks[0].tokens": name, "prompt has": f"{name} has"}
@@ -117,7 +117,7 @@ async def _generate(call: Call, target: Target, body: CompletionBody, prompt: Se
         body.n,
         stream=body.stream,
         top_logprobs=body.logprobs or 0,
-        prompt_logprobs=scored or body.max_tokens == 0,  # a prompt that is scored may fill the context
+        prompt_logprobs=scored or body.max_tokens == 0,  # a scored prompt may fill the context
         top_prompt_logprobs=(body.logprobs or 0) if scored else 0,
     )
 
@@ -138,14 +138,14 @@ class _Answer:
         }
 
     def whole(self, results: Sequence[SampleResult]) -> dict[str, Any]:
-        """The answer when all is done."""
+        """The answer, once all samples are done."""
         choices = [
             self._choice(number, piece, result) for number, result in enumerate(results) for piece in collected(result)
         ]
         return {**self._frame, "choices": choices, "usage": self._usage(results)}
 
     async def events(self, stack: AsyncExitStack, wants_usage: bool) -> AsyncIterator[bytes]:
-        """The answer piece by piece. stack: gives up what is not finished. wants_usage: in a last event."""
+        """The answer, piece by piece. stack: cancels unfinished samples. wants_usage: send a last event with usage."""
         async with stack:
             texts: dict[tuple[int, int], Detokenizer] = {}
             more = {"usage": None} if wants_usage else {}
@@ -184,7 +184,7 @@ class _Answer:
         return choice
 
     def _delta(self, number: int, piece: SamplePiece, text: Detokenizer, *, first: bool) -> Choice:
-        """A part of a choice. first: whether the choice begins with it."""
+        """A part of a choice. first: whether it is the first part."""
         body, made, offset = self._body, self._made[number], text.characters
         new = text.feed(piece.tokens) + (text.finish() if piece.stop_reason else "")
         choice: Choice = {
@@ -221,7 +221,7 @@ class _Answer:
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, row: Sequence[tuple[int, float]], token: int, logprob: float) -> dict[str, float]:
-        """The most likely tokens, and the token of the text."""
+        """The logprobs of the most likely tokens and of the text's own token."""
         found: dict[str, float] = {}
         for one, value in (*row, (token, logprob)):
             found.setdefault(self._named(one), value)

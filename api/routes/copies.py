@@ -1,4 +1,4 @@
-"""Copying a checkpoint into another project, or under another label of the caller's own project."""
+"""Copies a checkpoint into another project, or under another label of the caller's own project."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class WeightsCopied(Wire):
 
 @router.post("/copy_weights", openapi_extra=takes(CopyWeights))
 async def copy_weights(call: Authorised) -> WeightsCopied:
-    """Copy a checkpoint that is the caller's own, public, or opened by a weights access token; returns the copy's path.
+    """Copy a checkpoint that is the caller's own, public, or opened by a weights access token. Returns the copy's path.
 
-    The copy belongs to a new run, which takes no work. All attempts with one X-Idempotency-Key make one copy.
+    The copy belongs to a new run, which takes no work. All attempts with the same X-Idempotency-Key make one copy.
     """
     body = CopyWeights.from_values(parse(await call.body()))
     return WeightsCopied(tinker_path=await asyncio.to_thread(_copy, call, body))
@@ -60,7 +60,7 @@ def _copy(call: Call, wanted: CopyWeights) -> str:
 
 
 def _session_id(call: Call, wanted: CopyWeights, source: CheckpointPath) -> str:
-    """An id that all attempts at one copy share, and no other copy."""
+    """An id that is equal for all attempts at one copy, and different for other copies."""
     key = call.request.headers.get(_KEY) or secrets.token_hex(16)
     label, ttl = str(wanted.destination_project_id), str(wanted.ttl_seconds)
     of = "\n".join((call.owner, key, str(source), label, ttl))

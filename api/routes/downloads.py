@@ -1,4 +1,4 @@
-"""Downloads of a checkpoint's files: routes that make signed links, and the routes behind these links."""
+"""Downloads of a checkpoint's files: routes that make signed links, and the routes that serve these links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMPLETE = "checkpoint_complete"  # push-hf of SDK 0.25 treats an archive witho
 
 
 class ExternalWeightsUrls(Wire):
-    """A URL for each file, by its relative path. All can be read until `expires`."""
+    """A URL for each file, by its relative path. All URLs are valid until `expires`."""
 
     urls: dict[str, str]
     expires: datetime
@@ -60,13 +60,13 @@ def _urls(call: Call, path: CheckpointPath) -> ExternalWeightsUrls:
 
 @router.get(f"{CHECKPOINT}/archive")
 async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> Response:
-    """A redirect to a tar of the checkpoint's PEFT files, for SDKs that know no external weights."""
+    """Redirect to a tar archive of the checkpoint's PEFT files, for SDKs without support for external weights."""
     path = CheckpointPath(run_id, kind, name)
     return await archive_redirect(call, path)
 
 
 async def _linked_to(run_id: str, kind: CheckpointKind, name: str, attempt: str, services: Linked) -> Saved:
-    """The commit of a link; NotFoundError when it was deleted, replaced by a new save, or has expired."""
+    """The commit of a linked checkpoint. NotFoundError: a new save replaced it, or it was deleted or has expired."""
 
     def read() -> Saved:
         path = CheckpointPath(run_id, kind, name)
@@ -95,7 +95,7 @@ async def read_file(file: str, saved: LinkedTo, services: Linked, request: Reque
 @link_router.head(f"/{ARCHIVE}/{_ATTEMPT}")
 @link_router.get(f"/{ARCHIVE}/{_ATTEMPT}")
 async def read_archive(name: str, saved: LinkedTo, services: Linked, request: Request) -> Response:
-    """A tar of the adapter's files, without the optimizer state."""
+    """A tar archive of the adapter's files, without the optimizer state."""
     files = [(file, _segment(services.store, saved, file)) for file in saved.files if file != OPTIMIZER]
     headers = {"content-disposition": f'attachment; filename="{name}.tar"', "content-type": "application/x-tar"}
     return send(request, archive([*files, (_COMPLETE, ByteSource.of(b""))], saved.created_at), headers, saved.attempt)

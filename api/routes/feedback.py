@@ -1,4 +1,4 @@
-"""What people thought of an answer (`/v1/feedback`), which the pipelines' data source `journal://` reads."""
+"""Feedback on answers (`/v1/feedback`), which the pipelines' data source `journal://` reads."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _MESSAGES = TypeAdapter(list[dict[str, str]])
 
 
 class Feedback(Strict):
-    """What somebody thought of an answer. id: of the answer, or of one of its choices.
+    """A rating of an answer. id: of the answer, or of one of its choices.
 
-    reward: any number, better is more. label: good or bad. text: a better answer. At least one of them is given.
+    reward: any number; higher is better. label: good or bad. text: a better answer. At least one of these is required.
     """
 
     id: str
@@ -40,14 +40,14 @@ class Feedback(Strict):
 
 
 class FeedbackKept(Wire):
-    """id: of the feedback. sample_id: the sample that it is about."""
+    """id: of the feedback. sample_id: the rated sample."""
 
     id: int
     sample_id: str
 
 
 class FeedbackShown(Wire):
-    """Feedback with the answer that it rates. prompt: the messages, or the text. answer: the sample's text."""
+    """Feedback with the rated answer. prompt: the messages, or the text. answer: the sample's text."""
 
     id: int
     at: datetime
@@ -68,7 +68,7 @@ class FeedbackPage(Wire):
 
 @router.post("/feedback", openapi_extra=takes(Feedback))
 async def give_feedback(call: Authorised) -> FeedbackKept:
-    """Keep what somebody thought of an answer of the own project, together with the answer."""
+    """Store a rating of an answer that was sampled in the caller's project, together with the answer."""
     body = await call.parsed(Feedback, 8 * _LONGEST)
     if body.reward is None and body.label is None and body.text is None:
         raise UserError("reward, label and text are all absent: at least one must be given")
@@ -89,16 +89,16 @@ async def list_feedback(
     after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
     limit: PageLimit = 100,
 ) -> FeedbackPage:
-    """The project's feedback, oldest first. since: given from then on. after: the id of the last one of a page.
+    """The project's feedback, oldest first. since: the earliest time. after: the id of a page's last feedback.
 
-    A page of long rows has fewer than `limit`; an empty one is the end.
+    A page of long rows contains fewer than `limit`; an empty page is the end.
     """
     found = await asyncio.to_thread(call.journal.feedback.page, call.owner, since=since, after=after, limit=limit)
     return FeedbackPage(data=[_shown(one) for one in found])
 
 
 def _parts(answer_id: str) -> tuple[str, int]:
-    """The request and the number of the sample that an id names; without a number, the first sample."""
+    """The request and the number of the sample that an id refers to; without a number, the first sample."""
     head, _, number = answer_id.rpartition("-")
     if head.startswith("req-") and number.isascii() and number.isdecimal() and len(number) < 5:
         return head, int(number)
@@ -123,7 +123,7 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
     prompt: list[dict[str, str]] | str
     try:
         prompt = _MESSAGES.validate_python(asked.get("messages"))
-    except ValidationError:  # none, or an unknown field of another client's
+    except ValidationError:  # there are none, or another client sent an unknown field
         chunks = asked["prompt"]["chunks"]
         prompt = tokenizer.decode([token for chunk in chunks for token in chunk.get("tokens", ())])
     return NewFeedback(
@@ -136,7 +136,7 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
         base_model=view.base_model,
         model_path=view.model_path,
         prompt=prompt,
-        answer=answer.replace("\0", "\N{REPLACEMENT CHARACTER}"),  # no database has it
+        answer=answer.replace("\0", "\N{REPLACEMENT CHARACTER}"),  # databases cannot store NUL
         tokens=sampled.tokens_T.tobytes(),
         logprobs=sampled.logprobs_T.tobytes(),
     )

@@ -1,4 +1,4 @@
-"""Futures: long polls for the results of requests (api/submit.py stores them), and giving a sample up."""
+"""Futures: long polls for the results of requests (api/submit.py stores the requests), and cancelling samples."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _MOST_RETRIEVED = 2**23  # bytes of a body with ids of retrieved results
 
 
 class RetrieveFuture(Wire):
-    """The request whose result is wanted. allow_metadata_only: of a large result, its size is wanted first."""
+    """The request whose result to return. allow_metadata_only: return the size of a large result first."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class SamplingTarget(Wire):
-    """One copy of a sampling client, whose requests retrieve_futures reports on."""
+    """One copy of a sampling client. retrieve_futures reports on its requests."""
 
     sampling_session_id: str
     cloned_sampler_id: int = Field(default=0, ge=0, lt=9_000_000_000)
 
 
 class RetrieveFutures(Wire):
-    """Which requests were answered after the cursor.
+    """A query for the requests that were answered after the cursor.
 
-    timeout: seconds to wait when there are none. retrieved_request_ids: results that the client has downloaded.
+    timeout: seconds to wait if there are none. retrieved_request_ids: results that the client has downloaded.
     """
 
     target: SamplingTarget
@@ -47,7 +47,7 @@ class RetrieveFutures(Wire):
 
 
 class CancelFuture(Wire):
-    """The sample request to give up."""
+    """The sample request to cancel."""
 
     request_id: str
 
@@ -56,10 +56,10 @@ class CancelFuture(Wire):
 async def retrieve_future(call: Authorised) -> Response:
     """The result of a request. While there is none, the poll is held, because the SDK polls again without a pause.
 
-    Without a result: `try_again`, with a reason during recovery. After a failure: `error` and `category`. Else the
-    result, as protobuf for forward, forward_backward and sample, as JSON for other operations. A result can be read
-    again, because downloads break off and polls of one id overlap. When a result is larger than the setting
-    `metadata_only_over` and the poll allows it, the answer is only the size (`complete_metadata`). The SDK then
+    Without a result: `try_again`, with a reason during recovery. After a failure: `error` and `category`. Otherwise the
+    result: protobuf for forward, forward_backward and sample, JSON for other operations. A result can be read several
+    times, because downloads may fail and polls for one id may overlap. If a result is larger than the setting
+    `metadata_only_over` and the poll allows it, the response contains only the size (`complete_metadata`). The SDK then
     reserves that many bytes and polls again.
     """
     body, services = await call.parsed(RetrieveFuture), call.services
@@ -84,7 +84,7 @@ async def retrieve_future(call: Authorised) -> Response:
 async def retrieve_futures(call: Authorised) -> Response:
     """The requests of one copy of a sampling client that were answered since its cursor; held while there are none.
 
-    Results that the client has downloaded are dropped, because it is their only reader.
+    Results that the client has downloaded are dropped, because no one else reads them.
     """
     body = await call.parsed(RetrieveFutures, _MOST_RETRIEVED)
     target, owner = body.target, call.owner
@@ -129,9 +129,9 @@ async def _completions(call: Call, body: RetrieveFutures) -> Completions:
 
 @router.post("/cancel_future", openapi_extra=takes(CancelFuture))
 async def cancel_future(call: Authorised) -> dict[str, object]:
-    """Give up a sample. It fails as `cancelled by the client`, and its place in the decode batch is freed.
+    """Cancel a sample. It fails as `cancelled by the client`, and its slot in the decode batch is freed.
 
-    A request that has its answer keeps it. Training requests cannot be given up (400).
+    A request that was already answered keeps its answer. Training requests cannot be cancelled (400).
     """
     body = await call.parsed(CancelFuture)
     if reason_of(body.request_id) is None:
@@ -140,15 +140,15 @@ async def cancel_future(call: Authorised) -> dict[str, object]:
 
 
 def spread(hold: float, name: str) -> float:
-    """How many seconds to hold a poll: 75 % to 100 % of `hold`, always the same for the same name.
+    """The seconds to hold a poll: 75 % to 100 % of `hold`, always the same for the same name.
 
-    Polls that arrive together would otherwise end together, and thousands of new ones arrive in the same moment.
+    Otherwise, polls that arrive together would end together, and thousands of new polls would arrive simultaneously.
     """
     return hold * (0.75 + 0.25 * zlib.crc32(name.encode()) / 2**32)
 
 
 def _not_yet(request_id: str, reason: str | None) -> Response:
-    """reason: why the queue does not move, if it does not. The SDK logs it as `paused_capacity`."""
+    """A response without a result. reason: why the queue is stalled, or None. The SDK logs it as `paused_capacity`."""
     if reason is None:
         return json_response({"type": "try_again", "request_id": request_id, "queue_state": "active"})
     waiting = {"queue_state": "paused_capacity", "queue_state_reason": reason}

@@ -1,6 +1,6 @@
-"""Reading the history of a training run, to execute it again or to look for the step that changed it.
+"""Reads the history of a training run, to execute it again or to find the step that changed it.
 
-Clients that examine the rows of a step (`tinkerflow blame`) send the worst ones, for the pages of the run.
+Clients that examine the rows of a step (`tinkerflow blame`) send the worst rows, which the run's page shows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tinkerflow.backend.spec.outliers import MOST_REPEATED, MOST_ROWS, MOST_TOKE
 
 router = Router(busy=1)
 
-_MOST_REQUESTS = 500  # of a page
-_MOST_BYTES = 2**23  # of the payloads of a page; a single larger request is a page, too
+_MOST_REQUESTS = 500  # on a page
+_MOST_BYTES = 2**23  # of the payloads on a page; a single larger request forms a page of its own
 
 
 class HistorySession(Wire):
-    """The session of a run, as its client began it. project_id: its label of today."""
+    """The session of a run, as its client began it. project_id: its current label."""
 
     session_id: str
     tags: list[str]
@@ -43,7 +43,7 @@ class HistorySession(Wire):
 
 
 class HistoryRun(Wire):
-    """The run as it was created. seed: null for a run that began with a checkpoint."""
+    """The run as it was created. seed: null for a run that started from a checkpoint."""
 
     training_run_id: str
     base_model: str
@@ -58,7 +58,7 @@ class HistoryRun(Wire):
 
 
 class CheckpointAnswers(Wire):
-    """champions: when the checkpoint was promoted, by champion. number: of sample requests that it has answered."""
+    """champions: when the checkpoint was promoted, by champion. number: of sample requests that it answered."""
 
     champions: dict[str, str]
     number: int
@@ -67,7 +67,7 @@ class CheckpointAnswers(Wire):
 
 
 class HistoryRequest(Wire):
-    """An answered request. step: the optimizer step that it made. payload: its body in base64, null if not asked for.
+    """An answered request. step: the optimizer step that it made. payload: its body in base64, null if not requested.
 
     payload_hash, result_hash: SHA-256 (hex) of the body and of the result; result_hash is empty after a failure.
     """
@@ -84,7 +84,7 @@ class HistoryRequest(Wire):
 
 
 class History(Wire):
-    """A page of a history. next: the `after` of the next page, null at the end."""
+    """A page of a history. next: the value of `after` for the next page, null at the end."""
 
     run: HistoryRun
     requests: list[HistoryRequest]
@@ -112,7 +112,7 @@ class ExaminedRow(Strict):
     score: Figure = 0.0
 
     def row(self) -> BlamedRow:
-        """The row as the store has it."""
+        """The row in the store's form."""
         values: dict[str, Any] = dict(self)
         return BlamedRow(**{**values, "worst": tuple(self.worst), "repeated": tuple(self.repeated)})
 
@@ -126,7 +126,7 @@ class ExaminedStep(Strict):
 
 @router.post("/training_runs/{run_id}/blames", openapi_extra=takes(ExaminedStep))
 async def blames(run_id: str, call: Authorised) -> Wire:
-    """Keep the worst rows of a step of the project's own run, which the run's pages show. Later ones replace them."""
+    """Store the worst rows of a step of the project's own run, for the run's page. They replace earlier ones."""
     body = await call.parsed(ExaminedStep)
     await asyncio.to_thread(_keep_blame, call, run_id, body)
     return Wire()
@@ -136,8 +136,8 @@ async def blames(run_id: str, call: Authorised) -> Wire:
 async def history(run_id: str, call: Authorised, after: int = -1, payloads: bool = True) -> History:
     """The answered requests of a run in order, with a seq_id above `after`; without `payloads`, only their hashes.
 
-    A run has a history if the setting `history` and the run's metadata say so. Requests from the last minutes are
-    included.
+    The setting `history` and the run's metadata determine whether a run has a history. Requests from the last minutes
+    are included.
     """
     return await asyncio.to_thread(_page, call, run_id, after, payloads)
 
@@ -150,7 +150,7 @@ async def receipt(run_id: str, call: Authorised) -> dict[str, Any]:
 
 @router.get(f"{CHECKPOINT}/answers")
 async def answers(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> CheckpointAnswers:
-    """The champions that a checkpoint is, and the caller's sample requests that it has answered."""
+    """The names of a checkpoint as a champion, and the number of the caller's sample requests that it answered."""
     return await asyncio.to_thread(_answers, call, str(CheckpointPath(run_id, kind, name)))
 
 

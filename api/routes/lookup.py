@@ -1,4 +1,4 @@
-"""Looking at sessions: lists, search, project labels, timelines, and the audit log."""
+"""Information about sessions: lists, search, project labels and timelines. Also the audit log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ link_router = APIRouter()  # opened by a signed link instead of a key
 
 
 class AssignProject(Wire):
-    """The project label that a session gets."""
+    """The new project label of a session."""
 
     project_id: str = Field(min_length=1, max_length=128)
 
@@ -34,21 +34,21 @@ class PlainStatus(Wire):
 
 
 class ClientFinishedStatus(Wire):
-    """Filter: sessions that their client ended, for one of these reasons or for any."""
+    """Filter: sessions that the client ended, for one of these reasons or for any reason."""
 
     type: Literal["client_finished"]
     reasons: tuple[FinishedBecause, ...] | None = Field(default=None, min_length=1)
 
 
 class SearchCursor(Wire):
-    """The last session of a page; the next page begins after it."""
+    """The last session of a page. The next page begins after it."""
 
     last_created_at: AwareDatetime
     last_session_id: str
 
 
 class SearchSessions(Wire):
-    """Filters of a search; a session must match all of them."""
+    """Filters of a search. A session must match all of them."""
 
     session_id: str | None = None
     project_ids: tuple[str, ...] | None = None
@@ -63,7 +63,7 @@ class SearchSessions(Wire):
 
 
 class SessionDetails(Wire):
-    """A session, and the ids of the models and samplers that were made in it."""
+    """A session, and the ids of its models and samplers."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -84,7 +84,7 @@ class ActiveStatus(Wire):
 
 
 class CancelledStatus(Wire):
-    """The session's client sent no more heartbeats, and none of its requests had failed."""
+    """The session's client stopped sending heartbeats, and none of its requests had failed."""
 
     type: Literal["cancelled"] = "cancelled"
     detail: str | None = None
@@ -99,7 +99,7 @@ class FinishedStatus(Wire):
 
 
 class FailedReason(Wire):
-    """The object that failed: its type, and the one id that belongs to the type."""
+    """The object that failed: its type, and the id for that type."""
 
     type: Literal["request", "training_run", "sampling_session"]
     request_id: str | None = None
@@ -109,7 +109,7 @@ class FailedReason(Wire):
 
 
 class FailedStatus(Wire):
-    """The session's client fell silent after a failure."""
+    """The session's client stopped sending heartbeats after a failure."""
 
     type: Literal["failed"] = "failed"
     category: Literal["user", "internal"]
@@ -118,7 +118,7 @@ class FailedStatus(Wire):
 
 
 class FoundSession(Wire):
-    """A session that was found. project_id: its label, or its owner when it has no label."""
+    """A session that was found. project_id: its label, or its owner if it has no label."""
 
     session_id: str
     created_at: datetime
@@ -139,7 +139,7 @@ class FoundSessions(Wire):
 
 
 class TraceExport(Wire):
-    """A link to the trace. It is always ready, because the trace is made when it is downloaded."""
+    """A link to the trace. It is always ready, because the trace is created at download."""
 
     status: Literal["ready"] = "ready"
     url: str
@@ -202,7 +202,7 @@ async def search(call: Authorised) -> FoundSessions:
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
 async def session(session_id: str, call: Authorised, access_scope: AccessScope = "owned") -> SessionDetails:
-    """A session, with the ids of the models and samplers that were made in it."""
+    """A session, with the ids of its models and samplers."""
 
     def read() -> SessionDetails:
         found = call.journal.sessions.get(session_id, call.visible(access_scope))
@@ -218,7 +218,7 @@ async def session(session_id: str, call: Authorised, access_scope: AccessScope =
 
 @router.put("/sessions/{session_id}/project", openapi_extra=takes(AssignProject))
 async def assign_project(session_id: str, call: Authorised) -> dict[str, object]:
-    """Put a session and everything made in it under a project label. Any label will do; the owner does not change."""
+    """Assign a project label to a session and all its contents. Any label is allowed. The owner does not change."""
     asked = await call.parsed(AssignProject)
     await asyncio.to_thread(
         call.journal.sessions.assign_project, session_id, call.visible(), asked.project_id, key_id=call.key_id
@@ -228,14 +228,14 @@ async def assign_project(session_id: str, call: Authorised) -> dict[str, object]
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(session_id: str, call: Authorised) -> TraceExport:
-    """A link to the session's timeline, which is made at each download."""
+    """A link to the session's timeline, which is created at each download."""
     await asyncio.to_thread(call.journal.sessions.get, session_id, call.visible())
     return TraceExport(url=link(call, f"session_traces/{session_id}")[0])
 
 
 @link_router.get("/session_traces/{session_id}")
 async def read_trace(session_id: str, services: Linked) -> Response:
-    """The timeline, in a format that Perfetto opens."""
+    """The session's timeline, in a format that Perfetto opens."""
 
     def read() -> bytes:
         return trace(services.journal.sessions.timeline(session_id), datetime.now(UTC))
@@ -250,10 +250,10 @@ async def audit(
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
 ) -> AuditPage:
-    """What was done to keys, sessions, checkpoints and uploaded images on a UTC day (default: today).
+    """The events of keys, sessions, checkpoints and uploaded images on a UTC day (default: today).
 
-    An ordinary key sees its own project, an admin key all. Events of keys and of session labels are of the type
-    `projects`. This server has no teams and organizations.
+    An ordinary key sees its own project, an admin key all projects. Events of keys and of session labels are of the
+    type `projects`. This server has no teams or organizations.
     """
     resource = None if event_type == "all" else event_type.removesuffix("s")
     entries = await asyncio.to_thread(call.journal.audit.entries, call.visible(), resource=resource, day=day)

@@ -30,8 +30,7 @@ Blocks = str | list[dict[str, Any]]
 class AnthropicTool(Strict):
     """A tool that the model may call.
 
-    strict, cache_control: are accepted. Arguments follow the schema where a call is required, and prompts are cached
-    anyway.
+    strict, cache_control: ignored. Arguments follow the schema if a call is required, and prompts are always cached.
     """
 
     type: Literal["custom"] | None = None
@@ -43,7 +42,7 @@ class AnthropicTool(Strict):
 
 
 class ToolChoice(Strict):
-    """Whether the model calls a tool: as it likes, one of them (any), the one that is named, or none."""
+    """Whether the model calls a tool: freely (auto), any tool (any), the named tool (tool), or none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -51,9 +50,9 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model reasons before it answers, where its chat template leaves that open.
+    """Whether the model reasons before it answers, if its chat template supports a choice.
 
-    budget_tokens: the template's variable thinking_budget; few models know it. display: is accepted.
+    budget_tokens: the template's variable thinking_budget, which few models use. display: ignored.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -62,14 +61,14 @@ class Thinking(Strict):
 
 
 class JsonFormat(Strict):
-    """The answer is JSON of this schema."""
+    """The format of an answer that is JSON of this schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    """How the answer is. effort: the template's variable reasoning_effort. format: the answer's form."""
+    """Options of the answer. effort: the template's variable reasoning_effort. format: the answer's format."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
@@ -83,7 +82,7 @@ class AnthropicMessage(Strict):
 
 
 class Counting(Strict):
-    """The fields of a request that its prompt is made of. cache_control: is accepted.
+    """The fields of a request that determine its prompt. cache_control: ignored.
 
     allow_special_tokens: see `AnswerFields`.
     """
@@ -100,7 +99,7 @@ class Counting(Strict):
 
 
 class MessagesBody(Counting):
-    """A request. metadata and service_tier are accepted, and change nothing."""
+    """A request. metadata, service_tier: ignored."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
@@ -113,7 +112,7 @@ class MessagesBody(Counting):
 
 
 class TokenCount(Wire):
-    """How many tokens the prompt of a request has."""
+    """The number of tokens in the prompt of a request."""
 
     input_tokens: int
 
@@ -126,12 +125,12 @@ async def messages(call: Authorised) -> Response:
 
 
 async def _begin(call: Call) -> tuple[Generation, MessageAnswer, bool]:
-    """The sample, its answer, and whether it is streamed. The body is freed before."""
+    """Start sampling. Returns the sample, its answer, and whether to stream it. The request's body is freed."""
     body = await parsed_prompt(call, MessagesBody)
     target, prompt = await _prompt(call, body)
     stops = [text for text in body.stop_sequences or () if text]
     params: dict[str, Any] = {
-        # Agents send a constant that may exceed the context, where the answer ends in any case.
+        # Agents send a constant that may exceed the context. Answers always end at the end of the context.
         "max_tokens": max(1, min(body.max_tokens, target.card.max_context - len(prompt.tokens))),
         "stop": stops,
         "stop_token_ids": [*target.card.eos_token_ids, *prompt.ends],
@@ -147,12 +146,12 @@ async def _begin(call: Call) -> tuple[Generation, MessageAnswer, bool]:
 
 @router.post("/messages/count_tokens", openapi_extra=takes(Counting))
 async def count_tokens(call: Authorised) -> TokenCount:
-    """How many tokens the prompt of a request has."""
+    """Count the tokens in the prompt of a request."""
     _, prompt = await _prompt(call, await parsed_prompt(call, Counting))
     return TokenCount(input_tokens=len(prompt.tokens))
 
 
-# ------------------------------------------------------------------ from the wire
+# ------------------------------------------------------------------ from Anthropic's format
 async def _prompt(call: Call, body: Counting) -> tuple[Target, Prompt]:
     target = await resolve(call, body.model)
     return target, await prompt_of(target, _conversation(body))
@@ -194,7 +193,10 @@ def _conversation(body: Counting) -> Chat:
 
 
 def _options(thinking: Thinking | None, output: OutputConfig | None) -> dict[str, Any]:
-    """Without `thinking` there is none, as at Anthropic. Templates differ in their name for it."""
+    """The variables of the chat template. As at Anthropic, models do not reason unless `thinking` is given.
+
+    Templates use different names for the same variable.
+    """
     thinks = thinking is not None and thinking.type != "disabled"
     budget = thinking.budget_tokens if thinking is not None and thinks else None
     options: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
@@ -204,9 +206,9 @@ def _options(thinking: Thinking | None, output: OutputConfig | None) -> dict[str
 
 
 def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> list[dict[str, Any]]:
-    """The messages of a chat template that this one is: results of tools are messages of their own.
+    """Convert a message to messages for a chat template, in which each result of a tool is a separate message.
 
-    called: the names of called tools by the ids of the calls. Calls of this message are added.
+    called: the names of called tools, by the ids of the calls. The calls of this message are added.
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]

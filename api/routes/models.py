@@ -1,4 +1,4 @@
-"""The models that the OpenAI-compatible endpoints know (`/v1/models`)."""
+"""The models that can be used with the OpenAI-compatible endpoints (`/v1/models`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ router = Router(busy=3, at=OPEN_API)
 
 
 class ModelShown(Wire):
-    """A model that can be named, in OpenAI's form and in Anthropic's. root: the weights that it stands for.
+    """A model that requests can name, with the fields of both OpenAI and Anthropic. root: the weights behind the name.
 
-    parent: the base model below an adapter. max_model_len: the most tokens of a prompt with its answer.
+    parent: the base model of an adapter. max_model_len: the most tokens in a prompt and its answer.
     """
 
     id: str
@@ -40,19 +40,19 @@ class ModelList(Wire):
 
 @router.get("/models")
 async def get_models(call: Authorised) -> ModelList:
-    """Base models, champions, and the newest weights for samplers of the project."""
+    """Base models, champions, and the project's newest weights for sampling."""
     return ModelList(data=[_shown(found) for found in await list_models(call)])
 
 
 @router.get("/models/{model:path}")
 async def get_model(model: str, call: Authorised) -> ModelShown:
-    """One model, by any name that `model` may have in a request."""
+    """One model, by any name that requests accept as `model`."""
     return _shown(await find(call, model))
 
 
 @router.post("/embeddings")
 async def refuse_embeddings(call: Authorised) -> ModelShown:
-    """Refused: the models served here generate text and have no embeddings."""
+    """Refuse the request: the models served here generate text and have no embeddings."""
     raise UserError("/v1/embeddings is not supported: the models served here generate text, and have no embeddings")
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses (`/v1/responses`): the same conversations as chat completions, in another form."""
+"""OpenAI's responses (`/v1/responses`): the same conversations as chat completions, in another format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinkerflow.backend.core.errors import broken
 router = Router(busy=5, at=OPEN_API)
 
 _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that are texts
-# Fields by the names that chat completions have for them.
+# Our names of fields, by their names in chat completions.
 _NAMES = {
     "messages": "input",
     "messages have": "input has",
@@ -51,7 +51,7 @@ class ToolByName(Strict):
 
 
 class TextFormat(Strict):
-    """The form of the answer. name, description, strict: are accepted."""
+    """The format of the answer. name, description, strict: ignored."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
@@ -61,13 +61,13 @@ class TextFormat(Strict):
 
 
 class TextConfig(Strict):
-    """How the text of the answer is."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
 
 
 class Reasoning(Strict):
-    """How much the model reasons. summary: is accepted; reasoning is shown as it is."""
+    """How much the model reasons. summary: ignored; reasoning is shown unabridged."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -76,9 +76,9 @@ class Reasoning(Strict):
 class ResponsesBody(Strict):
     """A request. input: a text, or items of the types message, function_call, function_call_output and reasoning.
 
-    Responses are not stored, so `previous_response_id` is unknown. service_tier, allow_special_tokens: see
-    `AnswerFields`. store, metadata, user, safety_identifier, prompt_cache_key and truncation are accepted, and
-    change nothing; so is `include` of encrypted reasoning, because reasoning is shown as it is.
+    Responses are not stored, so `previous_response_id` is an unknown field. service_tier, allow_special_tokens: see
+    `AnswerFields`. store, user, safety_identifier, prompt_cache_key and truncation are ignored. metadata is only
+    repeated in the response. `include` of encrypted reasoning is ignored, because reasoning is shown in plain text.
     """
 
     model: str
@@ -112,7 +112,7 @@ async def responses(call: Authorised) -> Response:
 
 
 async def _begin(call: Call) -> tuple[Generation, ResponseAnswer, bool]:
-    """The sample, its answer, and whether it is streamed. The body is freed before."""
+    """Start sampling. Returns the sample, its answer, and whether to stream it. The request's body is freed."""
     body = await parsed_prompt(call, ResponsesBody)
     with naming(_NAMES):
         generation, prompt, reader = await begun(call, _fields(body), _messages(body))
@@ -128,9 +128,9 @@ async def _begin(call: Call) -> tuple[Generation, ResponseAnswer, bool]:
     return generation, ResponseAnswer(generation, prompt, reader(), created, echoed), body.stream
 
 
-# ------------------------------------------------------------------ from the wire
+# ------------------------------------------------------------------ from OpenAI's format
 def _fields(body: ResponsesBody) -> AnswerFields:
-    """The fields of chat completions that ask for the same."""
+    """The equivalent fields of chat completions."""
     asked: dict[str, Any] = {
         "model": body.model,
         "max_tokens": body.max_output_tokens,
@@ -154,7 +154,7 @@ def _fields(body: ResponsesBody) -> AnswerFields:
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """The conversation as chat templates take it; UserError names the item that is wrong."""
+    """The conversation in the form that chat templates expect. UserError: names the invalid item."""
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     messages += _of_items(items)
@@ -207,7 +207,7 @@ def _of_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, field: str, *, images: bool = False) -> str | list[dict[str, Any]]:
-    """A text, or parts when some are images. images: whether these may be."""
+    """A text, or a list of parts if some are images. images: whether images are allowed."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):

@@ -1,4 +1,4 @@
-"""Looking at training runs, and the metrics that clients store for them."""
+"""Training runs, and the metrics and outcomes that clients store for them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tinkerflow.backend.spec.run_metadata import Outcome
 
 router = Router(busy=3)
 
-_MOST_VALUES = 10_000  # of one request: about 0.1 s of the database
-_LARGEST = 1e30  # of a value; the database averages values, and much larger ones overflow
+_MOST_VALUES = 10_000  # in one request, which take the database about 0.1 s
+_LARGEST = 1e30  # magnitude of a value; the database averages values, and much larger ones would overflow
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9 ._/:@()-]{0,63}$"
 MetricName = Annotated[str, Field(pattern=_NAME)]
 MetricValue = Annotated[float, Field(allow_inf_nan=False, ge=-_LARGEST, le=_LARGEST)]
@@ -48,7 +48,7 @@ class TrainingRuns(Wire):
 
 
 class StepValues(Strict):
-    """Values by name at one step. Steps count optimizer steps, from 1."""
+    """Named values at one step. Steps count optimizer steps from 1."""
 
     step: int = Field(ge=0, lt=2**53)
     values: dict[MetricName, MetricValue]
@@ -61,14 +61,14 @@ class RunMetricsBody(Strict):
 
 
 class RunOutcome(Strict):
-    """How a program ended with a run, for its page. reason: for people."""
+    """The outcome of a run's program, for the run's page. reason: for people."""
 
     outcome: Outcome
     reason: str = Field("", max_length=1000)
 
 
 class RecordedMetrics(Wire):
-    """recorded: how many of the values are new."""
+    """recorded: the number of new values."""
 
     recorded: int
 
@@ -83,7 +83,7 @@ async def training_runs(
 ) -> TrainingRuns:
     """Training runs of the access_scope, newest first; with project_id, the runs of sessions with that label.
 
-    limit, offset: which part of the list. call: whose runs they are.
+    limit, offset: the part of the list. call: the caller's.
     """
     owner = call.visible(access_scope)
     page = await asyncio.to_thread(call.journal.models.runs, owner, limit=limit, offset=offset, project_id=project_id)
@@ -101,9 +101,7 @@ async def training_run(run_id: str, call: Authorised, access_scope: AccessScope 
 
 @router.post("/training_runs/{run_id}/metrics", openapi_extra=takes(RunMetricsBody))
 async def record_metrics(run_id: str, call: Authorised) -> RecordedMetrics:
-    """Store values of the project's own run by step and name, for its page. Values that are stored already change
-    nothing.
-    """
+    """Store named values of the project's own run, for its page. Values that are already stored stay unchanged."""
     body = await call.parsed(RunMetricsBody)
     steps: dict[int, dict[str, float]] = {}
     for one in body.steps:
@@ -120,7 +118,7 @@ async def record_metrics(run_id: str, call: Authorised) -> RecordedMetrics:
 
 @router.post("/training_runs/{run_id}/outcome", openapi_extra=takes(RunOutcome))
 async def record_outcome(run_id: str, call: Authorised) -> RunOutcome:
-    """Store how a program ended with the project's own run, in its metadata and its events."""
+    """Store the outcome of the program that trains the project's own run, in the run's metadata and events."""
     body = await call.parsed(RunOutcome)
     await asyncio.to_thread(call.journal.models.note_outcome, run_id, call.owner, body.outcome, body.reason)
     return body

@@ -23,7 +23,7 @@ router = Router(busy=7)
 
 
 class CreateSamplingSession(Wire):
-    """A sampler to open: on a base model, or on a saved checkpoint (model_path)."""
+    """A sampler to open, on a base model or on a saved checkpoint (model_path)."""
 
     session_id: str
     sampling_session_seq_id: int = Field(ge=0, lt=2**31)
@@ -45,14 +45,14 @@ class JoinSamplingSession(Wire):
 
 
 class SamplingSessionJoined(Wire):
-    """client_counter: the number of this copy of the client. Its sequence ids are counted from there."""
+    """client_counter: the number of this copy of the client, which determines its block of sequence ids."""
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
 
 
 class SamplerDetails(Wire):
-    """The weights that a sampler samples: its base model, and the checkpoint if it has one."""
+    """The weights of a sampler: its base model, and its checkpoint if it has one."""
 
     sampler_id: str
     base_model: str
@@ -61,9 +61,9 @@ class SamplerDetails(Wire):
 
 @router.post("/asample", openapi_extra=takes(OnSampler, SampleBody))
 async def asample(call: Authorised) -> Response:
-    """Accept a sample request and name each of its sequences, without which the SDK refuses the result.
+    """Accept a sample request. The response names each of its sequences, because the SDK needs them for the result.
 
-    429 when the project has as many samples waiting as it may. The SDK then waits a second and repeats the request.
+    429: the project has the maximum number of waiting samples. The SDK then waits a second and repeats the request.
     """
     body = await prompt_body(call)
     return await call.on_body(len(body), _submit_sample, call, body)
@@ -109,6 +109,6 @@ async def join_sampling_session(call: Authorised) -> SamplingSessionJoined:
 
 @router.get("/samplers/{wanted}", response_model_exclude_none=True)
 async def get_sampler(wanted: str, call: Authorised) -> SamplerDetails:
-    """The weights that a sampler samples."""
+    """The weights of a sampler."""
     row = await asyncio.to_thread(call.journal.samplers.get, wanted, call.owner)
     return SamplerDetails(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)

@@ -26,7 +26,7 @@ _SECRET = re.compile(rf"(?:{KEY_PREFIX}|{TOKEN_PREFIX})[\w.~+/=-]+")
 
 
 class TelemetryEvent(Wire):
-    """One event. Its other fields are not read, because they can hold API keys."""
+    """One event. Its other fields are not read, because they may contain API keys."""
 
     event: str = ""
     event_name: str | None = None
@@ -64,12 +64,12 @@ class Capabilities(Wire):
 
 @router.post("/client/config")
 async def client_config() -> dict[str, object]:
-    """Flags for the SDK. Each promises an endpoint or an encoding; the SDK has defaults for all others."""
+    """Flags for the SDK. Each flag promises an endpoint or an encoding. The SDK has defaults for all others."""
     return {
-        # For older SDKs, 0.25 to 0.36 at least: a model made from a checkpoint is one request, not three.
+        # For older SDKs, at least 0.25 to 0.36: creating a model from a checkpoint takes one request instead of three.
         "create_model_via_load_weights": True,
         "custom_loss_server_side": True,
-        # Also on servers that need no key, because the command `whoami` reads the token.
+        # Also set on servers that need no key, because the command `whoami` reads the token.
         "pjwt_auth_enabled": True,
         "sample_use_retrieve_futures": True,
         "sample_join_sampling_session": True,
@@ -78,13 +78,13 @@ async def client_config() -> dict[str, object]:
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config() -> dict[str, object]:
-    """Flags that clients ask for again every few minutes."""
+    """Flags that clients refresh every few minutes."""
     return {"sample_cancel_enabled": True}
 
 
 @router.post("/telemetry", openapi_extra=takes(Telemetry))
 async def telemetry(call: Authorised) -> TelemetryAccepted:
-    """Log what happened in the client. Events can hold request headers with keys, which are never read."""
+    """Log events of the client. Fields that may contain request headers with keys are never read."""
     body = await call.parsed(Telemetry, _MOST_TELEMETRY)
     for event in body.events:
         message = _SECRET.sub("[key]", event.error_message or "")
@@ -94,7 +94,7 @@ async def telemetry(call: Authorised) -> TelemetryAccepted:
 
 @router.get("/metrics")
 async def metrics(call: Authorised) -> Response:
-    """Answered and waiting requests, and the worker groups' programs. No metric belongs to a project."""
+    """Metrics of requests, of the worker groups and of the whole service. No metric is specific to a project."""
 
     def read() -> bytes:
         journal = call.journal
@@ -108,7 +108,7 @@ async def metrics(call: Authorised) -> Response:
 
 @router.get("/get_server_capabilities")
 async def capabilities(call: Authorised) -> Capabilities:
-    """The base models that are served. The embedded one is named by its folder: clients load its tokenizer there."""
+    """The served base models. The embedded one's name is its folder, because clients load its tokenizer there."""
     cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models.all)]
     return Capabilities(
         supported_models=[SupportedModel(model_name=c.name, max_context_length=c.max_context) for c in cards]

@@ -18,7 +18,7 @@ router = Router(busy=5)
 
 
 class CreateSession(Wire):
-    """What a client says of itself when it begins a session."""
+    """The client's description of a new session."""
 
     sdk_version: Label
     tags: Texts = ()
@@ -35,7 +35,7 @@ class SessionCreated(Wire):
 
 
 class Heartbeat(Wire):
-    """The session that its client keeps alive."""
+    """The session to keep alive."""
 
     session_id: str
 
@@ -47,7 +47,7 @@ class HeartbeatHeard(Wire):
 
 
 class Finish(Wire):
-    """Why the client ends its session, and its words on that."""
+    """Why the client ends its session, with an optional explanation."""
 
     reason: FinishReason
     detail: Annotated[str, Field(max_length=MAX_DETAIL)] | None = None
@@ -71,7 +71,7 @@ async def create_session(call: Authorised) -> SessionCreated:
 
 @router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
 async def heartbeat(call: Authorised) -> HeartbeatHeard:
-    """Keep a session alive; 410 once it has ended, and the client then stops its heartbeats quietly."""
+    """Keep a session alive. 410: the session has ended, and the client then silently stops its heartbeats."""
     body = await call.parsed(Heartbeat)
     loop, urgent = asyncio.get_running_loop(), call.services.urgent
     state = await loop.run_in_executor(urgent, call.journal.sessions.heartbeat, body.session_id, call.owner)
@@ -82,7 +82,7 @@ async def heartbeat(call: Authorised) -> HeartbeatHeard:
 
 @router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
 async def finish(session_id: str, call: Authorised) -> dict[str, object]:
-    """End a session. Ending it again changes nothing."""
+    """End a session. Ending it again has no effect."""
     body = await call.parsed(Finish)
     reason = body.reason.type
     await asyncio.to_thread(call.journal.sessions.finish, session_id, call.owner, body.detail, reason=reason)

@@ -1,4 +1,4 @@
-"""Making models, and the operations that train them."""
+"""Creates models, and accepts the operations that train them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _MOST_OF_A_LOSS = 2**22  # bytes of a traced loss
 
 
 class NamedModel(Wire):
-    """The model that a request is about."""
+    """The model that a request refers to."""
 
     model_id: str
 
@@ -72,7 +72,7 @@ class ModelData(Wire):
 
 
 class ModelInfo(Wire):
-    """A model. Without model_name the SDK would ask samplers/{id}, and its get_tokenizer() would fail."""
+    """A model. Without model_name the SDK would request samplers/{id}, and its get_tokenizer() would fail."""
 
     type: Literal["get_info"] = "get_info"
     model_id: str
@@ -86,12 +86,12 @@ class ModelInfo(Wire):
 # The busiest endpoints come first: routes are tried in order.
 @router.post("/forward_backward", openapi_extra=takes_protobuf())
 async def forward_backward(call: Authorised) -> Response:
-    """Accept a chunk. The answer is never a 4xx, which would hang the client: see `refuse`."""
+    """Accept a chunk. Invalid chunks are never answered with 4xx, which would hang the client: see `refuse`."""
     try:
         body = await call.body(call.services.settings.max_body_bytes)
         return await call.on_body(len(body), _submit_chunk, call, body)
     except TooManyError:
-        raise  # before anything was stored: the SDK sends the chunk again
+        raise  # nothing was stored yet, and the SDK sends the chunk again
     except UserError as e:
         return response(refuse(e.message))
 
@@ -125,7 +125,7 @@ async def optim_step(call: Authorised) -> Response:
 
 @router.post("/create_custom_loss", openapi_extra=takes(CustomLossAddress, CreateCustomLoss))
 async def create_custom_loss(call: Authorised) -> Response:
-    """Keep a traced loss for its session. A wrong graph fails the future."""
+    """Store a traced loss for its session. An invalid graph fails the future."""
     body = await call.body(_MOST_OF_A_LOSS)
     return await call.on_body(len(body), _keep_loss, call, body)
 
@@ -148,13 +148,13 @@ def _keep_loss(call: Call, body: bytes) -> Response:
 
 @router.post("/create_model", openapi_extra=takes(OnNewModel, CreateModel))
 async def create_model(call: Authorised) -> Response:
-    """Make a model with a fresh adapter. Its id is `{session}:train:{n}`."""
+    """Create a model with a new adapter. Its id is `{session}:train:{n}`."""
     return await asyncio.to_thread(_create, call, await call.body(), Kind.CREATE_MODEL)
 
 
 @router.post("/load_weights", openapi_extra=takes(OnNewModel, LoadModel, OnModel))
 async def load_weights(call: Authorised) -> Response:
-    """With session_id, make a model from a checkpoint; with model_id, load a checkpoint into that model."""
+    """Create a model from a checkpoint (with session_id), or load a checkpoint into a model (with model_id)."""
     body = hash_token(await call.body(), access_hash)
     if parse(body).get("session_id") is not None:
         return await asyncio.to_thread(_create, call, body, Kind.LOAD_MODEL)
@@ -166,7 +166,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
     address = OnNewModel.from_values(values)
     new_id = model_id(address.session_id, address.model_seq_id)
     base_model = address.base_model if isinstance(address.base_model, str) else ""
-    # What is known of a model that never came to be. Its request says why.
+    # The description of a model that could not be created. Its request holds the reason.
     known = NewModel(new_id, address.session_id, call.owner, base_model, rank=0)
     describe = _fresh if kind is Kind.CREATE_MODEL else _from_checkpoint
     model, error = checked(lambda values: describe(call, known, values), values)
@@ -214,9 +214,9 @@ def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> New
 
 @router.post("/unload_model", openapi_extra=takes(NamedModel))
 async def unload_model(call: Authorised) -> Response:
-    """Unload a model after its operations. It then no longer counts for max_live_models, and its session goes on.
+    """Unload a model after its operations. It then no longer counts for max_live_models, and its session continues.
 
-    410 for a model that has ended.
+    410: the model has already ended.
     """
     wanted = (await call.parsed(NamedModel)).model_id
     request_id = await asyncio.to_thread(call.journal.models.request_unload, wanted, "by its client", call.owner)
@@ -227,7 +227,7 @@ async def unload_model(call: Authorised) -> Response:
 
 @router.post("/get_info", openapi_extra=takes(NamedModel))
 async def get_info(call: Authorised) -> ModelInfo:
-    """What a model is. The SDK asks once, right after making it."""
+    """The details of a model. The SDK requests them once, right after creating the model."""
     body = await call.parsed(NamedModel)
     return await asyncio.to_thread(_info, call.journal, call.owner, body.model_id)
 

@@ -1,7 +1,7 @@
-"""Uploading adapters that were made elsewhere: a signed link for each of PEFT's files, then a checkpoint.
+"""Uploads of adapters that were trained elsewhere: a signed link for each of PEFT's files, then a checkpoint.
 
-Files arrive in pieces, so that no process holds more than one of them, and lie in the store until the upload is
-finished. A file that is sent again replaces what was sent before.
+Files are stored in pieces, so that no request holds more than one piece in memory. They stay in the store until the
+upload is finished. A file that is sent again replaces the earlier one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PIECE = 8 * 2**20
 
 
 class UploadStarted(Wire):
-    """An upload. urls: where each file is to be PUT, by its name, until `expires`."""
+    """An upload. urls: for each file's name, the URL to PUT the file to until `expires`."""
 
     upload_id: str
     urls: dict[str, str]
@@ -48,28 +48,28 @@ class UploadStarted(Wire):
 
 
 class UploadFinished(Wire):
-    """The path of the checkpoint that an upload became. It is a training checkpoint without optimizer state."""
+    """The path of the checkpoint made from an upload. It is a training checkpoint without optimizer state."""
 
     tinker_path: str
 
 
 @router.post("/external_weights_upload_start", openapi_extra=takes(StartUpload))
 async def external_weights_upload_start(call: Authorised) -> UploadStarted:
-    """Begin to upload an adapter: its links."""
+    """Begin the upload of an adapter. Returns links for its files."""
     body = StartUpload.from_values(parse(await call.body()))
     return await asyncio.to_thread(_start, call, body)
 
 
 @router.post("/external_weights_upload_finish", openapi_extra=takes(FinishUpload))
 async def external_weights_upload_finish(call: Authorised) -> UploadFinished:
-    """Make a checkpoint of the uploaded files. A repeat returns the same path. Refused files can be replaced."""
+    """Make a checkpoint from the uploaded files. Repeats return the same path. Refused files can be replaced."""
     body = FinishUpload.from_values(parse(await call.body()))
     return UploadFinished(tinker_path=await call.services.imports.run(call.owner, _finish, call, body.upload_id))
 
 
 @link_router.put(f"/{_LINKS}/{{upload_id}}/{{file}}", openapi_extra=takes_bytes())
 async def upload_file(upload_id: str, file: str, services: Linked, request: Request) -> Response:
-    """Take one file."""
+    """Receive one file."""
     upload = await asyncio.to_thread(services.journal.uploads.get, upload_id, None)
     if upload.path is not None:
         raise ConflictError(f"upload {upload_id!r} is finished as {upload.path}: must be a new upload")
@@ -90,7 +90,7 @@ async def upload_file(upload_id: str, file: str, services: Linked, request: Requ
 
 
 async def _take(services: Services, request: Request, upload: UploadView, file: str, name: str, most: int) -> int:
-    """Write the body into the store, piece by piece; how many there are. BodyTooLargeError beyond `most` bytes."""
+    """Write the body to the store in pieces. Returns their number. BodyTooLargeError: there are over `most` bytes."""
     piece, count, size = bytearray(), 0, 0
     pieces = services.memories.pieces
 
@@ -163,7 +163,7 @@ def _finish(call: Call, upload_id: str) -> str:
     save = partial(save_import, store, upload.id, state, base_model=card.name, owner=upload.owner, request_id=sent)
     try:
         saved = save()
-    except ConflictError:  # a finish that was cut off, or is slower, has saved files that were replaced since
+    except ConflictError:  # an interrupted or slower finish saved files that were replaced since
         saved = save(name=f"{IMPORTED}-{hashlib.sha256(sent.encode()).hexdigest()[:8]}")
     try:
         path = journal.uploads.finish(upload, CheckpointSaved.of(saved))

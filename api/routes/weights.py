@@ -1,4 +1,4 @@
-"""Saving weights, and looking at, publishing and deleting what was saved."""
+"""Saves weights, and lists, describes, publishes and deletes checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinkerflow.backend.wire import OnModel, SaveExternal, SaveForSampler, SaveW
 
 router = Router(busy=4)
 
-# The SDK gives a retried unnamed save a new number, but it is the same save.
+# The SDK gives a retried unnamed save a new number, although it is the same save.
 _RENUMBERED = ("sampling_session_seq_id",)
 
 
@@ -31,13 +31,13 @@ class CheckpointList(Wire):
 
 
 class WeightsPath(Wire):
-    """The checkpoint that is asked about, as a tinker:// path."""
+    """The requested checkpoint, as a tinker:// path."""
 
     tinker_path: str
 
 
 class WeightsInfo(Wire):
-    """What a client must know of a checkpoint before it loads it."""
+    """The properties of a checkpoint that a client needs before loading it."""
 
     base_model: str
     is_lora: bool
@@ -56,13 +56,13 @@ async def save_weights(call: Authorised) -> Response:
 
 @router.post("/save_weights_for_sampler", openapi_extra=takes(OnModel, SaveForSampler))
 async def save_weights_for_sampler(call: Authorised) -> Response:
-    """Accept a save for sampling. A save with a name is kept. A save without a name opens a sampling session."""
+    """Accept a save for sampling. A named save is stored. An unnamed save opens a sampling session."""
     return await submit_for_model(call, Kind.SAVE_FOR_SAMPLER, SaveForSampler.from_values, not_content=_RENUMBERED)
 
 
 @router.post("/save_weights_external", openapi_extra=takes(OnModel, SaveExternal))
 async def save_weights_external(call: Authorised) -> Response:
-    """Accept an export of the weights, to be downloaded."""
+    """Accept an export of the weights for download."""
     return await submit_for_model(call, Kind.SAVE_EXTERNAL, SaveExternal.from_values)
 
 
@@ -89,27 +89,27 @@ async def run_checkpoints(run_id: str, call: Authorised) -> CheckpointList:
 
 @router.delete(f"{CHECKPOINT}", status_code=204)
 async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Delete a checkpoint. Nobody can read it from now on; the engine removes its files within seconds."""
+    """Delete a checkpoint. It becomes unreadable immediately; the engine removes its files within seconds."""
     await asyncio.to_thread(call.journal.checkpoints.delete, _path(run_id, kind, name), call.owner, call.key_id)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Let all keys read a checkpoint. A repeat succeeds too, because the SDK would retry a 409 for minutes."""
+    """Let all keys read a checkpoint. Repeats succeed, because the SDK would retry a 409 for minutes."""
     path = _path(run_id, kind, name)
     await asyncio.to_thread(call.journal.checkpoints.publish, path, call.owner, key_id=call.key_id)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Let only the checkpoint's own project read it again. A repeat succeeds too."""
+    """Let only the checkpoint's own project read it again. Repeats succeed."""
     path = _path(run_id, kind, name)
     await asyncio.to_thread(call.journal.checkpoints.publish, path, call.owner, public=False, key_id=call.key_id)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes(TtlSeconds))
 async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Let a checkpoint expire `ttl_seconds` from now, or never when it is null."""
+    """Let a checkpoint expire `ttl_seconds` from now, or never if that is null."""
     values = parse(await call.body())
     if "ttl_seconds" not in values:
         raise UserError("ttl_seconds is absent: must be a number of seconds, or null for never")
@@ -121,7 +121,7 @@ async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised
 
 @router.post("/weights_info", openapi_extra=takes(WeightsPath))
 async def weights_info(call: Authorised) -> WeightsInfo:
-    """What a client must know of a checkpoint before it loads it."""
+    """The properties of a checkpoint that a client needs before loading it."""
     body = await call.parsed(WeightsPath)
     saved = await asyncio.to_thread(call.journal.checkpoints.get, body.tinker_path, call.owner)
     return WeightsInfo(

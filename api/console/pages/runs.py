@@ -151,6 +151,7 @@ def _lineage(visit: Visit, run: ModelView) -> dict[str, object]:
     ancestries, metadata = visit.journal.ancestries, {name: value for name, value in run.user_metadata.items() if value}
     if "planned_steps" in metadata:
         metadata.pop("step", "")  # the step at which the pipeline opened the run, not the current one
+    # Forks made by earlier releases have no origin, so their metadata is shown instead.
     repeats, forked, _ = (metadata.pop(key, "") for key in ("rerun_of", "fork_of", FLOW_RUN))
     before, after = ancestries.before(run.id, visit.owner), ancestries.after(run.id, visit.owner)
     names = metadata.pop(DEFAULTS, "").split()
