@@ -45,7 +45,7 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (StoreAwayError, 503),
     (StoreError, 500),  # the store is damaged, so retrying does not help
 )
-# The beginning of our messages. The pattern does not backtrack, because a client's field name may be very long.
+# The beginning of our messages. No backtracking, because a client's field name may have a million characters.
 _FIELD = re.compile(r"([a-z_]++)[\w.\[\]']*+(?: '[^']*+')?(?:: | (?:is|has|have|must|does)\b)")
 
 

@@ -1,4 +1,4 @@
-"""Converts between text and tokens in the API process, without torch or JAX. Tokenizers load off the event loop."""
+"""Converts between text and tokens in the API process, without torch or JAX. Files are read off the event loop."""
 
 from __future__ import annotations
 

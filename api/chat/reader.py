@@ -84,7 +84,7 @@ class Reader:
         self._trim = False
 
     def until(self, marks: Sequence[str], event: Callable[[str], Event] = ContentDelta) -> Steps[str | None]:
-        """Yield text up to the first of the marks, and return the mark; None at the end of the text.
+        """Yield text up to the first of the marks. Returns the mark, or None at the end of the text.
 
         White space before a mark is dropped. event: makes an event from a piece of text.
         """

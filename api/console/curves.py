@@ -72,7 +72,7 @@ def chart_view(
     first: _Step = "",
     last: _Step = "",
 ) -> ChartView:
-    """The view that a URL asks for."""
+    """The view that a URL specifies."""
     return ChartView(x, log, smooth, None if first == "" else first, None if last == "" else last)
 
 

@@ -83,7 +83,7 @@ def website() -> Path | None:
 
 
 def number(value: float | None) -> str:
-    """A number for people: integers with thousands separators, others with three or four significant digits."""
+    """A number for people: integers with thousands separators, others with at least three significant digits."""
     if value is None:
         return NONE
     if isinstance(value, int) or (float(value).is_integer() and 1 <= abs(value) < 1e15):

@@ -51,7 +51,7 @@ class SignInError(Exception):
     """The visitor must sign in first. reason: why the token was refused, or "" if none was sent."""
 
     def __init__(self, reason: str = "") -> None:
-        """reason: as above."""
+        """Store the reason."""
         super().__init__(reason)
         self.reason = reason
 

@@ -39,7 +39,7 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
         error_name: str = "",
     ) -> None:
-        """request: the answered one; its body must have been read. error_name: the type of an event with an error."""
+        """request: the client's; its body must have been read. error_name: the type of an event with an error."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **(headers or {})})
         del self.headers["content-length"]
         self._request = request

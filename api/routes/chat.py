@@ -90,7 +90,10 @@ async def _begin(call: Call) -> tuple[Generation, ChatAnswer, bool]:
 
 
 def _check_content(message: ChatMessage, field: str) -> None:
-    """Check that a message has content. UserError: there is none, and the message is no answer with other fields."""
+    """Check that a message has content, which only answers with calls, reasoning or a refusal may omit.
+
+    UserError: content is missing or empty.
+    """
     if message.content == []:
         raise broken(field, [], "a text or at least one part")
     other = message.tool_calls or message.reasoning_content or message.refusal

@@ -150,7 +150,7 @@ async def receipt(run_id: str, call: Authorised) -> dict[str, Any]:
 
 @router.get(f"{CHECKPOINT}/answers")
 async def answers(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> CheckpointAnswers:
-    """The names of a checkpoint as a champion, and the number of the caller's sample requests that it answered."""
+    """The champion names of a checkpoint, and the number of the caller's sample requests that it answered."""
     return await asyncio.to_thread(_answers, call, str(CheckpointPath(run_id, kind, name)))
 
 

@@ -34,7 +34,7 @@ _NAMES = {
 
 
 class ResponseTool(Strict):
-    """A function that the model may call; its other fields are those of `ToolFunction`."""
+    """A function that the model may call, with the fields of `ToolFunction`."""
 
     type: Literal["function"]
     name: ToolName

@@ -83,7 +83,7 @@ async def training_runs(
 ) -> TrainingRuns:
     """Training runs of the access_scope, newest first; with project_id, the runs of sessions with that label.
 
-    limit, offset: the part of the list. call: the caller's.
+    limit, offset: the part of the list to return. call: the caller's.
     """
     owner = call.visible(access_scope)
     page = await asyncio.to_thread(call.journal.models.runs, owner, limit=limit, offset=offset, project_id=project_id)
@@ -101,7 +101,7 @@ async def training_run(run_id: str, call: Authorised, access_scope: AccessScope 
 
 @router.post("/training_runs/{run_id}/metrics", openapi_extra=takes(RunMetricsBody))
 async def record_metrics(run_id: str, call: Authorised) -> RecordedMetrics:
-    """Store named values of the project's own run, for its page. Values that are already stored stay unchanged."""
+    """Store named values of the project's own run, for its page. Repeating stored values has no effect."""
     body = await call.parsed(RunMetricsBody)
     steps: dict[int, dict[str, float]] = {}
     for one in body.steps:

@@ -61,7 +61,7 @@ async def create_key(visit: Visiting) -> Response:
 
 @router.post("/keys/{key_id}/revoke")
 async def revoke_key(key_id: str, visit: Visiting) -> Response:
-    """Revoke a key. Only admins may revoke keys of others."""
+    """Revoke a key. Only admins may revoke keys other than their own."""
     if key_id != visit.call.key_id:
         _only_admins(visit)
     await asyncio.to_thread(visit.journal.keys.revoke, key_id, actor=actor_of_key(visit.call.key_id))
