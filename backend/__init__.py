@@ -1,1 +1,1 @@
-"""Everything below Prefect and HTTP: journal (the truth), pool, compute (JAX), store (files), wire (protobuf)."""
+"""Everything below Prefect and HTTP: journal (source of truth), pool, compute (JAX), store (files), wire (protobuf)."""

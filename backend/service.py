@@ -1,4 +1,4 @@
-"""The service of a data dir: the process that serves it, the address of its API, and its journal as it is."""
+"""The service of a data dir: the process that serves it, the address of its API, and its journal."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LOCK = "up.lock"  # the process that serves a data dir holds its lock
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that serves a data dir, and its API, once that is known.
+    """The process that serves a data dir, and the URL of its API, once known.
 
-    stopped: when it stopped; "" if it serves or was killed; None in files of earlier releases.
+    stopped: when it stopped; "" if it is serving or was killed; None in files of earlier releases.
     """
 
     pid: int
@@ -36,7 +36,7 @@ class Owner:
 
 
 def read_owner(data_dir: Path) -> Owner | None:
-    """The process that serves a data dir; None when none does."""
+    """The process that serves a data dir, or None."""
     try:
         with (data_dir / LOCK).open() as lock:
             try:
@@ -49,7 +49,7 @@ def read_owner(data_dir: Path) -> Owner | None:
 
 
 def last_owner(data_dir: Path) -> Owner | None:
-    """The process that serves a data dir, or else the last one that did; None when none did."""
+    """The process that serves a data dir, or the last one that did; None if none ever did."""
     try:
         return Owner(**json.loads((data_dir / LOCK).read_text()))
     except (OSError, ValueError, TypeError):
@@ -58,7 +58,7 @@ def last_owner(data_dir: Path) -> Owner | None:
 
 @contextmanager
 def opened_journal(settings: Settings) -> Iterator[Journal | None]:
-    """The journal as it is; None: there is no database, or it has no tables. ServerError: of another version."""
+    """Open the journal without migrating it. Yields None without a database or tables. ServerError: wrong version."""
     from tinkerflow.backend.journal import Journal, NoTablesError  # SQLAlchemy takes a second to load
 
     journal = None
@@ -73,9 +73,9 @@ def opened_journal(settings: Settings) -> Iterator[Journal | None]:
 
 
 def service_url(settings: Settings) -> str:
-    """URL of the data dir's API, as its `tinkerflow up` has it, or else of a host or port that is set.
+    """The URL of the data dir's API, as recorded by `tinkerflow up`, or else of the configured host or port.
 
-    Without either, the URL of its last `tinkerflow up`.
+    If neither is configured, the URL of the last `tinkerflow up` is used even if it has stopped.
     """
     given = {"host", "port"} & settings.model_fields_set
     owner = (read_owner if given else last_owner)(settings.data_dir)
@@ -91,9 +91,10 @@ def api_answers(url: str) -> bool:
 
 
 def refuse_other_service(settings: Settings, url: str, fix: str = "choose another --port, or its --data-dir") -> None:
-    """Raise UserError, with the fix, when the API that answers at `url` (`service_url`) serves another data dir.
+    """UserError, with the fix: the API that answers at `url` (`service_url`) serves another data dir.
 
-    A service of this data dir has an owner. If it runs as parts, perhaps on other hosts, its API beats in the journal.
+    A service of this data dir has an owner. If it runs as separate parts, perhaps on other hosts, its API writes
+    heartbeats to the journal.
     """
     if read_owner(settings.data_dir) is not None:
         return

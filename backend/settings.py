@@ -1,7 +1,7 @@
 """Every setting of the service, declared once and read once, from arguments and `TINKERFLOW_*` variables.
 
 The descriptions are the help of the command line and the table in docs/settings.md. A worker receives the settings
-that `backend.commands.GroupConfig` has a field of the same name for.
+whose names are also fields of `backend.spec.commands.GroupConfig`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinkerflow.backend.spec.formats import BaseWeights, CacheFormat, Dtype, Pla
 from tinkerflow.backend.spec.ranks import RankRule
 
 _PREFIX = "TINKERFLOW_"
-_FORMS = {  # the texts of settings that hold several values
+_FORMS = {  # the text forms of settings with several values
     tuple: 'names with commas between them, as in a,b, or a JSON list, as in ["a", "b"]',
     dict: 'a JSON object, as in {"a": 1}',
 }
@@ -273,7 +273,7 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _decoded(cls, value: object, info: ValidationInfo) -> object:
-        """A list or an object from the text of a variable, which is JSON, or names with commas between them."""
+        """Parse a list or an object from the text of a variable: JSON, or names separated by commas."""
         kind = get_origin(cls.model_fields[str(info.field_name)].annotation)
         if not isinstance(value, str) or kind not in _FORMS:
             return value
@@ -325,7 +325,7 @@ class Settings(BaseSettings):
         known = set(map(variable_of, cls.model_fields))
         unknown = sorted(k for k in os.environ if k.startswith(_PREFIX) and k not in known)
         if unknown:
-            near = did_you_mean(unknown[0], known, likeness=0.8)  # all begin alike
+            near = did_you_mean(unknown[0], known, likeness=0.8)  # all names begin alike
             raise ValueError(f"unknown setting {unknown[0]} in the environment{near}; docs/settings.md lists them")
         return values
 
@@ -338,13 +338,13 @@ class Settings(BaseSettings):
 
     @property
     def groups(self) -> int:
-        """How many worker groups run at a time."""
+        """The number of worker groups that run at a time."""
         models = max(1, len(self.base_models))
         return min(self.max_groups or models, models)
 
     @property
     def drift_limits(self) -> DriftLimits:
-        """The limits of the figures that compare the sampler with the trainer."""
+        """The limits for the figures that compare the sampler with the trainer."""
         return DriftLimits(self.most_drift, self.least_agreement)
 
     @property
@@ -359,13 +359,13 @@ class Settings(BaseSettings):
 
     @property
     def journal_file(self) -> Path | None:
-        """The file of the journal; None when it is no SQLite database."""
+        """The file of the journal; None if the journal is not an SQLite database."""
         scheme, _, file = self.journal_url.partition(":///")
         return Path(file.partition("?")[0]) if scheme == "sqlite" else None
 
     @property
     def has_journal(self) -> bool:
-        """Whether a journal may exist already: False only for an SQLite file that does not exist."""
+        """Whether a journal may already exist. False only for an SQLite file that does not exist."""
         return self.journal_file is None or self.journal_file.exists()
 
     @property
@@ -385,11 +385,11 @@ class Settings(BaseSettings):
 
     @property
     def compile_cache(self) -> Path:
-        """The folder of JAX's compilation cache. It holds native code, so it must be as safe as the program itself."""
+        """The folder of JAX's compilation cache. It contains native code, so it must be as secure as the program."""
         return self.data_dir / "jax-cache"
 
     def environment(self) -> dict[str, str]:
-        """The same settings as environment variables, for child processes."""
+        """The settings as environment variables, for child processes."""
         return {
             variable_of(name): value if isinstance(value, str) else json.dumps(value)
             for name, value in self.model_dump(mode="json").items()

@@ -1,4 +1,4 @@
-"""The one clock, which is passed in so that tests can drive time; and a call that repeats every second."""
+"""The clock, which is passed in so that tests can drive time, and a call that repeats every second."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Clock(Protocol):
     """Wall time and monotonic time."""
 
     def now(self) -> datetime:
-        """The current time, aware, in UTC."""
+        """The current time, timezone-aware, in UTC."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start, never going back."""
+        """Seconds from an arbitrary start; never decreases."""
         ...
 
 
@@ -25,16 +25,16 @@ class SystemClock:
     """The machine's own clock."""
 
     def now(self) -> datetime:
-        """The current time, aware, in UTC."""
+        """The current time, timezone-aware, in UTC."""
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start, never going back."""
+        """Seconds from an arbitrary start; never decreases."""
         return time.monotonic()
 
 
 def add_seconds(moment: datetime, seconds: float) -> datetime:
-    """`moment` plus `seconds`, or the first or last moment of the calendar if the sum lies outside of it."""
+    """`moment` plus `seconds`, or the first or last moment of the calendar if the sum lies outside it."""
     try:
         return moment + timedelta(seconds=seconds)
     except OverflowError:
@@ -42,7 +42,7 @@ def add_seconds(moment: datetime, seconds: float) -> datetime:
 
 
 async def every_second(call: Callable[[], None]) -> None:
-    """Call `call` every second for as long as the event loop turns, until cancelled."""
+    """Call `call` every second until cancelled."""
     while True:
         call()
         await asyncio.sleep(1.0)

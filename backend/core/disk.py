@@ -1,7 +1,7 @@
-"""Files and folders that are private, and that survive a power cut.
+"""Private files and folders that survive a power cut.
 
-What the service keeps belongs to its tenants, so other users of the machine must not read it. Modes are given when a
-file is created: a later chmod would leave a moment in which others can open it.
+The service's files belong to its tenants, so other users of the machine must not read them. Modes are set when a
+file is created: a later chmod would leave a moment in which others could open it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-OTHERS = 0o077  # the bits of the group and of everybody else
+OTHERS = 0o077  # the permission bits of the group and of all other users
 
 log = logging.getLogger(__name__)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a private folder and its parents, and flush each new entry, or a power cut could lose the folder."""
+    """Make a private folder and its parents. Each new entry is flushed, so a power cut cannot lose the folder."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -29,21 +29,21 @@ def make_folder(folder: Path) -> None:
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Open a file as `open(path, mode)` does. A file that this call creates can be read by its owner only."""
+    """Open a file like `open(path, mode)`. If the call creates the file, only its owner can read it."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE))
 
 
 def sqlite_url(path: Path, driver: str = "sqlite") -> str:
-    """The URL in which the installed SQLAlchemy finds this path: 2.1 decodes %20 in URLs, and 2.0 does not."""
+    """The URL of this path for the installed SQLAlchemy: version 2.1 decodes %20 in URLs, 2.0 does not."""
     from sqlalchemy import URL
 
     return URL.create(driver, database=str(path)).render_as_string()
 
 
 def folder_of_url(url: str) -> Path:
-    """The folder of a `file://` URL, in which `%20` is a blank and so on.
+    """The folder of a `file://` URL, with percent escapes such as `%20` decoded.
 
-    Earlier releases took such a URL literally: a folder that has the literal name, and no other, is found.
+    Earlier releases took such a URL literally: if only a folder with the literal name exists, that one is returned.
     """
     literal = Path(url.removeprefix("file://"))
     folder = Path(unquote(str(literal)))
@@ -51,7 +51,7 @@ def folder_of_url(url: str) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Have the content of a file on the disk, or the names in a folder."""
+    """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,8 +62,8 @@ def flush(path: Path) -> None:
 def make_private(*paths: Path) -> None:
     """Remove other users' permissions from files and folders that an earlier release made. Missing paths are skipped.
 
-    The content of a folder is changed only if the folder itself is open to others. A path that belongs to another user
-    is logged and stays as it is, because only its owner may change it.
+    A folder's content is changed only if other users can access the folder itself. A path that belongs to another user
+    is logged and left unchanged, because only its owner may change it.
     """
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Files encrypted with age (filippo.io/age), so that only the named recipients can read them."""
+"""Files encrypted with age (filippo.io/age), so that only the given recipients can read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RULE = "must be a native age recipient (age1...) or an SSH public key (ssh-ed25
 
 
 def check_recipients(recipients: Sequence[str], field: str) -> None:
-    """UserError names the entry of `field` that is not an age recipient, or the number of entries if too many."""
+    """UserError: an entry of `field` is not an age recipient, or there are too many entries."""
     if len(recipients) > MOST_RECIPIENTS:
         raise UserError(f"{field} has {len(recipients)} entries: must be at most {MOST_RECIPIENTS}")
     for index, text in enumerate(recipients):
@@ -25,7 +25,7 @@ def check_recipients(recipients: Sequence[str], field: str) -> None:
 
 
 def encrypt(files: Mapping[str, bytes], recipients: Sequence[str]) -> dict[str, bytes]:
-    """Every file encrypted to all recipients, with `.age` added to its name. Each recipient alone can decrypt it."""
+    """Every file encrypted to all recipients, with `.age` added to its name. Any one recipient can decrypt it."""
     keys = [_recipient(text) for text in recipients]
     return {name + SUFFIX: pyrage.encrypt(data, keys) for name, data in files.items()}
 

@@ -1,4 +1,4 @@
-"""Environment variables of this process, for a time."""
+"""Environment variables of this process, set temporarily."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the block."""
+    """Set environment variables for the duration of the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ |= values
     try:

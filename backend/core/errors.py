@@ -5,10 +5,10 @@ TinkerflowError            category
 │   ├── NotFoundError               the object does not exist, or belongs to another project
 │   ├── ConflictError               the same id was used before for other content
 │   ├── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
-│   ├── TooManyError                the project has as much waiting as it may; retry later
+│   ├── TooManyError                the project has reached its limit of waiting work; retry later
 │   ├── ContextExceededError        a prompt, or a prompt with its answer, is longer than the model's context
-│   └── AllocationError             the devices had no memory left for it; all is as it was before
-└── ServerError            server   the service failed; the request was right
+│   └── AllocationError             the devices had no memory left for it; nothing was changed
+└── ServerError            server   the service failed; the request was valid
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     │   ├── DeadlineError           a command was not answered within its deadline
     │   └── SuspectError            the worker group ended while it executed this command
@@ -31,7 +31,7 @@ Category = Literal["user", "server"]
 
 
 class TinkerflowError(Exception):
-    """Base of every error this service raises on purpose."""
+    """Base class of all errors that this service raises deliberately."""
 
     category: ClassVar[Category] = "server"
 
@@ -60,13 +60,13 @@ class BodyTooLargeError(UserError):
 
 
 class TooManyError(UserError):
-    """The project has as much waiting as it may; the same request may be accepted a moment later."""
+    """The project has reached its limit of waiting work; the same request may be accepted a moment later."""
 
 
 class ContextExceededError(UserError):
     """A prompt, or a prompt with its answer, is longer than the context of its model.
 
-    context: the model's, in tokens. size: of the prompt, with its unit. most: the largest size, in the same unit.
+    context: the model's context in tokens. size: the prompt's size with its unit. most: the limit, in the same unit.
     """
 
     def __init__(self, message: str, *, context: int, size: str, most: int) -> None:
@@ -78,9 +78,9 @@ class ContextExceededError(UserError):
 
 
 class AllocationError(UserError):
-    """The devices had no memory left for the request. What it is about is as it was before.
+    """The devices had no memory left for the request, which changed nothing.
 
-    The message says the same on every rank: a group whose ranks differ ends.
+    The message is the same on every rank: a group whose ranks answer differently is ended.
     """
 
 
@@ -99,8 +99,8 @@ class DeadlineError(GroupFailedError):
 class SuspectError(GroupFailedError):
     """The worker group ended while it executed this command.
 
-    With several commands in flight, it is the oldest that the rank which reported its exit had not answered, or the
-    oldest of all if no rank reported. crashed: False when the group was ended from outside, by a signal.
+    With several commands in flight, this is the oldest one unanswered by the rank that reported its exit, or the
+    oldest of all if no rank reported. crashed: False if a signal from outside ended the group.
     """
 
     def __init__(self, message: str, *, crashed: bool = True) -> None:
@@ -119,7 +119,7 @@ class DevicesError(ServerError):
 
 
 class FencedError(ServerError):
-    """Another engine has taken over the journal, and this engine may not change it any more."""
+    """Another engine has taken over the journal, and this engine may no longer change it."""
 
 
 class StateLostError(ServerError):
@@ -138,12 +138,12 @@ class StoreAwayError(StoreError):
     """The store could not be reached, so the state of its checkpoints is unknown."""
 
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # part of the text of XLA's errors
 _LONGEST_SHOWN = 80  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """`value` as an error message shows it: its repr, cut to 80 characters."""
+    """The form of `value` in an error message: its repr, cut to 80 characters."""
     text = repr(value[: _LONGEST_SHOWN + 1] if isinstance(value, str | list) else value)
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Ticket(Generic[T]):
-    """One item in the queue. start: its start tag. cost: the amount it consumes of its owner's share."""
+    """One item in the queue. start: its start tag. cost: how much of its owner's share it consumes."""
 
     owner: str
     item: T
@@ -29,28 +29,28 @@ class Ticket(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Items of several owners in the order in which they are served. An owner's own items keep their order."""
+    """Items of several owners in the order of service. Items of one owner keep their order."""
 
     def __init__(self, weight: Callable[[str], float] = lambda owner: 1.0) -> None:
-        """An empty queue. weight: the weight of an owner, above 0. An owner with weight 2 gets twice the service."""
+        """Create an empty queue. weight: an owner's weight, above 0. An owner with weight 2 gets twice the service."""
         self._weight = weight
-        self._tickets: list[Ticket[T]] = []  # by start tag; equal ones in the order in which they came
-        self._now = 0.0  # virtual time: the start tag of the ticket that was served last
-        self._ends: dict[str, float] = {}  # by owner: when its last ticket ends; dropped once that is past
+        self._tickets: list[Ticket[T]] = []  # by start tag; ties in the order of arrival
+        self._now = 0.0  # virtual time: the start tag of the last ticket served
+        self._ends: dict[str, float] = {}  # by owner: when its last ticket ends; dropped once past
 
     def __len__(self) -> int:
         return len(self._tickets)
 
     def __iter__(self) -> Iterator[Ticket[T]]:
-        """The tickets, first the one that is served next."""
+        """The tickets in the order of service."""
         return iter(tuple(self._tickets))
 
     def push(self, owner: str, item: T, cost: float = 1.0, *, before: Ticket[T] | None = None) -> Ticket[T]:
-        """Queue an item behind its owner's other items, before the excess of other owners.
+        """Queue an item behind its owner's other items, and ahead of other owners' items beyond their share.
 
-        cost: the amount that serving the item consumes of its owner's share; 0 if `charge` adds it later. before: a
-        ticket of the same owner. The item gets its place, and the owner's tickets from there on move back. Other owners
-        keep theirs.
+        cost: how much of its owner's share the item consumes; 0 if `charge` adds it later. before: a ticket of the
+        same owner. The item takes that ticket's place, and the owner's tickets from there on move back. Other owners'
+        tickets keep their places.
         """
         size = cost / self._weight(owner)
         start = max(self._now, self._ends.get(owner, 0.0))
@@ -65,7 +65,7 @@ class FairQueue(Generic[T]):
         return ticket
 
     def peek(self) -> Ticket[T] | None:
-        """The ticket that is served next; None in an empty queue."""
+        """The ticket that is served next; None if the queue is empty."""
         return self._tickets[0] if self._tickets else None
 
     def waits(self, owner: str) -> bool:
@@ -73,14 +73,14 @@ class FairQueue(Generic[T]):
         return any(ticket.owner == owner for ticket in self._tickets)
 
     def owes(self, owner: str) -> bool:
-        """Whether the next ticket of an owner starts later than the first ticket of a new owner."""
+        """Whether an owner's next ticket would start later than the first ticket of a new owner."""
         return self._ends.get(owner, 0.0) > self._now
 
     def serve(self, ticket: Ticket[T]) -> T:
-        """Remove a ticket that is served now, and return its item.
+        """Serve a ticket: remove it and return its item.
 
-        Any ticket may be served, not only the first. Virtual time never passes a ticket in the queue, so the next new
-        owner starts behind served items only.
+        Any ticket may be served, not only the first. Virtual time never passes a queued ticket, so a new owner starts
+        behind served tickets only.
         """
         self._tickets.remove(ticket)
         self._now = max(self._now, min(ticket.start, self._tickets[0].start) if self._tickets else ticket.start)
@@ -103,9 +103,9 @@ class FairQueue(Generic[T]):
 
 
 def equal_places(places: int, taken: Mapping[str, int], waiting: Mapping[str, int]) -> dict[str, int]:
-    """The number of items to admit for each owner, so that owners with the fewest places come first.
+    """The number of items to admit for each owner. The owners with the fewest places come first.
 
-    places: free places. taken: the places that each owner has. waiting: the items that each owner has in the queue.
+    places: free places. taken: the places held by each owner. waiting: the items of each owner in the queue.
     """
     line = [(taken.get(owner, 0), owner) for owner, count in waiting.items() if count > 0]
     heapq.heapify(line)

@@ -1,4 +1,4 @@
-"""Names of hosts, as requests give them."""
+"""Names of hosts in requests and URLs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(authority: str) -> str:
-    """The host of `host`, `host:port` or `[v6]:port`, in lower case and without a dot at its end; else empty."""
+    """The host of `host`, `host:port` or `[v6]:port`, in lower case and without a trailing dot; empty if invalid."""
     match = _AUTHORITY.fullmatch(authority)
     return "" if match is None else match[1].strip("[]").rstrip(".").lower()
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL of an HTTP server; an IPv6 address stands in brackets."""
+    """The URL of an HTTP server, with an IPv6 address in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""The one id maker, the forms of ids that the SDK computes for itself, kinds in checkpoints' paths, ids of the hub."""
+"""The id maker, the forms of ids that the SDK computes itself, kinds of checkpoints in paths, and hub ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 KEY_PREFIX = "tml-"  # of every API key
-LOCAL_OWNER = "local"  # the project of callers on a server that only its own machine reaches, and that has no keys
+LOCAL_OWNER = "local"  # the project of all callers of a server without keys, which only its own machine reaches
 IMPORTED = "imported"  # the name of an imported checkpoint in its run
 _ALPHABET = "0123456789abcdefghijklmnopqrstuv"
 NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.'"
@@ -36,12 +36,12 @@ def new_id(prefix: str) -> str:
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:
-    """`{session}:train:{n}`: the SDK computes this form itself after create-via-load."""
+    """`{session}:train:{n}`: the SDK computes this id itself after it creates a model from a checkpoint."""
     return f"{session_id}:train:{model_seq_id}"
 
 
 def session_of(model: str) -> str:
-    """The session in which a model was made, from the model's id."""
+    """The id of the session that created a model, taken from the model's id."""
     return model.partition(":train:")[0]
 
 
@@ -51,9 +51,9 @@ def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
 
 
 def about_id(text: str) -> str:
-    """The end of an error about an id of ours where another value belongs, with the likely one; "" for other texts.
+    """The end of an error message about an id of ours given instead of another value, with the likely value, or "".
 
-    It is about the form of the id alone, and never says whether the id exists.
+    It depends only on the form of the id, and never reveals whether the id exists.
     """
     if (found := _OURS.fullmatch(text)) is None:
         return ""
@@ -81,16 +81,16 @@ def is_name(text: str) -> bool:
 
 
 def base_model_name(given: str) -> str:
-    """The name of a base model that was given as a folder, a hub id or a URL: without a slash at its end."""
+    """The name of a base model given as a folder, a hub id or a URL: the same text without trailing slashes."""
     return given.rstrip("/") or given
 
 
-EMBEDDED = "tinkerflow/tiny"  # another name of the embedded model, whose name is its folder
+EMBEDDED = "tinkerflow/tiny"  # an alias of the embedded model, whose name is its folder
 EMBEDDED_FOLDER = ("models", "tinkerflow", "tiny-qwen3")  # in the data dir
 
 
 def hub_name(name: str) -> tuple[str, str] | None:
-    """The hub id and the revision, "" if there is none, that a base model's name means; None for a folder or a URL."""
+    """The hub id and the revision ("" if none) in a base model's name; None for a folder or a URL."""
     repository, _, revision = name.partition("@")
     elsewhere = "://" in name or name.startswith(("/", ".", "~")) or repository.count("/") > 1
     return None if elsewhere or Path(name).is_dir() else (repository, revision)

@@ -13,7 +13,7 @@ _LEAST_BYTES = 16
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """A name or IPv4 address, and a port, of "host:port". ValueError for anything else."""
+    """The host (a name or an IPv4 address) and the port of "host:port". ValueError: anything else."""
     host, _, port = text.rpartition(":")
     if not host or ":" in host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"{text!r} must be HOST:PORT, with a name or an IPv4 address and a port of 0 to 65535")
@@ -21,7 +21,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def read_secret(path: Path) -> bytes:
-    """The group's secret: the file's content without white space around it. UserError when there is none."""
+    """The group's secret: the file's content without surrounding whitespace. UserError: unreadable or too short."""
     try:
         secret = path.read_bytes().strip()
     except OSError as error:
@@ -32,7 +32,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def make_secret(path: Path) -> bytes:
-    """The group's secret. When the file does not exist, it is made, readable by its owner only."""
+    """The group's secret. A missing file is created, readable by its owner only."""
     make_folder(path.parent)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)

@@ -1,4 +1,4 @@
-"""Log levels of other libraries, changed for a while."""
+"""Log levels of other libraries, changed temporarily."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def logging_at(level: int, *names: str, propagate: bool | None = None) -> Iterator[None]:
-    """Inside, the loggers of these names have this level. Afterwards they are as before.
+    """Set the level of the named loggers for the duration of the block.
 
-    propagate: whether they pass their lines on to the loggers above them; None: as before.
+    propagate: whether they pass their lines on to their parent loggers; None: unchanged.
     """
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger.level, logger.propagate) for logger in loggers]

@@ -1,6 +1,6 @@
-"""Lines as the inside of an SVG picture: grid, numbers, bands, lines and dots. A style sheet colours their classes.
+"""Line plots as the inside of an SVG picture: grid, numbers, bands, lines and dots. A style sheet colours the classes.
 
-`grid`; `line`, `faint`, `band` and `dot`, each also with `line-0`, `line-1` and so on, by the line that it belongs to.
+The classes are `grid`, and `line`, `faint`, `band` and `dot`, each with the line's own `line-0`, `line-1` and so on.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-LINES = 8  # classes `line-0` to `line-7`; further lines begin again
+LINES = 8  # classes `line-0` to `line-7`; further lines start again at `line-0`
 _TICKS = 4
-_DOTS = 40  # up to so many points, each has a dot
+_DOTS = 40  # a line of at most this many points gets dots
 
 Point = tuple[float, float]
-Box = tuple[int, int, int, int]  # left, top, right and bottom in pixels; numbers stand to the left of it and below it
+Box = tuple[int, int, int, int]  # left, top, right and bottom in pixels; numbers are drawn left of it and below it
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line. points: (x, y) from left to right; where y is None or not finite, the line has a gap.
+    """One line. points: (x, y) from left to right; a y that is None or not finite makes a gap.
 
-    band: (x, low, high), the range that the points are means of; drawn behind the line. faint: further points, drawn as
-    a faint line behind.
+    band: (x, low, high), the ranges of the values whose means are the points; drawn behind the line. faint: further
+    points, drawn behind it as a faint line.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Line:
         return [(x, y) for x, y in self.points if _is_known(y)]
 
     def powers(self) -> Line:
-        """The line with the decimal logarithm of each y. Values that have none become gaps."""
+        """The line with the decimal logarithm of each y. Values without one become gaps."""
 
         def power(y: float | None) -> float | None:
             return math.log10(y) if _is_known(y) and y > 0 else None
@@ -52,9 +52,9 @@ class Line:
 def plot(
     lines: Sequence[Line], box: Box, number: Callable[[float], str], *, log: bool = False
 ) -> tuple[str, Point, Point] | None:
-    """Draw lines in a box: the elements, and from where to where x and y go; None when no line has a point.
+    """Draw lines in a box. Returns the SVG elements and the ranges of x and y; None if no line has a point.
 
-    number: how the axes write a value. log: a logarithmic y axis; y then goes from power to power of ten.
+    number: formats a value for the axes. log: a logarithmic y axis; the range of y is then in powers of ten.
     """
     left, top, right, bottom = box
     if log:
@@ -104,7 +104,7 @@ def _is_known(value: float | None) -> TypeGuard[float]:
 
 
 def _pieces(points: Sequence[tuple[float, float | None]]) -> Iterator[list[Point]]:
-    """The points between two gaps."""
+    """The runs of points between gaps."""
     piece: list[Point] = []
     for x, y in points:
         if _is_known(y):
@@ -117,13 +117,13 @@ def _pieces(points: Sequence[tuple[float, float | None]]) -> Iterator[list[Point
 
 
 def _apart(values: Sequence[float]) -> Point:
-    """The lowest and the highest value, moved apart when they are equal."""
+    """The lowest and the highest value, moved apart if they are equal."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5))
 
 
 def _ticks(low: float, high: float, *, whole: bool = False) -> Iterator[float]:
-    """Round values between the two, about _TICKS of them. whole: only whole numbers."""
+    """Round values between `low` and `high`, about _TICKS of them. whole: only whole numbers."""
     rough = (high - low) / _TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999)

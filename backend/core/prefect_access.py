@@ -6,8 +6,8 @@ Two files in `<data_dir>/prefect`, which only their owner can read:
 - `server.json` exists while the server runs, and names its port and process. Clients send the credential only to this
   server, so a program that listens on Prefect's usual port does not get it.
 
-A sign-in link has a ticket, which the server exchanges for the credential (flows/prefect/guard.py). The ticket is an
-HMAC of its expiry with the credential as key. It is in the link's fragment, which browsers do not send to servers.
+A sign-in link contains a ticket, which the server exchanges for the credential (flows/prefect/guard.py). The ticket is
+an HMAC of its expiry with the credential as key. It is in the link's fragment, which browsers do not send to servers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PrefectAccess:
     """How clients and people reach a Prefect server.
 
     api_url: as PREFECT_API_URL. credential: its auth string, empty if it has none. pages_url: where people open its
-    pages, perhaps through a proxy. is_embedded: whether it is the server of a data dir, which has the sign-in page.
+    pages, perhaps through a proxy. is_embedded: whether it is the server of a data dir, which serves the sign-in page.
     """
 
     api_url: str
@@ -67,7 +67,7 @@ class PrefectAccess:
 
 
 def page_command(page: str, data_dir: Path) -> str:
-    """The command that prints a link to a page of the data dir's Prefect server, which signs the browser in."""
+    """The command that prints a link to a page of the data dir's Prefect server. The link signs the browser in."""
     return f"tinkerflow prefect --page {page} --data-dir {shlex.quote(str(data_dir))}"
 
 
@@ -83,19 +83,19 @@ def make_credential(data_dir: Path) -> str:
     """The credential of the Prefect server of this data dir. The first call creates it."""
     file = data_dir / "prefect" / "credential"
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(FileExistsError):  # `link`, and not `rename`: of two processes, the first one's credential stays
+    with suppress(FileExistsError):  # `link`, not `rename`: if two processes write, the first credential stays
         _write(file, f"tinkerflow:{secrets.token_urlsafe(32)}", os.link)
     return file.read_text().strip()
 
 
 def record_server(data_dir: Path, port: int, pid: int, public_url: str = "") -> None:
-    """Note that process `pid` serves on 127.0.0.1:`port`, and a proxy at `public_url`, if there is one."""
+    """Record that process `pid` serves on 127.0.0.1:`port`, behind a proxy at `public_url` if there is one."""
     server = {"port": port, "process": identity(pid), "public_url": public_url}
     _write(data_dir / "prefect" / "server.json", json.dumps(server), os.replace)
 
 
 def forget_server(data_dir: Path, pid: int) -> None:
-    """Note that process `pid` does not serve any more; the note about a later server stays."""
+    """Remove the record of process `pid`, which no longer serves. The record of a later server stays."""
     file = data_dir / "prefect" / "server.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         if json.loads(json.loads(file.read_text())["process"])["pid"] == pid:
@@ -103,12 +103,12 @@ def forget_server(data_dir: Path, pid: int) -> None:
 
 
 def record_port(data_dir: Path, wanted: int, port: int) -> None:
-    """Note the port that the data dir's server got in place of the port `wanted`, for its next start."""
+    """Record for the next start that the data dir's server got `port` instead of `wanted`."""
     _write(data_dir / "prefect" / "port.json", json.dumps({"wanted": wanted, "port": port}), os.replace)
 
 
 def last_port(data_dir: Path, wanted: int) -> int:
-    """The port of the last start, if `wanted` was the same then; else `wanted`."""
+    """The port of the last start if that start had the same `wanted`, else `wanted`."""
     try:
         noted = json.loads((data_dir / "prefect" / "port.json").read_text())
         return int(noted["port"]) if noted["wanted"] == wanted else wanted
@@ -131,7 +131,7 @@ def find_server(data_dir: Path) -> PrefectAccess | None:
 
 
 def server_for_clients(data_dir: Path, environment: Mapping[str, str]) -> PrefectAccess | None:
-    """The server at PREFECT_API_URL, or else the server of this data dir; None when there is neither.
+    """The server at PREFECT_API_URL, or else the server of this data dir; None if there is neither.
 
     environment: of this process. Other servers never get this data dir's credential.
     """
@@ -144,7 +144,7 @@ def server_for_clients(data_dir: Path, environment: Mapping[str, str]) -> Prefec
 
 
 def _is_same(local: str, other: str) -> bool:
-    """Whether `other` is the URL of a server of this machine, `local`, under any name."""
+    """Whether `other` is a URL of the same server as `local`, on this machine, under any name of the host."""
     try:
         mine, named = urlsplit(local), urlsplit(other)
         same = (mine.port, mine.path) == (named.port, named.path.rstrip("/"))
@@ -158,7 +158,7 @@ def _signature(credential: str, expires: int) -> str:
 
 
 def _write(file: Path, text: str, place: Callable[[Path, Path], object]) -> None:
-    """Write a file for its owner alone, in one step. place: `os.link` or `os.replace`, which gives it its name."""
+    """Write a private file atomically. place: `os.link` or `os.replace`, which moves it to its name."""
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:

@@ -15,7 +15,7 @@ def identity(pid: int | None = None) -> str:
 
 
 def is_alive(identity: str) -> bool | None:
-    """Whether the process of an `identity` still runs; None if this is unknown, as for a process of another machine."""
+    """Whether the process of an `identity` still runs; None if unknown, as for a process of another machine."""
     try:
         process = json.loads(identity)
         if process["host"] != socket.gethostname() or process["boot"] != _boot() or not process["birth"]:

@@ -1,4 +1,4 @@
-"""Retries and periodic work: how long to wait after a failure, and the two loops that everything uses."""
+"""Retries and periodic work: the pauses after failures, and the two loops that the whole service uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Restarts:
 
 
 def backoffs() -> Iterator[float]:
-    """The endless pauses of `backoff`: after one failure, after two, and so on."""
+    """An endless iterator of pauses: `backoff(1)`, `backoff(2)` and so on."""
     return map(backoff, itertools.count(1))
 
 
@@ -57,11 +57,11 @@ async def retry(
     """Await `call()` until it raises no error of the classes `on`, and return its result.
 
     call: makes a new awaitable for each attempt.
-    on: the error classes that another attempt may cure. Every other error is raised immediately.
+    on: the error classes that another attempt may cure. All other errors are raised immediately.
     unless: subclasses of `on` that are raised immediately, because no attempt can cure them.
     pauses: seconds between attempts; None = `backoffs()`, which never ends.
-    what: starts the logged warning, as in "the journal cannot be read".
-    log: the logger of the caller's module. The first warning has the traceback, unless the error is one of ours.
+    what: begins the logged warning, as in "the journal cannot be read".
+    log: the logger of the caller's module. The first warning includes the traceback, unless the error is one of ours.
     Raises the error of the last attempt when no pause is left.
     """
     left = iter(backoffs() if pauses is None else pauses)
@@ -90,9 +90,9 @@ async def repeat(
 ) -> None:
     """Await `work()` in a loop with pauses of `seconds`, until cancelled.
 
-    on: error classes that end only the current round and are logged. Every other error is raised.
-    what: starts the log line, as in "a sweep failed".
-    log: the logger of the caller's module. level: the level of the line. It has the traceback unless the error is ours.
+    on: error classes that end only the current round and are logged. All other errors are raised.
+    what: begins the log line, as in "a sweep failed".
+    log: the logger of the caller's module. level: the line's level. The traceback is logged unless the error is ours.
     early: an event that ends the pause early. The loop clears it before each round.
     """
     while True:

@@ -1,4 +1,4 @@
-"""Work that several callers want at the same time, and that is done once."""
+"""Work that several callers request at the same time and that is done once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ T = TypeVar("T")
 
 
 class SingleFlight(Generic[T]):
-    """The work in progress, by its key."""
+    """Calls in progress, by key, each shared by all callers with that key."""
 
     def __init__(self) -> None:
-        """Nothing is in progress."""
+        """Start with no calls in progress."""
         self._running: dict[str, asyncio.Future[T]] = {}
 
     async def run(self, key: str, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work`. Concurrent callers with the same key share one call, and its failure.
 
-        The call goes on when a caller is cancelled.
+        The call continues when a caller is cancelled.
         """
         if (running := self._running.get(key)) is None:
             running = self._running[key] = asyncio.ensure_future(work())

@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """A call that waits for a thread. result: the caller's; if the caller gives up first, the call is never made."""
+    """A call that waits for a thread. result: the caller's future; if it is cancelled first, the call is never made."""
 
     call: Callable[[], Any]
     result: asyncio.Future[Any]
 
 
 class FairThreads:
-    """Threads that projects share fairly. One project has at most half of them at a time.
+    """Threads that projects share fairly. One project uses at most half of them at a time.
 
-    A project with a hundred slow calls therefore delays other projects by one of its calls and not by all of them.
-    Journal queries have threads of their own.
+    A project with a hundred slow calls therefore delays other projects by one of these calls, not by all of them.
+    Journal queries run in threads of their own.
     """
 
     def __init__(self, name: str, count: int) -> None:
-        """Begin no thread yet. name: of the threads. count: how many there may be; a project may always use one."""
+        """Start no thread yet. name: the threads' name. count: the most threads; a project may always use one."""
         self._threads = ThreadPoolExecutor(count, name)
         self._count = count
         self._most = max(1, count // 2)
@@ -40,7 +40,7 @@ class FairThreads:
         self._queue: FairQueue[_Work] = FairQueue()
 
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work(...)`, called in a thread of the project `owner`. A call that has begun is finished."""
+        """Return the result of `work(...)`, run in a thread for project `owner`. A call that has begun is finished."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.push(owner, _Work(partial(work, *args, **kwargs), result))
         self._begin_calls()

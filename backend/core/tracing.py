@@ -1,7 +1,7 @@
-"""OpenTelemetry traces. Each request of a client has a trace, from the API over the engine to its worker group.
+"""OpenTelemetry traces. Each client request has a trace, from the API through the engine to the worker group.
 
-Nothing is imported or recorded unless OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) is set. These
-and the other OTEL_ variables are those of OpenTelemetry's SDK. The context of a span is passed on as the text of a
+Nothing is imported or recorded unless OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) is set.
+OpenTelemetry's SDK defines these and the other OTEL_ variables. The context of a span is passed on as the text of a
 `traceparent` header (https://www.w3.org/TR/trace-context/), in the request's row of the journal and with commands.
 """
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _HEADER = "traceparent"
 T = TypeVar("T")
-tracer: Tracer | None = None  # of this process; None: nobody wants spans
-current: ContextVar[str | None] = ContextVar(_HEADER, default=None)  # the context of the span that we are in
+tracer: Tracer | None = None  # of this process; None: tracing is off
+current: ContextVar[str | None] = ContextVar(_HEADER, default=None)  # the context of the current span
 
 
 def export(part: str) -> bool:
-    """Send this process's spans to the endpoint in the environment; whether there is one. part: its name, as `api`.
+    """Send this process's spans to the endpoint in the environment. Returns whether there is one.
 
-    UserError when the packages for it are not installed.
+    part: the name of the process, such as `api`. UserError: the packages for traces are not installed.
     """
     if tracer is not None or not any(map(os.environ.get, _ENDPOINTS)):
         return tracer is not None
@@ -50,8 +50,8 @@ def export(part: str) -> bool:
 
 
 def use(provider: TracerProvider | None) -> None:
-    """Give spans to `provider`; None: make none. It is ours alone: spans of other libraries do not go there."""
-    global tracer  # noqa: PLW0603  one for the process, as its environment
+    """Send our spans to `provider`; None: make no spans. Spans of other libraries do not go there."""
+    global tracer  # noqa: PLW0603  one per process, like its environment
     tracer = None if provider is None else provider.get_tracer("tinkerflow")
 
 
@@ -64,9 +64,9 @@ def begin(name: str, parent: str, **attributes: str) -> Span | None:
 def span(
     name: str, parent: str | None, kind: Literal["INTERNAL", "SERVER"] = "INTERNAL", **attributes: str
 ) -> Iterator[Span | None]:
-    """Be in a span inside that of `parent`. An error that leaves the block is recorded. None: tracing is off.
+    """Run the block in a child span of `parent`. Yields None if tracing is off. An error that leaves it is recorded.
 
-    parent: the context of another span; None: the span begins a trace of its own.
+    parent: the context of another span; None: the span starts a new trace.
     """
     if tracer is None:
         yield None
@@ -85,7 +85,7 @@ def span(
 
 
 async def inside(parent: str, work: Awaitable[T], name: str, **attributes: str) -> T:
-    """What `work` returns, in a span inside that of `parent`."""
+    """Await `work` in a child span of `parent`, and return its result."""
     with span(name, parent, "INTERNAL", **attributes):
         return await work
 

@@ -1,9 +1,9 @@
-"""The journal: all requests of clients with their order and answers, in an SQL database.
+"""The journal: all client requests with their order and answers, in an SQL database.
 
 `migrate(url)` creates the tables, and `Journal.open(url)` returns one aggregate for each kind of row, as in
-`journal.requests.submit(...)`. A `Notifier` wakes the subscribers of a change.
+`journal.requests.submit(...)`. A `Notifier` wakes the subscribers to a change.
 
-The file of an aggregate contains its inputs (New..., effects), its outputs (...View) and its transactions.
+The file of each aggregate defines its inputs (New..., effects), its outputs (...View) and its transactions.
 """
 
 from tinkerflow.backend.core.ids import CheckpointKind as CheckpointKind

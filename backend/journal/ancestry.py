@@ -24,7 +24,7 @@ _SAVES = sa.select(col(Model.id), col(Model.state), _NUMBER.label("number"), _NE
 
 @dataclass(frozen=True)
 class RelatedRun:
-    """A run of an ancestry. name: "" if it has none. origin: the path that it began with, None: with a base model."""
+    """A run of an ancestry. name: "" if none. origin: the checkpoint that it began with; None: a base model."""
 
     id: str
     name: str
@@ -33,7 +33,7 @@ class RelatedRun:
 
 @dataclass(frozen=True)
 class RunSaves:
-    """How many checkpoints a run has, deleted ones too. newest: when the newest was saved, None: there is none."""
+    """A run's number of checkpoints, with the deleted ones. newest: when the newest was saved; None: no checkpoint."""
 
     id: str
     state: ModelState
@@ -42,10 +42,10 @@ class RunSaves:
 
 
 class Ancestries(Aggregate):
-    """Which runs began with checkpoints of which."""
+    """The relation of runs to the runs whose checkpoints they began with."""
 
     def before(self, run_id: str, owner: str | None) -> list[RelatedRun]:
-        """The run and those before it, oldest first, as far as the owner may see them; MOST_BEFORE at most."""
+        """The run and at most MOST_BEFORE ancestors, oldest first, up to the first that the owner may not see."""
         found: list[RelatedRun] = []
         wanted: str | None = run_id
         with self._read() as connection:
@@ -67,9 +67,9 @@ class Ancestries(Aggregate):
         return [RelatedRun(row.id, row.name, row.origin) for row in rows]
 
     def saves(self, projects: Collection[str], *, live_only: bool) -> list[RunSaves]:
-        """The saves of each run of these projects, oldest run first; none = of all projects. One statement.
+        """The saves of each run of these projects, oldest run first. No projects: of all. One statement.
 
-        live_only: of runs that take work.
+        live_only: only runs that accept work.
         """
         with self._read() as connection:
             rows = connection.execute(chosen_runs(_SAVES, projects, live_only=live_only)).all()

@@ -1,6 +1,6 @@
-"""Images that projects uploaded: their owners, and the pieces in the store with their bytes.
+"""Images that projects uploaded: their owners, and the pieces in the store that hold their bytes.
 
-The id of an asset is a hash of its project and its bytes, so sending a file again changes nothing.
+The id of an asset is a hash of its project and its bytes, so uploading a file again changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tinkerflow.backend.journal.tables import AssetRow
 
 @dataclass(frozen=True, kw_only=True)
 class AssetView:
-    """An image. piece: the name of its pieces in the store; "" until they are written."""
+    """An image. piece: the name of its pieces in the store; "" until they have arrived."""
 
     id: str
     owner: str
@@ -31,7 +31,7 @@ class AssetView:
 
 
 class Assets(Aggregate):
-    """Uploaded images. NotFoundError everywhere: foreign ones do not exist."""
+    """Uploaded images. NotFoundError in all methods: another project's image does not exist."""
 
     def begin(self, asset_id: str, owner: str, size: int, limits: Limits) -> AssetView:
         """The row of an image, inserted if it is new. UserError if the project has reached a limit."""
@@ -47,7 +47,7 @@ class Assets(Aggregate):
         return new
 
     def arrived(self, asset_id: str, owner: str, piece: str, key_id: str = "") -> str:
-        """Record the image's pieces. Returns its pieces, which may be those of a faster concurrent upload.
+        """Record the image's pieces. Returns the recorded pieces, which may be those of a faster concurrent upload.
 
         key_id: the sender's key, for the audit log.
         """
@@ -73,18 +73,18 @@ class Assets(Aggregate):
         return {asset.id: asset for asset in self._views(AssetView, wanted)}
 
     def withdraw(self, asset_id: str, owner: str, key_id: str = "") -> None:
-        """Hide an image of the owner from requests. Sending it again writes it again.
+        """Hide an image of the owner from requests. Uploading it again writes it again.
 
         key_id: the deleting key, for the audit log.
         """
         with self._write() as connection:
             row = get_owned(connection, AssetRow, asset_id, owner, lock=True)
-            if row.piece:  # otherwise an interrupted deletion wrote the event already
+            if row.piece:  # otherwise an interrupted deletion has already written the event
                 self._note(connection, audit.AuditedEvent.ASSET_DELETED, row, key_id)
             connection.execute(sa.update(AssetRow).where(col(AssetRow.id) == asset_id).values(piece=""))
 
     def forget(self, asset_id: str, owner: str) -> str:
-        """Remove the row of an image. Returns the pieces that arrived after it was withdrawn, or ""."""
+        """Delete the row of an image. Returns the pieces that arrived after it was withdrawn, or ""."""
         its = sa.delete(AssetRow).where(col(AssetRow.id) == asset_id, col(AssetRow.owner) == owner)
         with self._write() as connection:
             pieces: str | None = connection.execute(its.returning(col(AssetRow.piece))).scalar_one_or_none()

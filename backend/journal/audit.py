@@ -19,9 +19,9 @@ from tinkerflow.backend.core.ids import LOCAL_OWNER
 from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, owned_by
 from tinkerflow.backend.journal.tables import ApiKey, AuditEvent
 
-MOST_ENTRIES = 10_000  # of one answer
+MOST_ENTRIES = 10_000  # in one answer
 SERVICE = "service"  # the actor of the service's own actions, such as the expiry of a checkpoint
-_REFUSALS_PER_HOUR = 1_000  # entries for refused keys; attempts beyond them are not written
+_REFUSALS_PER_HOUR = 1_000  # entries for refused keys; further attempts are not recorded
 
 
 class AuditedEvent(StrEnum):
@@ -56,7 +56,7 @@ class AuditedEvent(StrEnum):
 class AuditView:
     """An entry of the audit log.
 
-    owner: the project whose log it is in; "" for refused keys that belong to no project. actor: see `write_event`.
+    owner: the project that the log belongs to; "" for refused keys that belong to no project. actor: see `write_event`.
     details: JSON values, which repeat the actor, model_id, tinker_path and purpose.
     """
 
@@ -76,7 +76,7 @@ def actor_of_key(key_id: str) -> str:
 
 
 def command_line_actor() -> str:
-    """The actor of a command: the user of the operating system who runs it."""
+    """The actor of a command: the operating-system user who runs it."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
@@ -96,11 +96,11 @@ def write_event(
     purpose: str | None = None,
     details: Mapping[str, object] | None = None,
 ) -> None:
-    """Write an event in the caller's transaction, so that the entry is stored exactly if the change is.
+    """Write an event in the caller's transaction, so that the entry is stored if and only if the change is.
 
-    connection: of the caller's transaction. now: the time of the event. owner: the project whose log it is in.
+    connection: of the caller's transaction. now: the time of the event. owner: the project that the log belongs to.
     actor: the id of an API key, LOCAL_OWNER, SERVICE, or `command_line_actor()`. details: JSON values.
-    Clients read the actor, model_id, tinker_path and purpose in the details, where they are repeated.
+    The details repeat the actor, model_id, tinker_path and purpose, because clients read them there.
     """
     named = {"model_id": model_id, "tinker_path": tinker_path, "purpose": purpose}
     repeated = {name: value for name, value in named.items() if value is not None}
@@ -121,7 +121,7 @@ def write_checkpoint_event(
 ) -> None:
     """Write an event of a checkpoint into its owner's log, in the caller's transaction.
 
-    checkpoint: its row, or a view or effect with the same fields. The other arguments are those of `write_event`.
+    checkpoint: its row, or a view or effect with the same fields. For the other arguments see `write_event`.
     """
     write_event(
         connection,
@@ -142,18 +142,18 @@ class Audit(Aggregate):
     def record(
         self, event: AuditedEvent, *, owner: str, actor: str, model_id: str | None = None, details: Mapping[str, object]
     ) -> None:
-        """Write an event that changes no other row, such as a sign-in. The arguments are those of `write_event`."""
+        """Write an event that changes no other row, such as a sign-in. For the arguments see `write_event`."""
         with self._write() as connection:
             write_event(
                 connection, self._now(), owner=owner, event=event, actor=actor, model_id=model_id, details=details
             )
 
     def record_refused_key(self, key_hash: str, address: str) -> None:
-        """Write that a request from `address` was refused because of its key.
+        """Record that a request from `address` was refused because of its key.
 
-        key_hash: see keys.hash_key. A revoked key's entry is in its project's log, and names the key. An unknown key's
-        entry belongs to no project, so that only admins read it. After _REFUSALS_PER_HOUR entries in one hour, nothing
-        more is written: strangers must not fill the database.
+        key_hash: see keys.hash_key. The entry of a revoked key is in its project's log, and names the key. The entry of
+        an unknown key belongs to no project, so only admins read it. After _REFUSALS_PER_HOUR entries in one hour,
+        nothing more is written: strangers must not fill the database.
         """
         refused = (col(AuditEvent.event) == AuditedEvent.PROJECT_KEY_REFUSED, col(AuditEvent.at) > self._ago(3600))
         recent = sa.select(sa.literal(1)).where(*refused).limit(_REFUSALS_PER_HOUR).subquery()
@@ -168,14 +168,14 @@ class Audit(Aggregate):
         self.record(AuditedEvent.PROJECT_KEY_REFUSED, owner=owner, actor=actor, details={**known, "address": address})
 
     def entries(self, owner: str | None, *, resource: str | None = None, day: date | None = None) -> list[AuditView]:
-        """The entries of a UTC day (default: today), oldest first; the latest MOST_ENTRIES at most, or PAGE_BYTES.
+        """The entries of a UTC day (default: today), oldest first; only the latest MOST_ENTRIES, or PAGE_BYTES of them.
 
-        owner: whose log, None: all. resource: the first word of the events, None: any.
+        owner: the project of the log; None: all. resource: the first word of the events; None: any.
         """
         start = datetime.combine(day or self._now().date(), time(), UTC)
         at = col(AuditEvent.at)
         where = [at >= start, *owned_by(AuditEvent, owner)]
-        if start.date() < date.max:  # no day follows the last day of the calendar
+        if start.date() < date.max:  # there is no day after the last day of the calendar
             where.append(at < start + timedelta(days=1))
         if resource is not None:
             where.append(col(AuditEvent.event).startswith(f"{resource}_", autoescape=True))

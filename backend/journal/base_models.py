@@ -1,4 +1,4 @@
-"""The base models that the engine serves, written by it at start and read by the API."""
+"""The base models that the engine serves. The engine writes them at start, and the API reads them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from tinkerflow.backend.spec.commands import CompileStatus, GroupInfo
 
 @dataclass(frozen=True)
 class BaseModelView:
-    """A base model that the engine serves; card is the JSON text of its ModelCard.
+    """A base model that the engine serves. card: its ModelCard as JSON text.
 
-    registered_at: when its engine started. compile_status: the programs that its worker group has compiled, if known.
-    worker_group: the fields of the group's GroupInfo as JSON values, if known. progress: the reason why its requests
-    wait, or None.
+    registered_at: when the engine started. compile_status: the programs that its worker group has compiled, if known.
+    worker_group: the fields of the group's GroupInfo as JSON values, if known. progress: why requests wait, or None.
     """
 
     name: str
@@ -38,7 +37,7 @@ class BaseModels(Aggregate):
     """The base models that the engine serves."""
 
     def register(self, models: Sequence[tuple[str, str]]) -> None:
-        """Replace the list of base models by `models`: (name, card as JSON text) pairs."""
+        """Replace the list of base models with `models`: (name, card as JSON text) pairs."""
         rows = [{"name": name, "card": card, "registered_at": self._now()} for name, card in models]
         with self._write() as connection:
             connection.execute(sa.delete(BaseModelRow))

@@ -1,4 +1,4 @@
-"""Searching for checkpoints: by label, metadata, kind, owner and base model, newest first, page by page."""
+"""Searches for checkpoints by label, metadata, kind, owner and base model, newest first, page by page."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tinkerflow.backend.journal.tables import Checkpoint, Model, Session
 class CheckpointQuery:
     """The conditions of a search; None and empty metadata mean no condition.
 
-    projects: labels of sessions, or owners of sessions without a label. user_metadata: required pairs. owners: owning
-    projects. after: created_at and path of the previous page's last checkpoint.
+    projects: labels of sessions, or owners of sessions without a label. user_metadata: required pairs. owners: the
+    owning projects. after: created_at and path of the previous page's last checkpoint.
     """
 
     projects: tuple[str, ...] | None = None
@@ -39,7 +39,7 @@ class CheckpointSearch(Aggregate):
     def search(self, query: CheckpointQuery, owner: str | None) -> tuple[list[CheckpointView], bool]:
         """At most query.limit checkpoints that match, newest first, and whether there are more.
 
-        NotFoundError: a project without sessions of the owner.
+        NotFoundError: a project of the query has no sessions of the owner.
         """
         matching = sa.select(Checkpoint).where(exists(self._now()), *owned_by(Checkpoint, owner), *_conditions(query))
         wanted = query.user_metadata.items()

@@ -1,7 +1,7 @@
 """Saved checkpoints: reading, listing, publishing, expiry, deletion, and sharing by tokens.
 
-Deletion marks the row first: from then on nobody can read the checkpoint. The engine's sweep removes the files
-afterwards, even if a crash comes between (upkeep.py). Checkpoints without a save come from imports.py.
+Deletion first marks the row: from then on the checkpoint cannot be read. The engine's sweep removes the files
+afterwards, even after a crash in between (upkeep.py). imports.py inserts checkpoints that no save created.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint was committed to the store under `path` (tinker://...). Saving a path again replaces its row.
+    """A checkpoint was committed to the store under `path` (tinker://...). Another save to the path replaces its row.
 
-    run_id: the model it was saved from. size_bytes: the sum over its files. expires_at: aware, or None for never.
-    attempt: the store's name for these bytes, "" if unknown; saving the path again changes it. created_at: the time of
-    the commit, None: now.
+    run_id: the model it was saved from. size_bytes: the sum over its files. expires_at: timezone-aware; None: never.
+    attempt: the store's name for these bytes, "" if unknown; another save to the path changes it. created_at: the time
+    of the commit; None: now.
     """
 
     path: str
@@ -89,7 +89,7 @@ class CheckpointSaved:
         )
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Write the row, and an entry of the audit log."""
+        """Write the row and an entry in the audit log."""
         put_checkpoint(connection, self, now)
         details = {"kind": self.kind, "step": self.step, "size_bytes": self.size_bytes}
         saved_by = _key_of_run(connection, self.run_id)
@@ -100,14 +100,14 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointView(CheckpointSaved):
-    """A saved checkpoint that was not deleted."""
+    """A saved checkpoint that has not been deleted."""
 
     created_at: datetime
     public: bool
 
     @property
     def only_in_history(self) -> bool:
-        """Whether the store does not have the state yet: the history of its run can make it."""
+        """Whether the state is not yet in the store: the run's history can produce it."""
         return not self.attempt and CheckpointPath.parse(self.path).step is not None
 
     @property
@@ -130,22 +130,22 @@ class ShareView:
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """Some rows of a longer list, and the length of that list. cut: the page is shorter because its texts are long."""
+    """A page of a list, and the total length of the list. cut: the page is shorter because its texts are long."""
 
     rows: tuple[T, ...]
     total: int
     cut: bool = False
 
     def step(self, limit: int) -> int:
-        """The distance to the next page. limit: the most rows that were asked for."""
+        """The offset from this page to the next. limit: the requested number of rows."""
         return len(self.rows) if self.cut else limit
 
 
 @dataclass(frozen=True)
 class BeforeSave:
-    """Facts that a save needs from the journal before it writes a checkpoint.
+    """Facts in the journal that a save needs before it writes a checkpoint.
 
-    run_metadata: of the training run. is_gone: an earlier checkpoint of this path was deleted or has expired, so the
+    run_metadata: of the training run. is_gone: an earlier checkpoint at this path was deleted or has expired, so the
     name may be used again.
     """
 
@@ -154,12 +154,12 @@ class BeforeSave:
 
 
 class SavedCheckpoints(Aggregate):
-    """Saved checkpoints. NotFoundError everywhere: deleted, expired and foreign checkpoints do not exist."""
+    """Saved checkpoints. NotFoundError in all methods: the checkpoint is deleted, expired or foreign."""
 
     def get(self, path: str, owner: str | None, *, access: str | None = None) -> CheckpointView:
-        """The checkpoint at `path` if it is the owner's, public, or shared by the token with the hash `access`.
+        """The checkpoint at `path` if it is the owner's, public, or shared with the token that hashes to `access`.
 
-        A path to a step of an owner's run with a history is a checkpoint, too (`only_in_history`).
+        A step of an owner's run with a history is also a checkpoint (`only_in_history`).
         """
         now = self._now()
         with self._read() as connection:
@@ -172,9 +172,9 @@ class SavedCheckpoints(Aggregate):
                 return _of_step(connection, path, step, owner, now)
 
     def get_for_download(self, path: str, owner: str | None, purpose: str, key_id: str = "") -> CheckpointView:
-        """The checkpoint at `path`, as in `get`. Writes the download into the audit log of the checkpoint's owner.
+        """The checkpoint at `path`, as in `get`. Records the download in the audit log of the checkpoint's owner.
 
-        key_id: the key of the download.
+        key_id: the downloading key.
         """
         now = self._now()
         with self._write() as connection:
@@ -184,16 +184,16 @@ class SavedCheckpoints(Aggregate):
         return found
 
     def record_fork(self, saved: CheckpointSaved) -> None:
-        """Record a checkpoint that was made from a history. FencedError if another engine has taken the lease."""
+        """Record a checkpoint made from a history. FencedError if another engine has taken the lease."""
         with self._write(fenced=True) as connection:
             saved.apply(connection, self._now())
 
     def page(
         self, owner: str | None, *, run_id: str | None = None, limit: int = 100, offset: int = 0
     ) -> Page[CheckpointView]:
-        """Checkpoints, newest first; of one run when run_id is given. Three statements at most.
+        """Checkpoints, newest first; of one run if run_id is given. At most three statements.
 
-        A page of checkpoints with long metadata has fewer than `limit`.
+        If their metadata is long, a page contains fewer than `limit`.
         NotFoundError: unknown or foreign run.
         """
         where = [exists(self._now()), *owned_by(Checkpoint, owner)]
@@ -224,7 +224,7 @@ class SavedCheckpoints(Aggregate):
         return BeforeSave(row[0], is_gone=row[1] is not None and not row[1])
 
     def check_storage(self, owner: str, limits: Limits) -> None:
-        """UserError if the quotas of the project allow no further checkpoint with its own session and run."""
+        """UserError if the project's quotas allow no further checkpoint with its own session and run."""
         with self._read() as connection:
             failure = storage_failure(connection, owner, limits)
             failure = failure or kept_failure(connection, owner, limits, "sessions", "training_runs")
@@ -232,7 +232,7 @@ class SavedCheckpoints(Aggregate):
             raise UserError(failure[0])
 
     def delete(self, path: str, owner: str | None, key_id: str = "") -> CheckpointView:
-        """Mark an owner's checkpoint as deleted, and return it. `upkeep.unpurged` lists it until its files are removed.
+        """Mark an owner's checkpoint as deleted, and return it. `upkeep.unpurged` lists it until its files are gone.
 
         key_id: the deleting key, for the audit log.
         """
@@ -290,7 +290,7 @@ def put_checkpoint(connection: sa.Connection, saved: CheckpointSaved, now: datet
 
 
 def exists(now: datetime) -> sa.ColumnElement[bool]:
-    """The filter for checkpoints that are neither deleted nor expired. Clients see no others."""
+    """The filter for checkpoints that are neither deleted nor expired. Clients see only these."""
     due = col(Checkpoint.expires_at)
     return sa.and_(col(Checkpoint.deleted_at).is_(None), sa.or_(due.is_(None), due > now))
 
@@ -298,7 +298,7 @@ def exists(now: datetime) -> sa.ColumnElement[bool]:
 def _readable(
     connection: sa.Connection, path: str, owner: str | None, access: str | None, now: datetime
 ) -> CheckpointView:
-    """The checkpoint at `path` if the owner, or a holder of the token with the hash `access`, may read it."""
+    """The checkpoint at `path` if the owner, or a holder of the token that hashes to `access`, may read it."""
     readable = [sa.and_(sa.true(), *owned_by(Checkpoint, owner)), col(Checkpoint.public).is_(True)]
     if access is not None:
         readable.append(sa.exists().where(col(WeightsShare.token_hash) == access, is_shared(now)))
@@ -310,7 +310,7 @@ def _readable(
 
 
 def _of_step(connection: sa.Connection, path: str, step: int, owner: str | None, now: datetime) -> CheckpointView:
-    """The state of a run after an optimizer step, which its history can make. NotFoundError if it cannot."""
+    """The state of a run after an optimizer step, which its history can produce. NotFoundError if it cannot."""
     run = get_owned(connection, Model, CheckpointPath.parse(path).run_id, owner)
     if not has_history(connection, run):
         raise NotFoundError(f"checkpoint {path!r} does not exist: no history of its run was kept")
@@ -349,9 +349,9 @@ def _missing(path: str) -> NotFoundError:
 
 # ------------------------------------------------------------------ tokens
 class Shares(Aggregate):
-    """Tokens of 256 random bits that let their holders read one checkpoint. The journal stores only their SHA-256.
+    """Tokens of 256 random bits that let their holders read one checkpoint. The journal stores only SHA-256 hashes.
 
-    Requests in the journal also contain this hash and never the token.
+    Requests in the journal also contain the hash, never the token.
     """
 
     def create(
@@ -359,8 +359,8 @@ class Shares(Aggregate):
     ) -> tuple[ShareView, str]:
         """Create a token for a checkpoint. Returns its row and the token, which is never shown again.
 
-        seconds: its lifetime; None: until it is revoked. actor: for the audit log. NotFoundError: the owner may read no
-        checkpoint at `path`.
+        seconds: its lifetime; None: until revoked. actor: for the audit log. NotFoundError: there is no checkpoint at
+        `path` that the owner may read.
         """
         now, token = self._now(), SHARE_PREFIX + secrets.token_urlsafe(32)
         with self._write() as connection:
@@ -380,7 +380,7 @@ class Shares(Aggregate):
         return self._views(ShareView, sa.select(WeightsShare).where(*where).order_by(*oldest))
 
     def revoke(self, share_id: str, *, actor: str = audit.SERVICE) -> ShareView:
-        """Revoke a token. A revoked token stays as it is. NotFoundError: unknown id.
+        """Revoke a token. A token that is already revoked is left unchanged. NotFoundError: unknown id.
 
         actor: for the audit log.
         """

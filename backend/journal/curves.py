@@ -1,4 +1,4 @@
-"""Curves of training runs: the figures of each optimizer step, averaged over neighbours when there are many.
+"""Curves of training runs: the figures of each optimizer step, averaged over neighbouring steps when there are many.
 
 results.py writes a row for each step in the transaction that answers its optim_step.
 """
@@ -17,7 +17,7 @@ from tinkerflow.backend.journal.database import Aggregate, get_owned
 from tinkerflow.backend.journal.tables import UNMADE, Model, TrainingStep
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
-MOST = 500  # points of one curve, more than a screen shows
+MOST = 500  # points in one curve, more than a screen shows
 Span = tuple[int, int]  # the first and the last step
 EVERY_STEP: Span = (0, 2**62)
 FIRST_STEP, LAST_STEP = (sa.bindparam(name, type_=sa.BigInteger) for name in ("first_step", "last_step"))
@@ -33,7 +33,7 @@ _LOSS = col(TrainingStep.loss) / sa.func.nullif(col(TrainingStep.weight), 0.0)
 
 
 def _mean(name: str) -> sa.ColumnElement[Any]:
-    """The mean over the tokens of steps in which the figure was measured. name: of its column."""
+    """The mean over the tokens of the steps in which the figure was measured. name: the name of its column."""
     column = col(getattr(TrainingStep, name))
     tokens = sa.func.sum(sa.case((column.is_not(None), col(TrainingStep.tokens))))
     return sa.func.sum(column) / sa.func.nullif(tokens, 0)
@@ -80,7 +80,7 @@ _DIFFERS = sa.select(sa.func.min(_DIFFERENT.c.step)).where(_DIFFERENT.c.step <= 
 
 @dataclass(frozen=True)
 class Trained:
-    """Training tokens of a run. made: of all its steps; last: of the newest one; begun: of the step after it."""
+    """Training tokens of a run. made: in all steps; last: in the newest step; begun: in the unfinished next step."""
 
     made: int = 0
     last: int = 0
@@ -91,8 +91,8 @@ class Trained:
 class StepFigures:
     """The figures of one step, or the means over neighboring steps up to this one.
 
-    loss: for each unit of weight, between loss_low and loss_high. kl to supported: of `DRIFT_FIGURES`.
-    tokens_per_second: since the point before, None for the first. A figure that was not measured is None.
+    loss: per unit of weight, with loss_low and loss_high as its range. kl to supported: the `DRIFT_FIGURES`.
+    tokens_per_second: since the previous point; None for the first. A figure that was not measured is None.
     """
 
     step: int
@@ -112,7 +112,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of a run, oldest first. steps: how many steps they stand for. tokens_before: of earlier steps."""
+    """The points of a run, oldest first. steps: how many steps they cover. tokens_before: in earlier steps."""
 
     points: tuple[StepFigures, ...]
     steps: int
@@ -121,7 +121,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Parting:
-    """Two runs compared. common: the last step of both. first: the first step that differs, None if none does."""
+    """Two runs compared. common: the last step that both made. first: the first step that differs; None: none does."""
 
     common: int
     first: int | None
@@ -131,7 +131,7 @@ class Curves(Aggregate):
     """The figures of training runs by step."""
 
     def of_run(self, run_id: str, owner: str | None, *, most: int = MOST, steps: Span = EVERY_STEP) -> Curve:
-        """A run's curve with about `most` points at most. Four statements. NotFoundError: unknown or foreign run.
+        """A run's curve with at most about `most` points. Four statements. NotFoundError: unknown or foreign run.
 
         steps: the first and the last step of the curve.
         """
@@ -142,7 +142,7 @@ class Curves(Aggregate):
             if not number:
                 return Curve((), 0)
             before = connection.execute(_TOKENS_BEFORE, shown).scalar_one() if steps[0] > 0 else 0
-            # A run of few steps has each step alone. Sequence ids are spaced evenly in a run of many.
+            # In a run of few steps, each step is a point. In a run of many, sequence ids are spaced evenly.
             width = 1 if number <= most else -(-(last - first + 1) // most)
             rows = connection.execute(_FIGURES, {**shown, "first": first, "width": width}).all()
         return Curve(tuple(_figures(rows)), number, before)
@@ -155,7 +155,7 @@ class Curves(Aggregate):
         return Trained(made, last or 0, begun)
 
     def parting(self, run_id: str, other_id: str) -> Parting:
-        """Where the figures of a run differ from those of another one, which made the same steps. Two statements."""
+        """The first step at which the figures of two runs differ, among the steps that both made. Two statements."""
         parameters = {"run_id": run_id, "other_id": other_id}
         with self._read() as connection:
             common = connection.execute(_COMMON, parameters).scalar_one()
@@ -163,7 +163,7 @@ class Curves(Aggregate):
         return Parting(common, first)
 
     def last_seq(self, run_id: str, owner: str | None) -> int:
-        """The sequence id of the newest step, -1 before the first. Two statements. NotFoundError as in `of_run`."""
+        """The sequence id of the newest step; -1 if there is none. Two statements. NotFoundError as in `of_run`."""
         with self._read() as connection:
             get_owned(connection, Model, run_id, owner)
             newest = sa.select(_SEQ).where(*_OF_RUN).order_by(_SEQ.desc()).limit(1)

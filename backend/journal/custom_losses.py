@@ -1,6 +1,6 @@
-"""Custom losses, and records of sampling for stable_reinforce. Both belong to a session.
+"""Custom losses, and the sampling records that stable_reinforce needs. Both belong to a session.
 
-The number of a custom loss in its session decides which of two equal submits was first.
+The number of a custom loss in its session identifies it, so a repeated submit is recognized.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tinkerflow.backend.journal.tables import (
 from tinkerflow.backend.spec.commands import StabilityInfo
 from tinkerflow.backend.spec.supports import Supports
 
-_FAST = 1  # of zlib's levels
-STABILITY_KEPT = timedelta(days=1)  # after the last use, as the documentation of StableReinforce says
+_FAST = 1  # a zlib level
+STABILITY_KEPT = timedelta(days=1)  # after the last use, as documented for StableReinforce
 
 
 @dataclass(frozen=True)
 class NewCustomLoss:
-    """A loss that a client traced; its id is `{session_id}:loss:{n}` (tinkerflow.backend.core.ids.custom_loss_id).
+    """A loss that a client traced. Its id is `{session_id}:loss:{n}` (tinkerflow.backend.core.ids.custom_loss_id).
 
     definition: its checked inputs and graph, as JSON text. error: as in NewRequest.
     """
@@ -61,7 +61,7 @@ class SequencesRecorded:
     sequences: tuple[StabilityInfo, ...]
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Store the records, and delete records that were not used for a day."""
+        """Store the records, and delete records that have not been used for a day."""
         connection.execute(sa.delete(StabilityRow).where(col(StabilityRow.used_at) < now - STABILITY_KEPT))
         for info in self.sequences:
             row = {
@@ -86,9 +86,9 @@ class CustomLosses(Aggregate):
     def submit(self, loss: NewCustomLoss, limits: Limits = NO_LIMITS) -> str:
         """Store a custom loss and its answered request. Returns the request's id; for a replay, the first request's id.
 
-        NotFoundError: unknown or foreign session. ConflictError: the number has other content. UserError: the project
-        has reached its limit. A loss with an error, or in a session that has ended, is stored as a failed request,
-        because a refusal would hang the client.
+        NotFoundError: unknown or foreign session. ConflictError: the number was used for other content. UserError: the
+        project has reached its limit. A loss with an error, or in a session that has ended, is stored as a failed
+        request, because a refusal would hang the client.
         """
         loss_id, request_id, now = custom_loss_id(loss.session_id, loss.seq_id), new_id("req"), self._now()
         with self._write() as connection:
@@ -134,7 +134,7 @@ class CustomLosses(Aggregate):
         return request_id
 
     def definition(self, loss_id: str, session_id: str) -> str:
-        """The definition (JSON) of a session's loss; NotFoundError if the session has no such loss."""
+        """The definition (JSON) of a session's loss. NotFoundError: the session has no such loss."""
         of_session = (col(CustomLossRow.id) == loss_id, col(CustomLossRow.session_id) == session_id)
         with self._read() as connection:
             definition = connection.execute(sa.select(col(CustomLossRow.definition)).where(*of_session)).scalar()
@@ -150,10 +150,10 @@ class CustomLosses(Aggregate):
         routes_of: str | None = None,
         supports_of: str | None = None,
     ) -> dict[str, StabilityInfo]:
-        """The records of these sequences of the session, by id. Reading keeps them for another day.
+        """The records of these sequences of the session, by id. Reading a record keeps it for another day.
 
-        routes_of, supports_of: the base model whose routes and supports are wanted, None = none are.
-        NotFoundError names a sequence that is unknown, too old, or of another session.
+        routes_of, supports_of: the base model whose routes and supports to return; None: return none.
+        NotFoundError: a sequence is unknown, too old, or of another session.
         """
         now = self._now()
         usable = (

@@ -1,6 +1,6 @@
 """The database: connections, transactions, and the statements that all aggregates share.
 
-Statements on the path of every request are module constants with bound parameters, here and in the aggregates, because
+Statements used in every request are module constants with bound parameters, here and in the aggregates, because
 building a statement costs more than executing it.
 """
 
@@ -37,10 +37,10 @@ NAMES = {
     "pk": "pk_%(table_name)s",
 }
 _AT_ONCE = 10_000  # SQLite takes 32,766 parameters
-_BATCH = 500  # rows of one read if `matches` filters texts, which SQLite and Postgres compare differently
+_BATCH = 500  # rows in one read if `matches` filters texts, which SQLite and Postgres compare differently
 PAGE_BYTES = 2**22  # the most text in one page of a list; longer texts mean fewer rows
 MOST_OF_SESSION = 10_000  # models (or samplers) in a session's list
-_ROWS_AT_ONCE = 32  # rows that a page fetches from the database together
+_ROWS_AT_ONCE = 32  # rows that a page fetches from the database at a time
 _PROCESS = sa.table("process", sa.column("name"), sa.column("epoch"))
 _LEASE = sa.select(_PROCESS.c.epoch).where(_PROCESS.c.name == "engine").with_for_update(read=True)
 
@@ -52,23 +52,23 @@ Owned = type[Any]  # a table with the columns `id` and `owner`
 # Requests are validated earlier (backend/wire/validation.py). The sizes here are the last line of defense: every column
 # has a limit for all code that writes it.
 ID_BYTES = 1024  # of an id, a path, a name of a kind or state
-NAME_BYTES = 4096  # of a name that a client gives: 1,024 characters in UTF-8
+NAME_BYTES = 4096  # of a client's name for an object: 1,024 characters in UTF-8
 TEXT_BYTES = 2**16  # of a message or a reason
 JSON_BYTES = 2**20
 
 
 class TooLongError(UserError, sa.exc.DontWrapMixin):
-    """A text or JSON value is larger than its column allows. SQLAlchemy does not wrap this error."""
+    """A text or JSON value exceeds its column's limit. SQLAlchemy does not wrap this error."""
 
 
 class UtcDateTime(sa.types.TypeDecorator[datetime]):
-    """Aware datetimes in UTC. SQLite stores no zone, so writing removes the zone and reading adds it again."""
+    """Timezone-aware datetimes in UTC. SQLite stores no zone: writing removes it and reading adds it again."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert to UTC; ValueError for a naive datetime."""
+        """Convert to UTC. ValueError: a naive datetime."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -79,14 +79,14 @@ class UtcDateTime(sa.types.TypeDecorator[datetime]):
             return (datetime.min if value.year == 1 else datetime.max).replace(tzinfo=UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Return an aware datetime in UTC."""
+        """Return a timezone-aware datetime in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
 class Text(sa.types.TypeDecorator[str]):
-    """A text of at most `most` bytes in UTF-8; TooLongError for a longer one."""
+    """A text of at most `most` bytes in UTF-8. TooLongError: a longer text."""
 
     impl = sa.String
     cache_ok = True
@@ -120,7 +120,7 @@ class CutText(Text):
 
 
 class Json(sa.types.TypeDecorator[Any]):
-    """JSON of at most `most` bytes; TooLongError for more. none_as_null: None becomes NULL instead of JSON's null."""
+    """JSON of at most `most` bytes. TooLongError: more. none_as_null: None becomes NULL instead of JSON's null."""
 
     impl = sa.JSON
     cache_ok = True
@@ -138,7 +138,7 @@ class Json(sa.types.TypeDecorator[Any]):
 
 
 class Table(SQLModel):
-    """Base of the tables. Their MetaData is separate from that of other users of SQLModel."""
+    """Base class of the tables. Their MetaData is separate from that of other users of SQLModel."""
 
     metadata = sa.MetaData(naming_convention=NAMES)
 
@@ -152,7 +152,7 @@ def is_sqlite(url: str) -> bool:
 def driver_url(url: str) -> sa.URL:
     """`url` with its driver: psycopg 3 for postgresql:// and postgres://.
 
-    The path of an SQLite file stands in `url` as it is. SQLAlchemy 2.1 would decode %20 in it, and 2.0 does not.
+    `url` contains the literal path of an SQLite file. SQLAlchemy 2.1 would decode %20 in it, but 2.0 does not.
     """
     if url.startswith("sqlite:///"):
         return make_url(url).set(database=url.removeprefix("sqlite:///").partition("?")[0])
@@ -163,7 +163,7 @@ def driver_url(url: str) -> sa.URL:
 class Database:
     """An engine with two kinds of transactions. Thread-safe.
 
-    epoch: of the engine's lease if this process holds it (leases.py), otherwise None.
+    epoch: the epoch of the engine's lease if this process holds the lease (leases.py), otherwise None.
     """
 
     def __init__(self, url: str) -> None:
@@ -183,12 +183,12 @@ class Database:
             event.listen(self.engine, "connect", _set_up_sqlite)
         else:
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, pool_pre_ping=False)
-        # Threads of one process wait here, because SQLite's busy handler sleeps up to 100 ms between attempts.
+        # The threads of a process wait here, because SQLite's busy handler sleeps up to 100 ms between attempts.
         self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A read-only transaction, which never waits for a writer."""
+        """Open a read-only transaction. It never waits for a writer."""
         with self.engine.begin() as connection:
             if self._sqlite:
                 _driver(connection).execute("BEGIN")
@@ -196,9 +196,9 @@ class Database:
 
     @contextmanager
     def write(self, *, fenced: bool = False) -> Iterator[sa.Connection]:
-        """A transaction that writes. It commits at the end of the block, and rolls back after an exception.
+        """Open a write transaction. It commits at the end of the block, and rolls back after an exception.
 
-        fenced: raise FencedError if this process took the engine's lease and another process has taken it since.
+        fenced: raise FencedError if this process has lost the engine's lease to another process.
         JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS.
         """
         with self._turn, self.engine.begin() as connection:
@@ -217,7 +217,7 @@ class Aggregate:
     """A group of rows that are read and written together. Every public method is one short transaction."""
 
     def __init__(self, database: Database, clock: Clock, publisher: Publisher) -> None:
-        """Read and write `database`; publish topics through `publisher` after each commit."""
+        """database: to read and write. publisher: publishes topics after each commit."""
         self._database = database
         self._read = database.read
         self._write = database.write
@@ -239,16 +239,16 @@ class Aggregate:
 
 
 def check_lease(connection: sa.Connection, epoch: int) -> None:
-    """FencedError unless `epoch` still holds the engine's lease. Nobody can take it until the transaction ends."""
+    """FencedError unless `epoch` still holds the engine's lease. No one can take it until the transaction ends."""
     if connection.execute(_LEASE).scalar() != epoch:
         raise FencedError(f"another engine works on this journal: our epoch {epoch} is over, and we may change nothing")
 
 
 def _make_private_file(file: Path) -> None:
-    """Create an SQLite file that only its owner can read, or repair its mode. -wal and -shm get the same mode."""
+    """Create an SQLite file that only its owner can read, or correct its mode. -wal and -shm get the same mode."""
     try:
         make_folder(file.parent)
-        with suppress(FileExistsError):  # an existing file is not opened: closing it would release this process's locks
+        with suppress(FileExistsError):  # do not open an existing file: closing it would release this process's locks
             open_private(file, "xb").close()
     except FileNotFoundError as error:  # in /proc, for example
         raise UserError(f"database '{file}': cannot be made ({error.strerror}): choose another folder") from error
@@ -256,7 +256,7 @@ def _make_private_file(file: Path) -> None:
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
-    # The driver must not open transactions: read() and write() send the BEGIN that they need.
+    # The driver must not open transactions: read() and write() send their own BEGIN.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
@@ -266,9 +266,9 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
     cursor.close()
 
 
-# Not an event listener: an engine with one looks for listeners several times in every statement.
+# Not an event listener: an engine with listeners looks them up several times in every statement.
 def _begin_to_write(connection: sa.Connection) -> None:
-    # Take the write lock here: a read transaction that upgrades later fails without waiting (SQLITE_BUSY).
+    # Take the write lock now: a read transaction that upgrades later fails without waiting (SQLITE_BUSY).
     try:
         _driver(connection).execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
@@ -283,7 +283,7 @@ def _driver(connection: sa.Connection) -> Any:
 
 # ------------------------------------------------------------------ statements that aggregates share
 def in_chunks(items: Collection[T]) -> Iterator[list[T]]:
-    """The items in lists of ten thousand, which fit into the parameters of a statement."""
+    """The items in lists of ten thousand, few enough for the parameters of a statement."""
     listed = list(items)
     return (listed[start : start + _AT_ONCE] for start in range(0, len(listed), _AT_ONCE))
 
@@ -291,9 +291,9 @@ def in_chunks(items: Collection[T]) -> Iterator[list[T]]:
 def get_owned(
     connection: sa.Connection, table: type[Table], row_id: str, owner: str | None, *, lock: bool = False
 ) -> Row[Any]:
-    """The row `row_id` of `table`. Missing rows and rows of other owners raise the same NotFoundError.
+    """The row `row_id` of `table`. NotFoundError: the row is missing or has another owner.
 
-    This function alone decides access to sessions, models, samplers and requests. owner: None has access to all rows.
+    This function alone decides access to sessions, models, samplers and requests. owner: None may access all rows.
     lock: lock the row against changes until the transaction of `connection` ends.
     """
     found = connection.execute(_select_owned(table, lock), {"row_id": row_id, "as_owner": owner}).one_or_none()
@@ -303,14 +303,14 @@ def get_owned(
 
 
 def is_owned(table: Owned) -> sa.ColumnElement[bool]:
-    """The filter of get_owned for prepared statements, with the parameters `row_id` and `as_owner`."""
+    """The filter of get_owned as a prepared condition with the parameters `row_id` and `as_owner`."""
     owner = sa.bindparam("as_owner", type_=sa.String)
     is_row = col(table.id) == sa.bindparam("row_id")
     return sa.and_(is_row, sa.or_(owner.is_(None), col(table.owner) == owner), *_not_deleted(table))
 
 
 def owned_by(table: Owned, owner: str | None) -> tuple[sa.ColumnElement[bool], ...]:
-    """The filter for lists: the rows of one owner, or all rows if `owner` is None. Deleted rows do not exist."""
+    """The filter for lists: the rows of one owner, or all rows if `owner` is None. Deleted rows are left out."""
     return (*_not_deleted(table), *(() if owner is None else (col(table.owner) == owner,)))
 
 
@@ -328,10 +328,10 @@ def newest_page(
     after: tuple[datetime, str] | None,
     matches: Callable[[Row[Any]], bool] | None = None,
 ) -> tuple[list[Row[Any]], bool]:
-    """At most `limit` of the rows with PAGE_BYTES of texts, newest first, and whether there are more.
+    """At most `limit` rows with PAGE_BYTES of text, newest first, and whether there are more.
 
     connection: to read with. rows: of one table, which has `created_at`. key: the column that orders rows of the same
-    time. after: created_at and key of the previous page's last row. matches: a further filter in Python, or None.
+    time. after: created_at and key of the previous page's last row. matches: an additional filter in Python, or None.
     """
     created_at, tie = rows.selected_columns["created_at"], rows.selected_columns[key]
     ordered = rows.order_by(created_at.desc(), tie.desc())
@@ -356,9 +356,9 @@ def newest_page(
 
 
 def fetch_page(connection: sa.Connection, statement: sa.Select[Any]) -> tuple[list[Row[Any]], bool]:
-    """The first rows of a statement with at most PAGE_BYTES of texts, and whether rows were left out.
+    """The first rows of a statement with at most PAGE_BYTES of text, and whether rows were left out.
 
-    The page has at least one row if the statement has one. Rows that are left out are not fetched.
+    The page contains at least one row if there is one. Rows that are left out are not fetched.
     """
     page: list[Row[Any]] = []
     size = 0
@@ -383,7 +383,7 @@ def missing(table: type[Table], row_id: str) -> NotFoundError:
 
 
 def locked_ids(connection: sa.Connection, table: Owned, *where: sa.ColumnElement[bool]) -> list[str]:
-    """The ids of the rows `where`, locked in the order of their ids. SQLite has a single write lock anyway."""
+    """The ids of the rows `where`, locked in the order of their ids. SQLite locks the whole database instead."""
     column = col(table.id)
     return list(connection.execute(sa.select(column).where(*where).order_by(column).with_for_update()).scalars())
 
@@ -391,7 +391,7 @@ def locked_ids(connection: sa.Connection, table: Owned, *where: sa.ColumnElement
 def insert_if_absent(connection: sa.Connection, table: type[Table], values: Mapping[str, object]) -> bool:
     """Insert a row unless it violates a unique constraint of the table. Returns whether it was inserted.
 
-    Waits for a concurrent insert of the same key, so after False the other row is visible.
+    Waits for a concurrent insert of the same key, so if False is returned, the other row is visible.
     """
     return connection.execute(_insert(table, tuple(values)), dict(values)).first() is not None
 
@@ -402,7 +402,7 @@ def columns(table: type[Table]) -> tuple[sa.Column[Any], ...]:
 
 
 def as_view(view: type[T], row: Row[Any], prefix: str = "") -> T:
-    """The row as the dataclass `view`. Its fields are columns, or columns of a joined row that begin with `prefix`."""
+    """The row as the dataclass `view`. Each field is a column, in a joined row with `prefix` before its name."""
     if view not in _VIEWS:
         kinds = get_type_hints(view)
         _VIEWS[view] = [(field.name, _converted(kinds[field.name])) for field in fields(view)]  # type: ignore[arg-type]
@@ -427,7 +427,7 @@ def _select_owned(table: type[Table], lock: bool) -> sa.Select[Any]:
 
 @cache
 def _insert(table: type[Table], names: tuple[str, ...]) -> sa.TextualSelect:
-    # Text, because SQLAlchemy 2.0 compiles its ON CONFLICT again in every execution: 1 ms of every submit.
+    # Text, because SQLAlchemy 2.0 recompiles its ON CONFLICT in every execution: 1 ms per submit.
     columns = Table.metadata.tables[str(table.__tablename__)].c
     sql = f"INSERT INTO {table.__tablename__} ({', '.join(names)}) VALUES (:{', :'.join(names)})"
     typed = [sa.bindparam(name, type_=columns[name].type) for name in names]

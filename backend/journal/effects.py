@@ -1,6 +1,6 @@
-"""Effects of operations on models, and the ends of models and samplers, which fail the requests that wait for them.
+"""Effects of operations on models, and the ends of models and samplers, which fail the requests waiting for them.
 
-Each function, and each effect, returns the topics to publish after the commit.
+The ending functions and the effects return the topics to publish after the commit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STEP_MADE = sa.update(Model).where(col(Model.id) == sa.bindparam("of_model")).v
 # ------------------------------------------------------------------ effects of operations
 @dataclass(frozen=True)
 class ModelLive:
-    """The model exists in the worker group now. rank, train_* and expert_rank are given when a checkpoint decided."""
+    """The model now exists in the worker group. rank, train_*, expert_rank: set if a checkpoint determines them."""
 
     model_id: str
     step: int = 0
@@ -54,7 +54,7 @@ class ModelLive:
     expert_rank: int | None = None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Let the model take work; a checkpoint decides its adapter."""
+        """Mark the model live, with its adapter's settings if a checkpoint determines them."""
         decided = {
             name: value
             for name in ("rank", "train_attn", "train_mlp", "train_unembed")
@@ -62,7 +62,7 @@ class ModelLive:
         }
         if self.rank is not None:
             decided["expert_rank"] = self.expert_rank
-            # A checkpoint has no gradients, so losses of the replaced gradients belong to no step.
+            # A checkpoint contains no gradients, so losses of the replaced gradients belong to no step.
             unmade = (col(TrainingStep.model_id) == self.model_id, col(TrainingStep.seq_id) == UNMADE)
             connection.execute(sa.delete(TrainingStep).where(*unmade))
         connection.execute(
@@ -75,7 +75,7 @@ class ModelLive:
 
 @dataclass(frozen=True)
 class ModelEnded:
-    """The model takes no more work: requests still waiting for it fail in the same transaction, with `detail`."""
+    """The model accepts no more work. Requests still waiting for it fail in the same transaction, with `detail`."""
 
     model_id: str
     state: Literal[ModelState.LOST, ModelState.UNLOADED, ModelState.FAILED]
@@ -88,13 +88,13 @@ class ModelEnded:
 
 @dataclass(frozen=True)
 class StepMade:
-    """The model stands at `step` optimizer steps now (after an optim_step, or after loading weights)."""
+    """The model has now made `step` optimizer steps (after an optim_step, or after loading weights)."""
 
     model_id: str
     step: int
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Note the step."""
+        """Store the step."""
         connection.execute(_STEP_MADE, {"of_model": self.model_id, "to_step": self.step})
         return ()
 
@@ -103,11 +103,11 @@ class StepMade:
 def end_models(
     connection: sa.Connection, model_ids: Sequence[str], state: ModelState, detail: str, now: datetime
 ) -> list[str]:
-    """End models that still take work, and fail the requests that wait for them. Returns the topics.
+    """End models that still accept work, and fail the requests that wait for them. Returns the topics.
 
-    connection: of the caller's transaction. model_ids: in any state; ended models stay as they are. state, detail: the
-    final state and its reason. now: the time of the end. Unloaded models cannot be revived, so their requests are no
-    longer kept for replays.
+    connection: of the caller's transaction. model_ids: in any state; ended models are left unchanged. state, detail:
+    the final state and its reason. now: the time of the end. Unloaded models cannot be revived, so their requests are
+    no longer kept for replays.
     """
     topics: list[str] = []
     for model_id in model_ids:
@@ -148,9 +148,9 @@ def close_samplers(connection: sa.Connection, sampler_ids: Sequence[str], detail
 def _fail_pending(
     connection: sa.Connection, now: datetime, error: str, category: Category, *where: sa.ColumnElement[bool]
 ) -> list[str]:
-    """Fail every pending request that matches `where`. Returns the topics. One statement, locking in order of id.
+    """Fail every pending request that matches `where`. Returns the topics. One statement, which locks in id order.
 
-    The caller has taken the next number of every affected sampler.
+    The caller must already have taken the next completion number of every affected sampler.
     """
     waiting = sa.select(col(Request.id)).where(IS_PENDING, *where).order_by(col(Request.id)).with_for_update()
     statement = (
@@ -163,6 +163,6 @@ def _fail_pending(
 
 
 def forget(connection: sa.Connection, model_id: str, *where: sa.ColumnElement[bool]) -> None:
-    """Stop keeping the model's requests `where` (default: all) for replays, so that their payloads may be dropped."""
+    """Stop keeping the model's requests that match `where` (default: all) for replays, so payloads may be dropped."""
     replayed = (col(Request.model_id) == model_id, *where, col(Request.replays))
     connection.execute(sa.update(Request).where(*replayed).values(**LET_GO))

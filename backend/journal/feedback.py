@@ -1,4 +1,4 @@
-"""Feedback of people on samples, stored with the samples."""
+"""Feedback on samples, stored with a copy of the sample."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tinkerflow.backend.journal.database import Aggregate, as_view
 from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, rule_of, text_bytes
 from tinkerflow.backend.journal.tables import FeedbackRow
 
-_AT_ONCE = 8  # rows of one read from the database
+_AT_ONCE = 8  # rows fetched from the database at a time
 _MOST_CHARACTERS = 2**24  # of a page without its last row
 
 
 @dataclass(frozen=True)
 class NewFeedback:
-    """Feedback of the key `key_id` of project `owner` on a sample: a reward, a label or a better text, or several.
+    """Feedback on a sample from the key `key_id` of project `owner`: a reward, a label, a better text, or several.
 
-    prompt: messages or a text. answer: the sample's text; tokens int32, logprobs float32.
+    prompt: messages or a text. answer: the sample's text. tokens: int32. logprobs: float32.
     """
 
     owner: str
@@ -42,7 +42,7 @@ class NewFeedback:
 
 @dataclass(frozen=True)
 class FeedbackView(NewFeedback):
-    """Feedback as it was given. id: rises with time."""
+    """Stored feedback. id: increases with time."""
 
     id: int
     at: datetime
@@ -56,14 +56,14 @@ class FeedbackGiven(Aggregate):
         if not (most := limits.feedback_per_day):
             return
         latest = sa.select(col(FeedbackRow.at)).where(col(FeedbackRow.owner) == owner)
-        with self._read() as connection:  # ids rise with time, and have an index
+        with self._read() as connection:  # ids increase with time, and are indexed
             oldest = connection.execute(latest.order_by(col(FeedbackRow.id).desc()).offset(most - 1).limit(1)).scalar()
         if oldest is not None and oldest > self._now() - timedelta(days=1):
             rule = rule_of("feedback_per_day")
             raise TooManyError(f"this project has rated {most} answers in 24 hours, as many as it may {rule}")
 
     def add(self, new: NewFeedback, limits: Limits = NO_LIMITS) -> int:
-        """Store feedback and return its id. The audit log has the key, not the text. TooManyError as in `check`."""
+        """Store feedback and return its id. The audit log gets the key, not the text. TooManyError as in `check`."""
         self.check(new.owner, limits)
         now = self._now()
         with self._write() as connection:
@@ -87,7 +87,7 @@ class FeedbackGiven(Aggregate):
     def page(
         self, owner: str, *, since: datetime | None = None, after: int = 0, limit: int = 100
     ) -> list[FeedbackView]:
-        """A project's feedback after the id `after`, oldest first; with `since`, only from that time on.
+        """A project's feedback after the id `after`, oldest first; `since`: only from that time on.
 
         At most `limit` rows, and fewer if they are long. An empty page is the end.
         """

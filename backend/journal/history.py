@@ -1,4 +1,4 @@
-"""Histories: the requests of chosen runs go to the store, in segments, before the journal drops their payloads.
+"""Histories: the requests of chosen runs are archived in the store, in segments, before their payloads are dropped.
 
 `Request.archives` is set when a request of such a run is submitted. It keeps payload and result in the journal until
 `record_segment` notes the segment that has them. Segments are consecutive, and only the last of a killed engine may
@@ -18,8 +18,8 @@ from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Table, Te
 from tinkerflow.backend.journal.tables import IS_PENDING, TAKES_WORK, Kind, Model, Request, RequestState, TrainingStep
 from tinkerflow.backend.spec.history import PastRequest, Segment, digest
 
-MOST_REQUESTS = 1024  # of a segment
-MOST_BYTES = 2**24  # of the payloads of a segment; a single larger request is a segment, too
+MOST_REQUESTS = 1024  # in a segment
+MOST_BYTES = 2**24  # of payloads in a segment; a single larger request makes a segment of its own
 _NO_BOUND = sa.literal(2**62, sa.BigInteger)
 _DUE_REQUESTS, _DUE_BYTES, _DUE_SECONDS = 256, 2**22, 300.0
 
@@ -62,10 +62,10 @@ _WAITING = (
 
 
 class Histories(Aggregate):
-    """The histories of training runs: which requests go to the store next, and which segments are there."""
+    """The histories of training runs: the requests to archive next, and the segments in the store."""
 
     def due(self) -> list[str]:
-        """Ids of models with enough answered requests for a segment, or old ones, or that take no more work."""
+        """Ids of models whose answered requests fill a segment or are old, or that accept no more work."""
         old = self._ago(_DUE_SECONDS)
         with self._read() as connection:
             waiting = connection.execute(_WAITING).all()
@@ -79,9 +79,9 @@ class Histories(Aggregate):
         ]
 
     def unarchived(self, model_id: str, *, after: int = -1, most_bytes: int = MOST_BYTES) -> list[PastRequest]:
-        """The next requests that go to the store, in order: answered ones that no unanswered one precedes.
+        """The next requests to archive, in order: answered requests that precede every unanswered one.
 
-        after: only requests with a higher seq_id. most_bytes: of their payloads, unless the first alone has more.
+        after: only requests with a higher seq_id. most_bytes: of their payloads, unless the first alone exceeds it.
         """
         of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after)
         # Requests beyond next_seq were refused. While the model lives, earlier numbers may still come.
@@ -107,10 +107,10 @@ class Histories(Aggregate):
             return [_past(row) for row in connection.execute(rows)]
 
     def record_segment(self, model_id: str, segment: Segment) -> bool:
-        """Note a segment that is in the store: the journal may drop these payloads and results.
+        """Record a segment that is in the store, so the journal may drop its payloads and results.
 
-        Returns False if the history was deleted meanwhile; then the segment must be removed. FencedError if another
-        engine has taken the lease.
+        Returns False if the history was deleted meanwhile; the caller must then remove the segment. FencedError if
+        another engine has taken the lease.
         """
         with self._write(fenced=True) as connection:
             by_id = sa.select(col(Model.history)).where(col(Model.id) == model_id).with_for_update()
@@ -135,17 +135,17 @@ class Histories(Aggregate):
             return has_history(connection, get_owned(connection, Model, model_id, None))
 
     def steps(self, model_id: str) -> dict[int, int]:
-        """The optimizer step that each optim_step has made, by its seq_id, in order."""
+        """The optimizer step that each optim_step made, by seq_id, in order."""
         of_model = (col(TrainingStep.model_id) == model_id, col(TrainingStep.seq_id) >= 0)
         steps = sa.select(col(TrainingStep.seq_id), col(TrainingStep.step)).where(*of_model)
         with self._read() as connection:
             return {row.seq_id: row.step for row in connection.execute(steps.order_by(col(TrainingStep.seq_id)))}
 
     def clean_saves(self, model_id: str, last: int, limit: int = 20) -> dict[str, int]:
-        """The seq_id of each named save of a training state that request `last` or an earlier one has left.
+        """The named saves of the training states that requests up to `last` left: their seq_ids by request id.
 
-        By the request id of the save, newest first. Saves while gradients were accumulated are left out, because a
-        checkpoint has no gradients.
+        Newest first. Saves made while gradients were accumulated are left out, because a checkpoint contains no
+        gradients.
         """
         before = aliased(Request)
         previous = (
@@ -177,10 +177,10 @@ class Histories(Aggregate):
             return {row.id: row.seq_id for row in connection.execute(saves)}
 
     def to_delete(self, rules: HistoryRules, limit: int = 20) -> list[str]:
-        """Ids of at most `limit` runs whose history is deleted under the rules, the oldest first.
+        """Ids of at most `limit` runs whose history must be deleted under the rules, oldest first.
 
-        A project over its limit loses the histories of ended runs first, and then those of live runs. Histories that
-        have ended (`end`, or because the run was deleted) are listed until they are forgotten.
+        A project over its limit loses the histories of ended runs first, then those of live runs. Ended histories (by
+        `end`, or because the run was deleted) are listed until they are forgotten.
         """
         size = sa.func.sum(col(HistorySegment.size_bytes))
         of_run = [col(Model.id), col(Model.owner), col(Model.state), col(Model.last_request_at), col(Model.history)]
@@ -204,19 +204,19 @@ class Histories(Aggregate):
         return chosen[:limit]
 
     def end(self, model_id: str) -> None:
-        """Keep no more history of a run. Its segments stay listed until `forget`, so that a kill leaves no object."""
+        """Keep no more history of a run. Its segments stay listed until `forget`, so a kill leaves no stray object."""
         with self._write() as connection:
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(history=False))
             _release(connection, model_id)
 
     def forget(self, model_id: str) -> None:
-        """Remove the rows of the segments of a run, whose objects were removed."""
+        """Delete the rows of a run's segments, after their objects were removed."""
         with self._write() as connection:
             connection.execute(sa.delete(HistorySegment).where(col(HistorySegment.model_id) == model_id))
 
 
 def has_history(connection: sa.Connection, run: sa.Row[Any]) -> bool:
-    """Whether requests of a run are kept, or its history has ended and is still in the store. run: its row."""
+    """Whether a run's requests are kept, or its ended history is still in the store. run: the run's row."""
     stored = sa.exists().where(col(HistorySegment.model_id) == run.id)
     return bool(run.history or connection.execute(sa.select(stored)).scalar())
 

@@ -1,6 +1,6 @@
 """Rows of checkpoints that no client saved here: copies, imports, and checkpoints found only in the store.
 
-Their runs and sessions have ended from the start, and only contain checkpoints. Quotas are checked before files are
+Their runs and sessions are created as ended, and contain only checkpoints. Quotas are checked before files are
 copied or uploaded, and not again when the rows are inserted.
 """
 
@@ -37,7 +37,7 @@ class Imports(Aggregate):
     ) -> str:
         """Insert the rows of a copied checkpoint with its own run and session. Returns its path. Repeating is harmless.
 
-        session_id: of that session. saved: the commit in the store. source_path: the original checkpoint.
+        session_id: the id of that session. saved: the commit in the store. source_path: the original checkpoint.
         key_id, project_id: as in NewSession.
         """
         session = NewSession(saved.owner, "", key_id=key_id, project_id=project_id)
@@ -50,17 +50,17 @@ class Imports(Aggregate):
     def record_import(self, session_id: str, saved: CheckpointSaved) -> str:
         """Insert the rows of an imported adapter with its own run and session. Returns its path.
 
-        session_id: of that session. saved: the commit in the store.
+        session_id: the id of that session. saved: the commit in the store.
         """
         with self._write() as connection:
             record_import(connection, self._now(), session_id, NewSession(saved.owner, ""), saved)
         return saved.path
 
     def restore(self, saved: CheckpointSaved, public: bool, run_metadata: Mapping[str, str]) -> bool:
-        """Insert the rows of a checkpoint in the store that has no row, or whose row belongs to another save.
+        """Insert the rows of a checkpoint in the store that has no row, or whose row describes another save.
 
         public, run_metadata: further fields of the store's commit. Returns whether rows were inserted. Existing runs
-        and sessions stay as they are. So does the row of a deleted checkpoint, whose files will be removed.
+        and sessions are left unchanged. So is the row of a deleted checkpoint, whose files will be removed.
         """
         at = saved.created_at or self._now()
         detail = "its row was made again from what the store holds"
@@ -95,10 +95,10 @@ def record(
     detail: str,
     details: Mapping[str, object],
 ) -> None:
-    """Insert the rows of a checkpoint that no client saved. If its session exists, so do the rows.
+    """Insert the rows of a checkpoint that no client saved. If its session already exists, nothing is inserted.
 
-    connection, now: of the caller's transaction. session_id, session: of its own session. saved: the commit in the
-    store. event, details: for the audit log. detail: of the run, for people.
+    connection, now: of the caller's transaction. session_id, session: of the checkpoint's own session. saved: the
+    commit in the store. event, details: for the audit log. detail: the run's detail, for people.
     """
     if _insert_session(connection, session_id, session, detail, now):
         _insert_run(connection, saved, {}, detail, now)

@@ -1,8 +1,8 @@
 """The journal: the open database, its notifier, and the aggregates that read and write its rows.
 
 Every method of an aggregate is one short transaction, and publishes its topics after the commit. Methods are
-synchronous and thread-safe; asynchronous callers use asyncio.to_thread. `owner` filters rows: rows of other owners do
-not exist (NotFoundError). The owner None is the service, which has access to all rows.
+synchronous and thread-safe; asynchronous callers use asyncio.to_thread. `owner` filters rows: to an owner, the rows of
+other owners do not exist (NotFoundError). The owner None is the service, which has access to all rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tinkerflow.backend.journal.usage import UsageReports
 
 
 class Journal:
-    """The open journal, with one attribute for each aggregate."""
+    """The open journal, with one attribute per aggregate."""
 
     def __init__(self, database: Database, clock: Clock, notifier: Notifier) -> None:
         """Use `open`."""
@@ -94,7 +94,7 @@ class Journal:
     def open(cls, url: str, *, clock: Clock | None = None) -> Self:
         """Open the migrated database `url`.
 
-        ServerError: the database is not at the newest schema; NoTablesError when it has no tables.
+        ServerError: the database is not at the newest schema. NoTablesError: the database has no tables.
         """
         database = Database(url)
         try:
@@ -105,7 +105,7 @@ class Journal:
         return cls(database, clock or SystemClock(), Notifier(url))
 
     def result_subscriptions(self, *, recheck_seconds: float = RECHECK_SECONDS) -> ResultSubscriptions:
-        """Wakes clients that wait for answers, for use as an async context manager; see ResultSubscriptions."""
+        """Wake clients that wait for answers. Returns an async context manager; see ResultSubscriptions."""
         return ResultSubscriptions(
             self.notifier,
             self.results.finished,

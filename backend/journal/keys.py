@@ -1,6 +1,6 @@
-"""API keys of 256 random bits, stored as SHA-256. A key has access to the rows of its project only.
+"""API keys of 256 random bits, stored as SHA-256. A key has access only to the rows of its project.
 
-The service's own secrets are here, too. All its processes share them, and the first use creates them.
+The service's own secrets are also stored here. All its processes share them, and the first use creates them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KeyView:
 
 @dataclass(frozen=True)
 class UsableKey(KeyView):
-    """A key that is not revoked. limits: those that its project has of its own, None: none."""
+    """A key that is not revoked. limits: its project's own limits, or None."""
 
     limits: dict[str, int] | None
 
@@ -69,7 +69,7 @@ class Keys(Aggregate):
     ) -> tuple[KeyView, str]:
         """Create an API key. Returns its row, and its secret (`tml-...`), which is never shown again.
 
-        Spaces around the name and the project are dropped. UserError if one of them is empty or too long.
+        Surrounding spaces are dropped. UserError: the name or the project is empty or too long.
 
         The project of the first key receives all rows that were created without a key.
 
@@ -94,7 +94,7 @@ class Keys(Aggregate):
         return self._views(KeyView, sa.select(ApiKey).order_by(col(ApiKey.created_at), col(ApiKey.id)))
 
     def revoke(self, key_id: str, *, actor: str = audit.SERVICE) -> KeyView:
-        """Revoke a key. A revoked key stays as it is. NotFoundError: unknown id.
+        """Revoke a key. A key that is already revoked is left unchanged. NotFoundError: unknown id.
 
         actor: for the audit log; see `audit.write_event`.
         """
@@ -115,11 +115,11 @@ class Keys(Aggregate):
         hashed = hash_key(secret)
         with self._read() as connection:
             row = connection.execute(_FIND, {"hashed": hashed}).one_or_none()
-        # The look-up is by a hash that clients cannot choose. The comparison does not rely on the index.
+        # The lookup is by a hash that clients cannot choose. The comparison does not rely on the index.
         return self._used(row if row is not None and hmac.compare_digest(row.key_hash, hashed) else None)
 
     def usable(self, key_id: str) -> UsableKey | None:
-        """The key with this id, which a token contains; None if it was revoked. Its use is recorded once a minute."""
+        """The key with the id in a token; None if unknown or revoked. Its use is recorded once a minute."""
         with self._read() as connection:
             row = connection.execute(_USABLE, {"key_id": key_id}).one_or_none()
         return self._used(row)
@@ -138,7 +138,7 @@ class Keys(Aggregate):
             return connection.execute(ended).first() is not None
 
     def has_any(self) -> bool:
-        """Whether a key was ever created: a server whose keys are all revoked still needs a key."""
+        """Whether a key was ever created. A server whose keys are all revoked still requires a key."""
         with self._read() as connection:
             return connection.execute(sa.select(col(ApiKey.id)).limit(1)).first() is not None
 
@@ -161,7 +161,7 @@ class Keys(Aggregate):
 
 
 def _adopt_local_rows(connection: sa.Connection, project: str) -> None:
-    """Give all rows that were created without a key to `project`: no key could read them otherwise."""
+    """Give all rows that were created without a key to `project`. Otherwise no key could read them."""
     for table in Table.metadata.sorted_tables:
         if "owner" in table.c:
             connection.execute(table.update().where(table.c.owner == LOCAL_OWNER).values(owner=project))
@@ -175,5 +175,5 @@ def _write_event(
 
 
 def hash_key(secret: str) -> str:
-    """The SHA-256 of a key or token in hex, which the journal stores instead of it."""
+    """The SHA-256 of a key or token in hex, which the journal stores in its place."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,7 +1,7 @@
 """The engine's lease on this database, and the API's heartbeats.
 
-An engine holds the lease by its epoch, a number that each new holder raises. Transactions that answer requests check
-the epoch (Database.write, fenced), so an engine with an older epoch cannot answer.
+An engine holds the lease by its epoch, a number that increases with each new holder. Transactions that answer requests
+check the epoch (Database.write, fenced), so an engine with an older epoch cannot answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAUSE_SECONDS = 15.0  # without a heartbeat, the API was away
 class ProcessView:
     """A part of the service: `engine` or `api`.
 
-    epoch: how many times it was started. began_at: of its lease, or of its heartbeats without a pause.
+    epoch: how many times it was started. began_at: when its lease, or its unbroken series of heartbeats, began.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Leases(Aggregate):
         return self._database.epoch
 
     def acquire(self, holder: str, *, force: bool = False) -> str | None:
-        """Take the engine's lease if it is free or has run out. Returns None, or the name of its holder.
+        """Take the engine's lease if it is free or has expired. Returns None, or the name of the current holder.
 
-        force: take it in any case, because its holder is dead. Afterwards, this process's answers are refused
-        (FencedError) if another engine takes the lease.
+        force: take it even if it is held, because its holder is dead. If another engine takes the lease afterwards,
+        this process's answers are refused (FencedError).
         """
         now = self._now()
         with self._write() as connection:
@@ -60,19 +60,19 @@ class Leases(Aggregate):
         return None
 
     def renew(self) -> None:
-        """Keep the lease; FencedError when another engine has taken it."""
+        """Renew the lease. FencedError: another engine has taken it."""
         self._check_held()
         with self._write(fenced=True) as connection:
             connection.execute(sa.update(Process).where(col(Process.name) == ENGINE).values(beat_at=self._now()))
 
     def release(self) -> None:
-        """Give the lease back, if it is still ours."""
+        """Release the lease if it is still ours."""
         ours = (col(Process.name) == ENGINE, col(Process.epoch) == self._check_held())
         with self._write() as connection:
             connection.execute(sa.update(Process).where(*ours).values(holder=""))
 
     def beat(self, *, starts: bool = False) -> None:
-        """Record a heartbeat of the API. After a pause, its `began_at` starts again. starts: it was just started."""
+        """Record a heartbeat of the API. After a pause, `began_at` is reset. starts: the API has just been started."""
         now = self._now()
         row = {"name": API, "holder": "", "epoch": int(starts), "began_at": now, "beat_at": now}
         with self._write() as connection:
@@ -88,7 +88,7 @@ class Leases(Aggregate):
         return self._views(ProcessView, sa.select(Process).order_by(col(Process.name)))
 
     def has_api(self) -> bool:
-        """Whether the API has beaten within PAUSE_SECONDS."""
+        """Whether the API has sent a heartbeat within PAUSE_SECONDS."""
         oldest = self._now() - timedelta(seconds=PAUSE_SECONDS)
         return any(view.name == API and view.beat_at >= oldest for view in self.beats())
 
@@ -99,7 +99,7 @@ class Leases(Aggregate):
 
 
 def answering_since(connection: sa.Connection, now: datetime) -> datetime | None:
-    """The time since which clients can reach the API without a pause, at the time `now`.
+    """The time since which clients have been able to reach the API without a pause, at the time `now`.
 
     None if no API ever ran. `now` if the API is away.
     """

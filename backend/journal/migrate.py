@@ -1,6 +1,6 @@
 """Migration of a database to the current schema with Alembic, and the check that it has that schema.
 
-New revisions are written by hand in migrations/versions. The schema moves forward only. A test compares the migrated
+New revisions are written by hand in migrations/versions. The schema is never downgraded. A test compares the migrated
 database with the tables and lists the differences.
 """
 
@@ -21,13 +21,13 @@ _LOCK = 0x74696E6B  # any number, the same in every process
 
 
 class NoTablesError(ServerError):
-    """The database is empty: nobody has migrated it yet."""
+    """The database is empty, because it has not been migrated yet."""
 
 
 def migrate(url: str, revision: str = "head") -> None:
     """Upgrade the database to the newest schema (or to `revision`). Creates a missing SQLite file.
 
-    Several processes may call this together. One migrates in a transaction, and the others wait for it.
+    Several processes may call this concurrently. One migrates in a transaction, and the others wait for it.
     """
     database = Database(url)
     try:

@@ -4,8 +4,8 @@ A notification may be lost (a full buffer, a broken connection), so every subscr
 second. Processes reach each other through UNIX sockets if they share an SQLite file (notify_sqlite.py), and through
 LISTEN and NOTIFY on Postgres (notify_postgres.py).
 
-Polling SQLite's `PRAGMA data_version` every 10 ms would need fewer lines. In measurements, it added 5 ms to each of the
-two notifications of an operation that takes 8 ms, and used 1 % of a core in each idle process.
+Polling SQLite's `PRAGMA data_version` every 10 ms would take fewer lines of code. In measurements, it added 5 ms to
+each of the two notifications of an operation that takes 8 ms, and used 1 % of a core in each idle process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tinkerflow.backend.journal.database import is_sqlite
 from tinkerflow.backend.journal.notify_sqlite import SocketTransport
 from tinkerflow.backend.journal.topics import Transport
 
-RECHECK_SECONDS = 1.0  # between two queries of the database, in case notifications were lost
+RECHECK_SECONDS = 1.0  # between queries of the database, in case notifications were lost
 
 
 class Subscription:
-    """The topics that one subscriber has not seen yet: each once, in the order of their first publication."""
+    """The topics that one subscriber has not yet seen, each once, in the order of first publication."""
 
     def __init__(self, prefixes: tuple[str, ...]) -> None:
-        """Collect topics that start with one of `prefixes`; all topics when it is empty."""
+        """Collect topics that start with one of `prefixes`; all topics if it is empty."""
         self._prefixes = prefixes or ("",)
         self._loop = asyncio.get_running_loop()
         self._unseen: dict[str, None] = {}
@@ -46,11 +46,11 @@ class Subscription:
             self._loop.call_soon_threadsafe(self._available.set)
 
     def __aiter__(self) -> AsyncIterator[str]:
-        """Iterate over the topics as they come, without end."""
+        """Iterate over the topics as they arrive, endlessly."""
         return self
 
     async def __anext__(self) -> str:
-        """Return the next topic; wait until there is one."""
+        """Wait for the next topic and return it."""
         while True:
             with self._lock:
                 if self._unseen:
@@ -81,7 +81,7 @@ class Notifier:
 
     @asynccontextmanager
     async def subscribe(self, *prefixes: str) -> AsyncIterator[AsyncIterator[str]]:
-        """Inside, an endless iterator of the topics that start with one of `prefixes` (none given: all topics)."""
+        """Yield an endless iterator of the topics that start with one of `prefixes` (none given: all topics)."""
         subscription = Subscription(prefixes)
         await asyncio.to_thread(self._add, subscription)
         try:
@@ -91,7 +91,7 @@ class Notifier:
                 self._subscriptions.discard(subscription)
 
     def close(self) -> None:
-        """Stop receiving from other processes. Later subscribers receive topics of this process only."""
+        """Stop receiving from other processes. Later subscribers receive only the topics of this process."""
         with self._lock:  # a thread may be starting the transport, whose subscriber was cancelled
             self._started = True
         self._transport.close()

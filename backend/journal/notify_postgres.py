@@ -24,7 +24,7 @@ class PostgresTransport:
     """Carries topics with NOTIFY on one connection, and receives them with LISTEN on another."""
 
     def __init__(self, url: str) -> None:
-        """Carry topics for the users of the database of `url`; nothing is connected yet."""
+        """Prepare for the users of the database of `url`. Nothing is connected yet."""
         self._conninfo = driver_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
         self._own_name = secrets.token_hex(8)
         self._lock = threading.Lock()
@@ -33,13 +33,13 @@ class PostgresTransport:
         self._stop = threading.Event()
 
     def send(self, topics: tuple[str, ...]) -> None:
-        """NOTIFY the other processes; a broken connection is opened again once."""
+        """NOTIFY the other processes. A broken connection is reopened once."""
         with self._lock:
             for message in pack_topics(topics, _LIMIT):
                 self._notify(f"{self._own_name}\n{message.decode()}")
 
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
-        """Connect, LISTEN, and read in a thread that connects again whenever the connection breaks."""
+        """Connect, LISTEN, and read in a thread that reconnects whenever the connection breaks."""
         connection = self._connect_listening()
         self._thread = threading.Thread(target=self._receive, args=(connection, deliver), name="notifier", daemon=True)
         self._thread.start()

@@ -1,6 +1,6 @@
 """Notifications between processes that share an SQLite file, through UNIX datagram sockets.
 
-Every subscribed process binds one socket in a private folder, and publishing sends one datagram to each of them.
+Every subscribed process binds one socket in a private folder, and a publisher sends datagrams to each of them.
 Processes with different values of TMPDIR do not reach each other.
 """
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _PATH_LIMIT = 100  # bytes; Linux allows 107, macOS 103
 _NAME_LENGTH = 20  # bytes at most, for `/<pid>-<8 hex digits>`
 _DATAGRAM = 4096  # bytes; well below every system's limit
-_FULL_TRIES = 3  # a receiver's buffer has 10 datagrams on Linux: give its thread a moment
+_FULL_TRIES = 3  # a receiver's buffer holds 10 datagrams on Linux: give its thread a moment
 _FULL_WAIT = 0.001
 
 
@@ -37,7 +37,7 @@ class SocketTransport:
     """Carries topics between processes through UNIX datagram sockets."""
 
     def __init__(self, url: str) -> None:
-        """Carry topics for the users of the SQLite file of `url`; nothing is opened yet."""
+        """Prepare for the users of the SQLite file of `url`. Nothing is opened yet."""
         self._folder = socket_folder(url)
         self._own_name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._sender: socket.socket | None = None
@@ -46,7 +46,7 @@ class SocketTransport:
         self._lock = threading.Lock()
 
     def send(self, topics: tuple[str, ...]) -> None:
-        """Send to every socket in the folder but our own; remove sockets of processes that ended."""
+        """Send to every socket in the folder except our own, and remove sockets of dead processes."""
         try:
             if not _is_private(self._folder):
                 log.warning("notification lost: folder %s can be used by other users", self._folder)
@@ -60,7 +60,7 @@ class SocketTransport:
                     self._send_datagram(name, datagram)
 
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
-        """Bind our socket and read it in a thread: the event loop may be busy, and ten datagrams fill the buffer."""
+        """Bind our socket and read it in a thread: ten datagrams fill the buffer, and the event loop may be busy."""
         self._receiver = _bind(self._folder, self._own_name)
         self._thread = threading.Thread(target=_receive, args=(self._receiver, deliver), name="notifier", daemon=True)
         self._thread.start()
@@ -72,7 +72,7 @@ class SocketTransport:
             # The empty datagram ends the thread. If the buffer stays full for seconds, the daemon thread remains.
             self._thread.join(timeout=5)
             (self._folder / self._own_name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # the folder has sockets of other processes
+            with contextlib.suppress(OSError):  # the folder contains sockets of other processes
                 self._folder.rmdir()
             self._receiver.close()
             self._thread = self._receiver = None
@@ -92,7 +92,7 @@ class SocketTransport:
                     continue
                 log.debug("notification lost: the buffer of %s is full", path)
             except ConnectionRefusedError:
-                path.unlink(missing_ok=True)  # its process died without closing
+                path.unlink(missing_ok=True)  # its process died without closing it
             except FileNotFoundError:
                 log.debug("notification lost: %s was closed just now", path)
             except OSError as error:
@@ -128,7 +128,7 @@ def _bind(folder: Path, name: str) -> socket.socket:
             _make_private(folder)
             receiver.bind(str(folder / name))
             break
-        except FileNotFoundError:  # the last subscriber left in between, and removed the folder
+        except FileNotFoundError:  # the last subscriber has just left and removed the folder
             if last:
                 receiver.close()
                 raise
@@ -139,7 +139,7 @@ def _bind(folder: Path, name: str) -> socket.socket:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder for our user alone; ServerError when another user made it first."""
+    """Create the folder, private to our user. ServerError: another user created it first."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(PRIVATE_FOLDER)
     if not _is_private(folder):

@@ -1,4 +1,4 @@
-"""Limits that a project has of its own, in the place of those of the settings."""
+"""A project's own limits, which replace those of the settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST = 2**62
 
 
 class ProjectLimit(Table, table=True):
-    """The limits of a project of its own: values by the names of fields of `Limits`."""
+    """A project's own limits: values by the field names of `Limits`."""
 
     __tablename__ = "project_limit"
 
@@ -29,7 +29,7 @@ class ProjectLimit(Table, table=True):
 
 @dataclass(frozen=True)
 class LimitUse:
-    """A limit that applies to a project. setting: its name. own: the project has it in the place of the setting's."""
+    """A limit that applies to a project. setting: its name. own: the project's own value replaces the setting's."""
 
     setting: str
     used: int
@@ -41,10 +41,10 @@ class ProjectLimits(Aggregate):
     """The limits of projects."""
 
     def set(self, project: str, changes: Mapping[str, int | None], actor: str = audit.SERVICE) -> Mapping[str, int]:
-        """Change limits of a project, and return all that it has of its own.
+        """Change a project's own limits, and return all of them.
 
-        changes: by setting (`max_stored_bytes`). 0 is no limit; None: the setting's value applies again. actor: for the
-        audit log. UserError: a name is no limit of projects, or a value is out of range.
+        changes: by setting (`max_stored_bytes`). 0: no limit. None: the setting's value applies again. actor: for the
+        audit log. UserError: a name is not a limit of projects, or a value is out of range.
         """
         for name, value in changes.items():
             if name not in SETTINGS:
@@ -63,19 +63,19 @@ class ProjectLimits(Aggregate):
         return after
 
     def all(self) -> dict[str, dict[str, int]]:
-        """The limits of all projects that have any of their own, by project."""
+        """The own limits of all projects that have any, by project."""
         with self._read() as connection:
             rows = connection.execute(sa.select(ProjectLimit).order_by(col(ProjectLimit.project)))
             return {row.project: row.limits for row in rows}
 
     def of(self, project: str, settings: Limits) -> Limits:
-        """The limits that apply to a project. settings: those of projects without limits of their own."""
+        """The limits that apply to a project. settings: the limits of projects without limits of their own."""
         with self._read() as connection:
             own = connection.execute(_OF_PROJECT, {"project": project}).scalar_one_or_none()
         return replace(settings, **(own or {}))
 
     def use(self, project: str, settings: Limits) -> list[LimitUse]:
-        """The limits that apply to a project, with its use of them now. settings: as in `of`."""
+        """The limits that apply to a project, with its current usage. settings: as in `of`."""
         with self._read() as connection:
             own = connection.execute(_OF_PROJECT, {"project": project}).scalar_one_or_none() or {}
             limits = replace(settings, **own)

@@ -1,4 +1,4 @@
-"""The queue of pending requests over all models and samplers, and gaps in their sequence ids."""
+"""The queue of pending requests of all models and samplers, and gaps in their sequence ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkerflow.backend.journal.tables import IS_PENDING, BaseModelRow, Model, R
 log = logging.getLogger(__name__)
 
 _SINCE = sa.case((col(Request.seq_id).is_not(None), col(Request.created_at)))
-# For each model with pending requests: their first seq_id, the time of the oldest, and the number of unloads.
+# For each model with pending requests: their first seq_id, the oldest time of submission, the number of unloads.
 _WAITING = (
     sa.select(
         col(Request.model_id).label("model_id"),
@@ -88,7 +88,7 @@ _WAITS_FOR = (
 
 @dataclass(frozen=True)
 class Gap:
-    """`missing` of a model's sequence ids [next_seq, first_waiting) never came. Later ids wait since `since`."""
+    """`missing` of a model's sequence ids [next_seq, first_waiting) never came. Later ids have waited since `since`."""
 
     model_id: str
     next_seq: int
@@ -112,15 +112,15 @@ class Queue(Aggregate):
             return {str(owner): int(count) for owner, count in rows}
 
     def wanted(self) -> list[str]:
-        """Base models with executable requests, or weights to store, longest waiting first. One statement.
+        """Base models with executable requests or with weights to store, longest waiting first. One statement.
 
-        Unloads do not count.
+        Unload requests do not count.
         """
         since = sa.func.min(_WANTED.c.since)
         return self._column(sa.select(_WANTED.c.base).group_by(_WANTED.c.base).order_by(since, _WANTED.c.base))
 
     def gaps(self, timeout: float) -> list[Gap]:
-        """Models that wait for `timeout` seconds or longer for a sequence id that never came. One statement."""
+        """Models that have waited at least `timeout` seconds for a sequence id that never came. One statement."""
         with self._read() as connection:
             return [
                 Gap(row.id, row.next_seq, row.first_seq, row.first_seq - row.next_seq - row.used, row.since)
@@ -128,7 +128,7 @@ class Queue(Aggregate):
             ]
 
     def skip_gap(self, gap: Gap) -> bool:
-        """Count the gap's missing ids as used, and log this. False if a missing request came meanwhile."""
+        """Count the gap's missing ids as used, and log a warning. False if a missing request came meanwhile."""
         used = gap.first_waiting - gap.next_seq - gap.missing
         with self._write() as connection:
             locked = connection.execute(
@@ -151,7 +151,7 @@ class Queue(Aggregate):
         return True
 
     def waits_for(self, request_id: str) -> str | None:
-        """The reason why a pending request is not executed; None if it only waits in the queue."""
+        """The reason why a pending request is not executed; None if it is only queued."""
         with self._read() as connection:
             reason: str | None = connection.execute(_WAITS_FOR, {"request_id": request_id}).scalar()
             return reason

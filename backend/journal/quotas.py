@@ -7,9 +7,9 @@ A transaction counts before it adds a row, so simultaneous requests cannot excee
 Postgres such a transaction first takes an advisory lock named after the project, and holds it until its commit. No
 transaction that holds another lock ever waits for this lock.
 
-Pending work is counted with one statement over an index that contains only the counted rows: requests over
+Pending work is counted in one statement over an index that contains only the counted rows: requests over
 ix_request_pending_of_owner, live models over ix_model_owner_state, stored bytes over ix_checkpoint_stored_by_owner and
-ix_asset_owner_size_bytes. Kept data can be millions of rows, so one row of `project_total` has their count.
+ix_asset_owner_size_bytes. Kept data can be millions of rows, so one row of `project_total` stores their count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tinkerflow.backend.journal.tables import (
 
 Failure = tuple[str, Category] | None  # the reason why a request is stored as failed, or None
 ROW_BYTES = 256  # bytes that a row counts in addition to its texts
-_SMALL_REQUEST = 4096  # bytes. Smaller requests are the most frequent, and are not checked against max_queued_bytes
+_SMALL_REQUEST = 4096  # bytes. Most requests are this small, and are not checked against max_queued_bytes
 _TRAINING = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 
 
@@ -43,11 +43,11 @@ _TRAINING = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 class Limits:
     """The limits of a project; 0 is no limit. The setting of each is `max_<name>`.
 
-    Pending: sampling_requests, samples without an answer. queued_tokens: tokens of forward and forward_backward
-    requests. queued_bytes: of the bodies of all requests. live_models: models that are being created or live.
+    Pending: sampling_requests, unanswered samples. queued_tokens: tokens of forward and forward_backward requests.
+    queued_bytes: bytes of the bodies of all requests. live_models: models that are being created or live.
 
-    Stored: stored_bytes, of checkpoints and uploaded images. From this limit on, nothing is saved. A checkpoint whose
-    save is in progress has no size yet and does not count.
+    Stored: stored_bytes, the bytes of checkpoints and uploaded images. Once the limit is reached, nothing is saved. A
+    checkpoint whose save is in progress has no size yet and does not count.
 
     Kept in the database: sessions, training_runs, samplers, custom_losses, images, feedback and metrics, in rows.
     kept_bytes: of their names, tags, metadata, definitions and texts. feedback_per_day: rated answers in 24 hours.
@@ -81,7 +81,7 @@ KEPT = (
 )  # columns of project_total
 
 
-_REMEDIES = {  # what a client can do itself
+_REMEDIES = {  # actions that a client can take itself
     "max_sampling_requests": "wait for answers",
     "max_queued_tokens": "wait for answers",
     "max_queued_bytes": "wait for answers",
@@ -95,14 +95,14 @@ _REMEDIES = {  # what a client can do itself
 
 
 def rule_of(limit: str) -> str:
-    """The end of an error about a field of Limits: its setting, and the ways to go on."""
+    """The end of an error message about a field of Limits: its setting, and the possible remedies."""
     setting = f"max_{limit}"
     own = f"{_REMEDIES[setting]}, or " if setting in _REMEDIES else ""
     return f"({setting}); {own}ask the operator (`tinkerflow limit set PROJECT {setting}=N`)"
 
 
 def refused(text: str) -> tuple[str, Category]:
-    """The failure of a wrong request with the reason `text`."""
+    """The failure of an invalid request with the reason `text`."""
     return text, UserError.category
 
 
@@ -111,7 +111,7 @@ _LOCK = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:owner, 0))")
 
 
 def lock_project(connection: sa.Connection, owner: str) -> None:
-    """Wait for the project's other transactions with quotas. Call this before locking any row."""
+    """Wait for the project's other transactions that check quotas. Call this before locking any row."""
     if connection.dialect.name == "postgresql":
         connection.execute(_LOCK, {"owner": owner})
 
@@ -134,7 +134,7 @@ _COUNT_MODELS = sa.select(sa.func.count()).where(col(Model.owner) == _OWNER, col
 
 
 def check_sample(connection: sa.Connection, limits: Limits, owner: str, size: int) -> None:
-    """TooManyError if a further sample of `size` bytes would exceed the project's limits."""
+    """TooManyError if another sample of `size` bytes would exceed the project's limits."""
     most = limits.sampling_requests
     if most and _count(connection, _COUNT_SAMPLES, owner, at_most=most) >= most:
         rule = rule_of("sampling_requests")
@@ -148,7 +148,7 @@ def training_failure(
 ) -> Failure:
     """The reason why the project's limits refuse an operation, or None. No statement if no limit applies.
 
-    tokens: of training data. size: bytes of the body. stores: whether it saves a checkpoint.
+    tokens: number of tokens of training data. size: bytes of the body. stores: whether it saves a checkpoint.
     """
     if tokens and limits.queued_tokens:
         waiting = _count(connection, _SUM_TOKENS, owner)
@@ -238,7 +238,7 @@ _ADD = {
 
 
 def text_bytes(*texts: str | None) -> int:
-    """The sum of the texts' bytes."""
+    """The total bytes of the texts in UTF-8."""
     return sum(len(text.encode()) for text in texts if text)
 
 
@@ -248,7 +248,7 @@ def count_kept(
     """Count new rows of a project, in the transaction that inserts them.
 
     connection: of that transaction. owner: the project. kept: a name in KEPT. texts: the bytes of their texts. limits:
-    of the project. UserError if the rows exceed the limit of rows or bytes. The caller must then roll the transaction
+    of the project. UserError: the rows exceed the limit of rows or bytes. The caller must then roll the transaction
     back.
     """
     size = texts + rows * ROW_BYTES
@@ -267,7 +267,7 @@ def uncount_kept(connection: sa.Connection, owner: str, kept: str, rows: int, te
 
 
 def kept_failure(connection: sa.Connection, owner: str, limits: Limits, *kept: str) -> Failure:
-    """The reason why the project may not keep one more row of each kind in `kept`, or None. This counts no row."""
+    """The reason why the project may not keep one more row of each kind in `kept`, or None. Counts no row."""
     limited = [name for name in (*kept, "kept_bytes") if getattr(limits, name)]
     if not limited:
         return None
@@ -293,7 +293,7 @@ _RATED_TODAY = sa.select(sa.func.count()).select_from(_RATED.limit(sa.bindparam(
 
 
 def use_of(connection: sa.Connection, owner: str, limits: Limits, now: datetime) -> dict[str, int]:
-    """What the project uses of each of its limits, by the name of the field of Limits. At most seven statements."""
+    """The project's usage of each of its limits, by field name of Limits. At most seven statements."""
     applying = {name: most for name, most in asdict(limits).items() if most}
     pending = {"queued_tokens": _SUM_TOKENS, "queued_bytes": _SUM_BYTES, "live_models": _COUNT_MODELS}
     counted = {**pending, "stored_bytes": _COUNT_STORED, "sampling_requests": _COUNT_SAMPLES}

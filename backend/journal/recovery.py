@@ -1,14 +1,13 @@
 """Recovery: a model is restored from its last recovery snapshot by replaying the requests executed since, in order.
 
 Requests execute in the order of seq_id, and each command of the pool belongs to one request. The rows therefore record
-the complete history of a model, and sending a command requires no further record. A request that was sent and not
-answered is still pending. It is executed again, because its effects were lost with its worker group. It can be
-a save that later requests have overtaken. A replay has to reach that save, so no later snapshot counts before its
-answer.
+the complete history of a model, and sending a command requires no further record. A request that was sent but not
+answered is still pending. It is executed again, because its effects were lost with its worker group. It can be a save
+that later requests have overtaken. A replay has to reach that save, so no later snapshot counts before its answer.
 
-Payloads stay exactly as long as a replay may need them. `replays` is set with the answer of a request that changed its
-model. It is cleared when two committed snapshots contain the request, because the newer snapshot may be damaged. It is
-also cleared when the model is unloaded, or when the session of a failed model ends.
+Payloads are kept exactly as long as a replay may need them. `replays` is set with the answer of a request that changed
+its model. It is cleared when two committed snapshots contain the request, because the newer snapshot may be damaged. It
+is also cleared when the model is unloaded, or when the session of a failed model ends.
 
 An unnamed save is answered when its weights are published in the worker group, and stored afterwards. Until then it
 also `replays`: the replay copies the weights again at the save's seq_id. No later snapshot counts before the weights
@@ -47,7 +46,7 @@ from tinkerflow.backend.journal.tables import (
     Suspect,
 )
 
-SNAPSHOTS_KEPT = 2  # of a model: the newest one restores it, or if that cannot be read the one before
+SNAPSHOTS_KEPT = 2  # per model: the newest one restores it, or the previous one if the newest cannot be read
 
 IS_MODEL_SNAPSHOT = col(RecoverySnapshot.snapshot_id).is_(None)
 _USED = sa.exists().where(col(SamplerRow.snapshot_id) == col(Request.id), col(SamplerRow.state) == SamplerState.LIVE)
@@ -60,7 +59,7 @@ class Executed:
 
     succeeded: whether the first execution succeeded; None if its result was dropped.
     answered_at: None for a save that later requests have overtaken and that has no answer yet.
-    An answered save that is replayed is not stored yet.
+    If a replayed save is already answered, its weights are not stored yet.
     """
 
     request: Pending
@@ -99,8 +98,8 @@ class SnapshotView(SnapshotTaken):
 class ServiceHealth:
     """The state of the service, for `tinkerflow doctor`.
 
-    beats: the last heartbeat of each part (`engine`, `api`), except parts that were stopped in order.
-    waits: why the requests of a base model or a model are not executed at present.
+    beats: the last heartbeat of each part (`engine`, `api`), except parts that were shut down cleanly.
+    waits: why the requests of a base model or a model are not being executed at present.
     suspects: the number of pending requests that a worker group was executing when it ended.
     """
 
@@ -113,7 +112,7 @@ class Recovery(Aggregate):
     """Snapshots, the requests to replay after them, suspects, and the health of the service."""
 
     def snapshot_taken(self, taken: SnapshotTaken) -> bool:
-        """Record a snapshot whose commit is in the store; False if it must not be used and should be deleted.
+        """Record a snapshot whose commit is in the store. Returns False if it must not be used and should be deleted.
 
         FencedError if another engine has taken the lease.
         """
@@ -121,7 +120,7 @@ class Recovery(Aggregate):
             return snapshot_taken(connection, taken, self._now())
 
     def snapshots(self, model_id: str | None = None) -> list[SnapshotView]:
-        """Snapshots of a model, or of all, newest first."""
+        """Snapshots of a model, or of all models, newest first."""
         where: list[sa.ColumnElement[bool]] = [IS_MODEL_SNAPSHOT]
         if model_id is not None:
             where.append(col(RecoverySnapshot.model_id) == model_id)
@@ -138,15 +137,15 @@ class Recovery(Aggregate):
         return next(iter(self._views(SnapshotView, of_sampler)), None)
 
     def unstored_models(self) -> list[str]:
-        """Ids of models that take work and have `unstored` saves. One statement."""
+        """Ids of models that accept work and have `unstored` saves. One statement."""
         return self._column(of_unstored(col(Model.id)).distinct())
 
     def is_unstored(self, snapshot_id: str) -> bool:
-        """Whether an `unstored` save of a model that takes work has published this snapshot."""
+        """Whether an `unstored` save of a model that accepts work has published this snapshot."""
         return bool(self._column(of_unstored(col(Request.id)).where(col(Request.id) == snapshot_id)))
 
     def unstored(self, model_id: str) -> list[Pending]:
-        """The model's unnamed saves that are answered, used by samplers and not stored yet, in order."""
+        """The model's unnamed saves that are answered, in use by samplers and not yet stored, in order."""
         of_model = sa.select(Request).where(col(Request.model_id) == model_id, IS_UNSTORED)
         with self._read() as connection:
             return [Pending.of(row) for row in connection.execute(of_model.order_by(col(Request.seq_id)))]
@@ -169,9 +168,9 @@ class Recovery(Aggregate):
         return self._column(sa.select(sa.func.count()).select_from(Request).where(*of_model))[0]
 
     def superfluous(self, limit: int = 100) -> list[str]:
-        """Paths of at most `limit` snapshots that nothing needs any more.
+        """Paths of at most `limit` snapshots that are no longer needed.
 
-        These are all but the newest SNAPSHOTS_KEPT of a model, the snapshots of models that ended for good, and
+        These are all but the newest SNAPSHOTS_KEPT of each model, the snapshots of models that ended permanently, and
         sampling snapshots that no live sampler uses.
         """
         age = sa.func.row_number().over(
@@ -179,7 +178,7 @@ class Recovery(Aggregate):
             order_by=col(RecoverySnapshot.seq_id).desc(),
         )
         ranked = sa.select(RecoverySnapshot, age.label("age")).subquery()
-        # A model that failed can be revived (models.py) while its session goes on.
+        # A failed model can be revived (models.py) while its session is active.
         in_use = sa.exists().where(col(Session.id) == col(Model.session_id), col(Session.state) == SessionState.ACTIVE)
         may_live = sa.or_(
             col(Model.state).in_(TAKES_WORK), sa.and_(col(Model.state) != ModelState.UNLOADED, in_use.correlate(Model))
@@ -196,9 +195,9 @@ class Recovery(Aggregate):
         return self._column(sa.select(ranked.c.path).where(needless).limit(limit))
 
     def strays(self, found: Mapping[str, str]) -> dict[str, str]:
-        """The unneeded snapshots among those `found` in the store (model by path) that no sweep deletes, with reasons.
+        """The unneeded snapshots among `found` in the store (model id by path) that no sweep deletes, with reasons.
 
-        `superfluous` covers snapshots that have a row. A snapshot of a live model may get its row soon.
+        `superfluous` covers snapshots that have a row. A snapshot of a live model may soon get its row.
         """
         known, states = set[str](), dict[str, str]()
         with self._read() as connection:
@@ -217,12 +216,12 @@ class Recovery(Aggregate):
         }
 
     def forget_snapshot(self, path: str) -> None:
-        """Remove the row of a snapshot that was deleted from the store."""
+        """Delete the row of a snapshot that was deleted from the store."""
         with self._write() as connection:
             connection.execute(sa.delete(RecoverySnapshot).where(col(RecoverySnapshot.path) == path))
 
     def suspect(self, request_ids: Sequence[str], *, crashed: bool) -> dict[str, tuple[int, int]]:
-        """Record that a worker group ended while it executed these requests. Returns (deaths, crashes) of each."""
+        """Record that a worker group ended while it executed these requests. Returns the (deaths, crashes) of each."""
         counts: dict[str, tuple[int, int]] = {}
         with self._write() as connection:
             for request_id in request_ids:
@@ -260,14 +259,14 @@ class Recovery(Aggregate):
 
 
 def of_unstored(*what: Mapped[Any]) -> sa.Select[Any]:
-    """Columns of the saves in `Recovery.unstored`, joined with their models, for all models that take work."""
+    """Columns of the saves in `Recovery.unstored`, joined with their models, for all models that accept work."""
     of_model = sa.select(*what).join(Model, col(Model.id) == col(Request.model_id)).select_from(Request)
     return of_model.where(IS_UNSTORED, col(Model.state).in_(TAKES_WORK))
 
 
 # ------------------------------------------------------------------ taking snapshots
 def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
-    """Record a committed snapshot and release the payloads it makes superfluous; False if it must not be used.
+    """Record a committed snapshot and release payloads that it makes superfluous. False if it must not be used.
 
     It must not be used if the model has ended, if an unnamed save in it is not stored, or if a request in it has no
     answer yet. Such a request would be executed twice, and an overtaken save would copy a later state.

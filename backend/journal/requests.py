@@ -2,7 +2,7 @@
 
 Submitting: the unique constraints on (model or sampler, seq_id) decide which of two equal requests was first. A replay
 gets the id of the first request. A request that cannot be executed is stored as failed, because a client would wait
-forever after a refused submit. Reasons are an ended model or session, a skipped seq_id, and wrong content.
+forever after a refused submit. Reasons are an ended model or session, a skipped seq_id, and invalid content.
 
 Executing: a model's requests run in the order of their sequence ids, starting at next_seq. Sequence ids of requests
 that were stored as failed count as used. A missing id blocks all later ids (chunks of one call arrive as 2..n, then 1).
@@ -58,8 +58,8 @@ from tinkerflow.backend.journal.tables import (
 from tinkerflow.backend.journal.topics import answered
 
 CANCELLED = "cancelled by the client"
-MOST_ALONG = 2**16  # bytes of a payload that is loaded with its sample; larger ones are loaded when they fit
-FAILED_PAYLOAD = 2**16  # the largest payload that is stored for a request that failed when it was submitted
+MOST_ALONG = 2**16  # bytes of a payload that is loaded with its sample; larger payloads are loaded later
+FAILED_PAYLOAD = 2**16  # the largest payload stored for a request that failed on submission
 
 
 # ------------------------------------------------------------------ new and pending requests
@@ -68,9 +68,9 @@ class NewRequest:
     """One operation. Exactly one of model_id and sampler_id is given, and determines the session.
 
     content_hash: equal for replays of the same operation, even if their bytes differ.
-    error: set if the request is wrong. The request is stored, its seq_id counts as used, and its answer is this error:
-    refusing the content with an HTTP error would hang the client.
-    tokens: of training data, counted while the request waits if there is a limit.
+    error: set if the request is invalid. The request is stored, its seq_id counts as used, and its answer is this
+    error: refusing the content with an HTTP error would hang the client.
+    tokens: tokens of training data, counted while the request waits if there is a limit.
     stores: whether the request saves a checkpoint. interactive: a person waits for this sample (`pending_samples`).
     """
 
@@ -89,10 +89,10 @@ class NewRequest:
 
 @dataclass(frozen=True)
 class Pending:
-    """A request that waits for its answer. sampler is set for samples.
+    """A request that waits for its answer. sampler: set for samples.
 
-    left: bytes of a payload that `Requests.payload` still has to load; `payload` is empty then.
-    answered: the request has its answer, and is executed again or has work left (recovery.py). trace: the context of
+    left: bytes of the payload that `Requests.payload` still has to load; `payload` is empty until then.
+    answered: the request already has its answer, and is replayed or has work left (recovery.py). trace: the context of
     the span in which it was submitted.
     """
 
@@ -111,7 +111,7 @@ class Pending:
 
     @classmethod
     def of(cls, row: sa.Row[Any], sampler: SamplerView | None = None, left: int = 0) -> Pending:
-        """The request in a row of `request`."""
+        """Convert a row of the table `request`."""
         return cls(
             id=row.id,
             kind=Kind(row.kind),
@@ -128,11 +128,11 @@ class Pending:
         )
 
     def done(self, result: bytes, result_type: PayloadType, *effects: Effect) -> Outcome:
-        """The outcome that answers this request with `result`."""
+        """The outcome that answers the request with `result`."""
         return self._outcome(effects, result=result, result_type=result_type)
 
     def failed(self, error: TinkerflowError | str, category: Category | None = None, *effects: Effect) -> Outcome:
-        """The outcome that answers this request with `error`; the category of a plain text is "server" by default."""
+        """The outcome that answers the request with `error`. The category of a plain text is "server" by default."""
         text, own = (error.message, error.category) if isinstance(error, TinkerflowError) else (error, "server")
         return self._outcome(effects, error=text, category=category or own)
 
@@ -166,7 +166,7 @@ _TOUCH_MODEL = (
     )
 )
 # The sampler's row cannot change before the commit. FOR SHARE would deadlock: a request that is stored as failed takes
-# a number, and two transactions that share the row's lock would each wait for the other.
+# a number, and two transactions that share the row's lock would wait for each other.
 _LOOK_AT_SAMPLER = sa.select(SamplerRow).where(is_owned(SamplerRow)).with_for_update(key_share=True)
 _TAKE_NUMBER_AND_TELL = TAKE_NUMBER.returning(col(SamplerRow.last_completion))
 _READY = (
@@ -206,11 +206,11 @@ class Requests(Aggregate):
     """Submits and cancels requests, and lists the requests that the engine can execute next."""
 
     def submit(self, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
-        """Store a request and return its id; a replay (same seq_id and content) returns the id of the first request.
+        """Store a request and return its id. A replay (same seq_id and content) returns the id of the first request.
 
-        NotFoundError: unknown or foreign model or sampler. ConflictError: the seq_id has other content. If the model or
-        session has ended, or the request exceeds the project's `limits`, the request is stored as failed with the
-        reason. TooManyError: a sample over the limits, which is not stored.
+        NotFoundError: unknown or foreign model or sampler. ConflictError: the seq_id was used for other content. If the
+        model or session has ended, or the request exceeds the project's `limits`, the request is stored as failed with
+        the reason. TooManyError: a sample exceeds the limits, and is not stored.
         """
         if (request.model_id is None) == (request.sampler_id is None) or request.seq_id is None:
             raise ValueError(f"{request.kind} request: needs a seq_id and exactly one of model_id and sampler_id")
@@ -228,8 +228,8 @@ class Requests(Aggregate):
     def ready(self, model_id: str, limit: int = 64) -> list[Pending]:
         """A model's next requests in order of execution: contiguous sequence ids from its next_seq, then an unload.
 
-        The unload comes when no other request can run. One statement, and one more for each gap of sequence ids whose
-        requests were stored as failed.
+        The unload is returned when no other request can run. One statement, and another for each gap of sequence ids
+        whose requests were stored as failed.
         """
         with self._read() as connection:
             rows = connection.execute(_READY, {"model_id": model_id, "at_most": limit}).all()
@@ -256,9 +256,9 @@ class Requests(Aggregate):
         owner: str | None = None,
         odd_interactive: bool = True,
     ) -> list[Pending]:
-        """At most `limit` pending samples, oldest first, each with its sampler, and without a long payload.
+        """At most `limit` pending samples, oldest first, each with its sampler. Long payloads are left out.
 
-        Half of `limit` is reserved for interactive samples, and they come first. An interactive sample therefore does
+        Half of `limit` is reserved for interactive samples, which come first. An interactive sample therefore does
         not wait for an earlier batch, and the batch still progresses. base_model, owner: of the samples; None: any.
         exclude: ids of requests to leave out. odd_interactive: whether the middle place of an odd limit is interactive.
         """
@@ -274,14 +274,14 @@ class Requests(Aggregate):
         return [Pending.of(row, as_view(SamplerView, row, prefix="its_"), row.left) for row in rows]
 
     def payload(self, request_id: str) -> bytes | None:
-        """The payload of a pending request; None if it was answered."""
+        """The payload of a pending request; None if the request was answered."""
         with self._read() as connection:
             return connection.execute(_PAYLOAD, {"row_id": request_id}).scalar_one_or_none()
 
     def cancel(self, request_id: str, owner: str | None) -> bool:
         """Fail a pending sample and remove it from the decode batch. Returns whether it was still pending.
 
-        UserError for any other kind: later requests of a model rely on its accepted operations, so these are always
+        UserError: any other kind. Later requests of a model rely on its accepted operations, so these are always
         executed. NotFoundError: unknown or foreign request.
         """
         with self._write() as connection:
@@ -367,11 +367,11 @@ def store(
     *,
     archives: bool = False,
 ) -> str:
-    """Store a request as pending, or as failed with `failure`. Returns its id, or that of an earlier equal request.
+    """Store a request as pending, or as failed with `failure`. Returns its id, or the id of an earlier equal request.
 
     connection: of a transaction that has locked the model or selected the sampler. session_id: of the model or
-    sampler. now: the time of the request. completion: the sampler's number for a failed sample. archives: the request
-    belongs to the history of its run.
+    sampler. now: the time of the request. completion: the sampler's number for a failed sample. archives: whether the
+    request belongs to the history of its run.
     ConflictError: the seq_id belongs to another request.
     """
     request_id = new_id("req")
@@ -405,7 +405,7 @@ def store(
 
 
 def _replayed(connection: sa.Connection, request: NewRequest) -> str:
-    """The id of the stored request with this seq_id; ConflictError if it is another request."""
+    """The id of the stored request with this seq_id. ConflictError: its content differs."""
     if request.model_id is not None:
         noun, address, where = "model", request.model_id, col(Request.model_id) == request.model_id
     else:
@@ -426,7 +426,7 @@ def _replayed(connection: sa.Connection, request: NewRequest) -> str:
 def lock_quotas(connection: sa.Connection, limits: Limits, request: NewRequest) -> None:
     """Wait for the project's other transactions with the same quotas. Call this before locking any row.
 
-    queued_bytes are counted without this wait, so simultaneous requests may exceed that limit a little.
+    queued_bytes are counted without this wait, so simultaneous requests may slightly exceed that limit.
     """
     limited = (
         (request.kind == Kind.SAMPLE and limits.sampling_requests)

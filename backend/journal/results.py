@@ -3,15 +3,15 @@
 The first answer of a request wins. The answer and its effects are stored in one transaction.
 
 A client may follow a whole sampler with one cursor (retrieve_futures). Every transaction that answers requests of a
-sampler takes the sampler's next number, and its requests carry it. The number is taken by an UPDATE of the sampler's
-row, whose lock is held until the commit. A number therefore becomes visible only after all smaller numbers. A
+sampler takes the sampler's next number and stores it with these requests. An UPDATE of the sampler's row takes the
+number and holds the row's lock until the commit, so a number becomes visible only after all smaller numbers. A
 reader that has seen number n has missed nothing at or below n. Ids from a Postgres sequence would not guarantee this,
 because they can become visible out of order. A transaction that rolls back returns its number. Numbers without requests
 (an outcome that came second) are harmless. The cursor is such a number, so all API processes agree on it, even after a
 restart.
 
 Results stay readable until they expire or are acknowledged. Then their bytes are dropped, and reading the id returns an
-error that gives the reason. An acknowledgement keeps a few of a sampler's first samples, which the console shows.
+error with the reason. An acknowledgement keeps a few of a sampler's first samples, which the console shows.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from tinkerflow.backend.journal.topics import CLONE_BLOCK, answered
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 PAGE = 1000
-DROPPED, EXPIRED = "the result was dropped", "the result expired"  # errors of results without bytes begin with these
-FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # number of samples that an acknowledgement keeps; the most bytes of each
+DROPPED, EXPIRED = "the result was dropped", "the result expired"  # the errors of results without bytes begin so
+FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # how many samples an acknowledgement keeps; the most bytes of each
 _ACKNOWLEDGED = f"{DROPPED}: its client acknowledged that it has it"
 _SIZE = sa.func.length(col(Request.result))
-STORED_SIZE = sa.func.length(col(Request.payload)) + sa.func.coalesce(_SIZE, 0)  # of the request and its answer
+STORED_SIZE = sa.func.length(col(Request.payload)) + sa.func.coalesce(_SIZE, 0)  # bytes of the request and its answer
 _AFTER = (
     sa.select(col(Request.id), col(Request.completion), col(Request.state), _SIZE.label("size"))
     .where(
@@ -117,7 +117,7 @@ _MAKE_STEP = (
     .where(col(TrainingStep.model_id) == sa.bindparam("of_model"), col(TrainingStep.seq_id) == UNMADE)
     .values({name: sa.bindparam(name) for name in _MADE})
 )
-# Without the payload: answers are read thousands of times a second, and a payload can have megabytes.
+# Payloads are left out: answers are read thousands of times a second, and a payload can take megabytes.
 _MOST = sa.bindparam("at_most", type_=sa.BigInteger)
 _READ = sa.select(
     col(Request.id),
@@ -143,7 +143,7 @@ _FINISHED = sa.select(col(Request.id)).where(
 # ------------------------------------------------------------------ effects of most answers
 @dataclass(frozen=True)
 class Used:
-    """Tokens (or checkpoints) that a session used on a base model. They count in the hour of the answer."""
+    """Tokens (or checkpoints) that a session used on a base model. They are counted in the hour of the answer."""
 
     session_id: str
     base_model: str
@@ -155,8 +155,8 @@ class Used:
 class LossMeasured:
     """The figures of one forward_backward.
 
-    tokens: their number. weight: the sum of their weights. loss: the sum over the tokens. The columns
-    of `DRIFT_FIGURES` are means over the tokens; None if not measured.
+    tokens: their number. weight: the sum of their weights. loss: the sum over the tokens. The columns of
+    `DRIFT_FIGURES` are means over the tokens; None if not measured.
     """
 
     model_id: str
@@ -192,7 +192,7 @@ class StepMeasured:
     learning_rate: float | None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Create the row of the step from its losses. A step without losses has a row, too."""
+        """Create the row of the step from its losses. A step without losses also gets a row."""
         figures = {"grad_norm": _finite(self.grad_norm), "learning_rate": self.learning_rate}
         made = {"seq_id": self.seq_id, "step": self.step, "at": now, **figures}
         if not connection.execute(_MAKE_STEP, {"of_model": self.model_id, **made}).rowcount:
@@ -209,7 +209,7 @@ class RowEffect(Protocol):
     """A change that an operation made to a model, sampler or checkpoint. It is stored together with the answer."""
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Change the rows in the caller's transaction; the topics to publish after its commit."""
+        """Change the rows in the caller's transaction. Returns the topics to publish after its commit."""
         ...
 
 
@@ -224,7 +224,7 @@ class Outcome:
     it the sampler's next number. effects: applied in the same transaction, and only if this is the first answer of the
     request. A failed creation (seq_id 0) ends its model without an effect.
     replays: the request changed the model, so restoring the model executes it again; or it published weights that are
-    not stored yet. This flag counts even if the request was answered before.
+    not stored yet. This flag counts even if the request was already answered.
     started_at: when the first command of the request was sent; None if none was sent.
     """
 
@@ -241,7 +241,7 @@ class Outcome:
     started_at: datetime | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an outcome that is neither a result nor an error, or both."""
+        """ValueError: the outcome is neither a result nor an error, or is both."""
         if (self.result is None) == (self.error is None):
             raise ValueError(f"outcome of {self.request_id}: exactly one of result and error must be given")
         if (self.error is None) != (self.category is None):
@@ -250,10 +250,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Result:
-    """A request's answer: `result` bytes of `result_type` when done, else `error` and `category`.
+    """A request's answer: `result` bytes of `result_type` if it succeeded, else `error` and `category`.
 
-    size: of the result in bytes. Results over the size that the reader allowed have a size and no bytes. again: whether
-    an earlier call has read it.
+    size: of the result in bytes. If it exceeds the reader's limit, the bytes are left out. again: whether an earlier
+    call has read the result.
     """
 
     request_id: str
@@ -268,7 +268,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answered request of a sampler; size: of its result in bytes, 0 when it failed or was dropped."""
+    """One answered request of a sampler. size: of its result in bytes; 0 if it failed or was dropped."""
 
     request_id: str
     done: bool
@@ -284,13 +284,13 @@ class Completions:
 
 
 class Results(Aggregate):
-    """Answers requests, and returns, acknowledges and expires their answers."""
+    """Stores, returns, acknowledges and expires the answers of requests."""
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
         """Answer requests with all their effects in one transaction. Returns the ids that this call answered.
 
         The first answer of a request wins: a later answer and its effects change nothing. FencedError if another engine
-        has taken the lease; then nothing is stored.
+        has taken the lease. Then nothing is stored.
         """
         with self._write(fenced=True) as connection:
             ids, topics = finish(connection, outcomes, self._now())
@@ -298,9 +298,9 @@ class Results(Aggregate):
         return ids
 
     def get(self, request_id: str, owner: str | None, *, at_most: int | None = None) -> Result | None:
-        """The answer, or None while the request is pending. It can be read again until it expires.
+        """The answer; None while the request is pending. An answer can be read again until it expires.
 
-        A result of more than `at_most` bytes is returned with its size alone, which does not count as a reading.
+        For a result over `at_most` bytes, only the size is returned, and the result does not count as read.
         NotFoundError: unknown or foreign request.
         """
         with self._read() as connection:
@@ -328,10 +328,10 @@ class Results(Aggregate):
     def completions(
         self, sampler_id: str, owner: str | None, *, clone: int, after: int, page: int = PAGE
     ) -> Completions:
-        """The requests of one clone that were answered after the cursor `after`, oldest first, about `page` in a call.
+        """The requests of one clone that were answered after the cursor `after`, oldest first, about `page` per call.
 
-        One statement if nothing was answered since, otherwise two; three for a transaction that answered more than
-        `page`. A cursor beyond the sampler's last number restarts at 0, because the sampler never returned it.
+        One statement if nothing was answered since, otherwise two; three if one transaction answered more than `page`.
+        A cursor beyond the sampler's last number restarts at 0, because the sampler never returned such a cursor.
         NotFoundError: unknown or foreign sampler.
         """
         with self._read() as connection:
@@ -343,7 +343,7 @@ class Results(Aggregate):
                 "first_seq": clone * CLONE_BLOCK,
                 "end_seq": (clone + 1) * CLONE_BLOCK,
                 "after": after if after < last else 0,
-                # Later answers belong to the next call: the cursor must not pass requests that were not returned.
+                # Later answers belong to the next call: the cursor must not pass unreturned requests.
                 "up_to": last,
             }
             rows = connection.execute(_AFTER, {**bounds, "at_most": page + 1}).all()
@@ -361,17 +361,17 @@ class Results(Aggregate):
         )
 
     def last_completions(self, sampler_ids: Collection[str]) -> dict[str, int]:
-        """The number of each sampler's last answer, to compare a cursor with. One statement per ten thousand."""
+        """The number of each sampler's last answer, for comparison with a cursor. One statement per ten thousand."""
         with self._read() as connection:
             rows = (row for ids in in_chunks(sampler_ids) for row in connection.execute(_LAST, {"ids": ids}))
             return {row.id: row.last_completion for row in rows}
 
     def acknowledge(self, sampler_id: str, owner: str | None, request_ids: Collection[str], *, clone: int) -> int:
-        """Drop the bytes of results that were read and that the client acknowledges. Returns their number.
+        """Drop the bytes of results that the client has read and acknowledges. Returns the number of dropped results.
 
-        The first FIRST_SHOWN samples of a sampler stay until they expire if they are small: the console shows them.
-        Results that were never read stay, and ids of other clones are ignored. Only the clone that requested a sample
-        has its id, so no other reader can need the bytes. NotFoundError: unknown or foreign sampler.
+        The first FIRST_SHOWN samples of a sampler, if small, are kept until they expire: the console shows them.
+        Results that were never read are kept, and ids of other clones are ignored. No other clone knows the id of a
+        sample, so no other reader can need the bytes. NotFoundError: unknown or foreign sampler.
         """
         dropped = 0
         with self._write() as connection:
@@ -391,10 +391,10 @@ class Results(Aggregate):
         return dropped
 
     def expire(self, ttl: float, limit: int = 500) -> int:
-        """Drop payload and result of at most `limit` old requests. Returns their number.
+        """Drop the payload and result of at most `limit` old requests. Returns their number.
 
         A request is old if it was last read (or answered, if never read) over `ttl` seconds ago. Reading it afterwards
-        returns an error with the reason. The payload of a request that may be replayed stays.
+        returns an error with the reason. The payload of a request that may be replayed is kept.
         """
         before = self._ago(ttl)
         last_use = sa.func.coalesce(col(Request.read_at), col(Request.finished_at))
@@ -417,7 +417,7 @@ class Results(Aggregate):
 
 
 def dropped_values(text: str, **more: Any) -> dict[str, Any]:
-    """The columns of a request whose result is dropped. A request in state done fails with the error `text`."""
+    """The column values that drop a request's result. A request in state done fails with the error `text`."""
     was_done = col(Request.state) == RequestState.DONE
     return {
         "result": None,
@@ -432,12 +432,12 @@ def dropped_values(text: str, **more: Any) -> dict[str, Any]:
 def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime) -> tuple[list[str], list[str]]:
     """Answer requests. Returns the ids that this call answered, and the topics to publish.
 
-    Three statements, one more for each sampler, and those of the effects.
+    Three statements, another for each sampler, and the statements of the effects.
     """
     first = {outcome.request_id: outcome for outcome in reversed(outcomes)}
     _advance(connection, outcomes)
     samplers = sorted({outcome.sampler_id for outcome in outcomes if outcome.sampler_id is not None})
-    if samplers:  # one UPDATE each, in order of id; see the module's docstring
+    if samplers:  # one UPDATE each, in id order; see the module's docstring
         connection.execute(TAKE_NUMBER, [{"of_sampler": sampler_id} for sampler_id in samplers])
     waiting = {row.id: row.sampler_id for row in connection.execute(_LOCK_WAITING, {"ids": list(first)})}
     winners = [outcome for request_id, outcome in reversed(first.items()) if request_id in waiting]
@@ -446,7 +446,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
         connection.execute(_REPLAYS, {"ids": beaten})
     for outcome in winners:
         if outcome.sampler_id != waiting[outcome.request_id]:
-            # Clients may have passed its number already, and would never see the answer.
+            # Clients may already have passed its number, and would never see the answer.
             raise ValueError(
                 f"outcome of {outcome.request_id}: sampler_id is {outcome.sampler_id!r}: not the request's"
             )
@@ -486,7 +486,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
 
 
 def _advance(connection: sa.Connection, outcomes: Iterable[Outcome]) -> None:
-    """Move next_seq of every model past its executed requests. This locks the models before any request."""
+    """Move next_seq of every model past its executed requests. Locks the models before any request."""
     after: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.model_id is not None:
@@ -498,13 +498,13 @@ def _advance(connection: sa.Connection, outcomes: Iterable[Outcome]) -> None:
 
 
 def _add_usage(connection: sa.Connection, used: Sequence[Used], now: datetime) -> None:
-    """Add to the buckets of the current hour (usage.py), with one upsert for each bucket."""
+    """Add to the buckets of the current hour (usage.py), with one upsert per bucket."""
     sums: Counter[tuple[str, str, str]] = Counter()
     for effect in used:
         sums[effect.session_id, effect.base_model, effect.kind] += effect.quantity
     rows = [
         {"session_id": session, "bucket_start": hour_of(now), "base_model": base, "kind": kind, "quantity": quantity}
-        for (session, base, kind), quantity in sorted(sums.items())  # sorted, so that writers lock in one order
+        for (session, base, kind), quantity in sorted(sums.items())  # sorted: all writers lock in the same order
         if quantity
     ]
     if rows:

@@ -1,9 +1,9 @@
 """Deletion of training runs that have ended.
 
-The row of a deleted run stays without its texts, so that no other run gets its id, and `database.get_owned` finds it no
-more. The transaction of the deletion drops the bytes of its requests and samples, removes its figures, metrics and
-events, ends its history and marks its checkpoints as deleted. The engine's sweeps remove the files of checkpoints,
-snapshots and histories afterwards, even if a crash comes between. Usage and the audit log stay.
+A deleted run's row is kept without its texts, so no other run gets its id, and `database.get_owned` no longer finds it.
+The deleting transaction drops the bytes of the run's requests and samples, removes its figures, metrics and events,
+ends its history and marks its checkpoints as deleted. The engine's sweeps remove the files of checkpoints, snapshots
+and histories afterwards, even after a crash in between. Usage and the audit log are kept.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tinkerflow.backend.journal.tables import (
 )
 from tinkerflow.backend.spec.run_metadata import OUTCOME, REASON
 
-_ROWS = (TrainingStep, RunMetricValue, RunMetric, RunEventRow)  # the tables whose rows go with a run
+_ROWS = (TrainingStep, RunMetricValue, RunMetric, RunEventRow)  # the tables whose rows are deleted with a run
 
 
 @dataclass(frozen=True)
 class RunContents:
-    """What is lost with a run. paths: of its checkpoints. size_bytes: of these. public: how many are published."""
+    """The contents lost with a run. paths: its checkpoints. size_bytes: their total. public: how many are published."""
 
     id: str
     paths: tuple[str, ...]
@@ -54,7 +54,7 @@ class RunDeletions(Aggregate):
     """Deletes training runs."""
 
     def contents(self, run_ids: Collection[str], owner: str) -> list[RunContents]:
-        """The contents of the project's runs, which all may be deleted. Three statements for each run.
+        """The contents of the project's runs, if all may be deleted. Three statements for each run.
 
         NotFoundError: unknown or foreign run. UserError: a run or its session has not ended.
         """
@@ -94,7 +94,7 @@ def _delete(connection: sa.Connection, lost: RunContents, owner: str, actor: str
     names = sum(row.number * text_bytes(row.name) for row in metrics)
     uncount_kept(connection, owner, "metrics", sum(row.number for row in metrics), names)
     counted = {key: text for key, text in run.user_metadata.items() if key not in (OUTCOME, REASON)}
-    texts = text_bytes(run.base_model, *counted, *counted.values())  # as `insert_model` counts them
+    texts = text_bytes(run.base_model, *counted, *counted.values())  # counted as in `insert_model`
     uncount_kept(connection, owner, "training_runs", 1, texts)
     for table in _ROWS:
         connection.execute(sa.delete(table).where(col(table.model_id) == run.id))
@@ -106,7 +106,7 @@ def _delete(connection: sa.Connection, lost: RunContents, owner: str, actor: str
 
 
 def _drop_bytes(connection: sa.Connection, run: sa.Row[Any], now: datetime) -> None:
-    """Drop the payloads and results of a run's requests, and of the samples of its weights in its own session."""
+    """Drop the payloads and results of a run's requests, and of samples of its weights in its own session."""
     of_weights = sa.or_(is_unnamed_save(run.id), is_named_save(run.id))
     samplers = sa.select(col(SamplerRow.id)).where(col(SamplerRow.session_id) == run.session_id, of_weights)
     none = {"payload": b"", "replays": False, "archives": False, "dropped_at": now}

@@ -16,7 +16,7 @@ MOST_EVENTS = 100  # of one run
 
 
 class RunEventRow(Table, table=True):
-    """An event of a run. level: as in `logging`. id: rises with every event, and is never reused."""
+    """An event of a run. level: as in `logging`. id: increases with every event, and is never reused."""
 
     __tablename__ = "run_event"
     __table_args__ = (sa.Index("ix_run_event_model_id_id", "model_id", "id"), {"sqlite_autoincrement": True})
@@ -48,7 +48,7 @@ class RunEvents(Aggregate):
     """The events of training runs."""
 
     def add(self, run_id: str, events: Sequence[RunEvent]) -> None:
-        """Store events of a run, oldest first, and drop those before the newest MOST_EVENTS."""
+        """Store events of a run, oldest first, and delete all but the newest MOST_EVENTS."""
         with self._write() as connection:
             put_events(connection, run_id, events)
 
@@ -58,7 +58,7 @@ class RunEvents(Aggregate):
             return [as_view(RunEvent, row) for row in connection.execute(_NEWEST, {"run_id": run_id})]
 
     def last(self, run_id: str) -> int:
-        """The number of a run's newest event, 0 before the first. One statement."""
+        """The id of a run's newest event; 0 if there is none. One statement."""
         with self._read() as connection:
             return connection.execute(_LAST, {"run_id": run_id}).scalar_one() or 0
 
@@ -71,5 +71,5 @@ def put_events(connection: sa.Connection, run_id: str, events: Sequence[RunEvent
 
 
 def put_event(connection: sa.Connection, run_id: str, now: datetime, text: str, level: int = logging.INFO) -> None:
-    """Store an event that happens now, in the caller's transaction."""
+    """Store an event with the time `now`, in the caller's transaction."""
     put_events(connection, run_id, [RunEvent(now, level, text)])

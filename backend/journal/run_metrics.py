@@ -66,7 +66,7 @@ _POINTS = (
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a run. points: (step, value), of many steps the means over neighbours; the last step is its own."""
+    """A metric of a run. points: (step, value); of many steps, means over neighbours, each at its last step."""
 
     name: str
     points: tuple[tuple[int, float], ...]
@@ -78,10 +78,10 @@ class RunMetrics(Aggregate):
     def record(
         self, run_id: str, owner: str, steps: Mapping[int, Mapping[str, float]], limits: Limits = NO_LIMITS
     ) -> int:
-        """Store values by step and name, and return how many are new. A value that is stored already stays.
+        """Store values by step and name, and return how many are new. Already stored values are kept.
 
-        NotFoundError: unknown or foreign run. UserError: a step has another value under that name, the run would have
-        more than MOST_NAMES names, or the project has reached a limit. Then no value is stored.
+        NotFoundError: unknown or foreign run. UserError: a step has a different value under that name, the run would
+        have more than MOST_NAMES names, or the project has reached a limit. Then no value is stored.
         """
         sent = {(step, name): float(value) for step, values in steps.items() for name, value in values.items()}
         names = {name for _, name in sent}
@@ -109,7 +109,7 @@ class RunMetrics(Aggregate):
     def of_run(
         self, run_id: str, owner: str | None, *, most: int = MOST_POINTS, steps: Span = EVERY_STEP
     ) -> list[Metric]:
-        """A run's metrics by name, each with about `most` points at most. NotFoundError: unknown or foreign run.
+        """A run's metrics by name, with at most about `most` points. NotFoundError: unknown or foreign run.
 
         steps: the first and the last step of the points.
         """
@@ -126,13 +126,13 @@ class RunMetrics(Aggregate):
         return found
 
     def number(self, run_id: str) -> int:
-        """How many values a run has: this changes with every new one. One statement."""
+        """How many values a run has; changes with every new value. One statement."""
         with self._read() as connection:
             return int(connection.execute(_NUMBER, {"run_id": run_id}).scalar_one())
 
 
 def _stored(connection: sa.Connection, run_id: str, steps: set[int], names: set[str]) -> dict[tuple[int, str], float]:
-    """The values that a run has at these steps under these names."""
+    """A run's stored values at these steps under these names."""
     found = {}
     for some in in_chunks(steps):
         rows = sa.select(_STEP, col(RunMetricValue.name), _VALUE).where(
@@ -143,7 +143,7 @@ def _stored(connection: sa.Connection, run_id: str, steps: set[int], names: set[
 
 
 def _add_names(connection: sa.Connection, run_id: str, new: list[tuple[int, str]]) -> None:
-    """Count new values under their names; UserError for too many names."""
+    """Count new values under their names. UserError: too many names."""
     for name in dict.fromkeys(name for _, name in new):
         its = [step for step, one in new if one == name]
         added = {"model_id": run_id, "name": name, "number": len(its), "last_step": max(its)}

@@ -1,4 +1,4 @@
-"""The table of training runs that people search, sort, group and archive. training_runs.py has the REST API's list."""
+"""The table of training runs that people search, sort, group and archive. The API's list is in training_runs.py."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tinkerflow.backend.journal.run_metrics import REWARD, RunMetric, RunMetricV
 from tinkerflow.backend.journal.tables import Model, TrainingStep
 from tinkerflow.backend.journal.training_runs import RUN_NAME, WITH_SESSION, ModelView, nothing_made
 
-MOST_COLUMNS = 8  # further columns of one table
+MOST_COLUMNS = 8  # additional columns of one table
 _RUN_ID = col(Model.id)
 _METADATA = col(Model.user_metadata)
 
 
 def _at_newest_step(figure: sa.ColumnElement[float | None]) -> sa.ScalarSelect[Any]:
-    """The figure at the newest step of a run. One seek in the primary key for each run, however long the run is."""
+    """The figure at the newest step of a run. One seek in the primary key per run, even if the run is long."""
     of_run = (col(TrainingStep.model_id) == _RUN_ID, col(TrainingStep.seq_id) >= 0)
     newest = sa.select(figure).where(*of_run).order_by(col(TrainingStep.seq_id).desc()).limit(1)
     return newest.correlate(Model).scalar_subquery()
@@ -61,15 +61,15 @@ _FIELDS = {"model": col(Model.base_model), "state": col(Model.state), "project":
 
 @dataclass(frozen=True)
 class RunQuery:
-    """Which runs a table has, and in which order.
+    """The runs that a table shows, and their order.
 
-    search: words that must all be found, in capitals or not, in a run's id, name, base model or metadata; `KEY=VALUE`
-    finds runs with that value under a key of their metadata, or as their model (the last part of its name is enough),
-    state, project or name. Quotes group words. Without words or a session, runs are left out that ended without a step,
-    a checkpoint or an outcome: refused ones, and those that only exported weights. archived: list the archived runs,
-    and not the others. session_id: only runs of this session. columns: names of stored metrics or keys of metadata,
-    whose last values are shown. sort: in SORTS, or one of the columns. descending: largest first. group: a field as in
-    `search`; runs with equal values stand together.
+    search: words that must all occur, in any case, in a run's id, name, base model or metadata. `KEY=VALUE` finds runs
+    with that value under a key of their metadata, or as their model (the last part of its name is enough), state,
+    project or name. Quotes group words. If there are no words and no session, runs that ended without a step, a
+    checkpoint or an outcome are left out: refused runs, and runs that only exported weights. archived: list only the
+    archived runs instead of the others. session_id: only runs of this session. columns: names of stored metrics or keys
+    of metadata, whose last values are shown. sort: a key of SORTS, or a column. descending: largest first. group: a
+    field as in `search`; runs with equal values are listed together.
     """
 
     search: str = ""
@@ -91,10 +91,10 @@ class RunQuery:
 
 @dataclass(frozen=True)
 class RunRow:
-    """One row. name: "" if the client gave none. loss: for each unit of weight at the newest step.
+    """One row. name: "" if the client gave none. loss: per unit of weight, at the newest step.
 
-    reward: the last value of the metric `reward`; None if the run has none. values: of the further columns; None where
-    a run has none. group: the value that the table is grouped by.
+    reward: the last value of the metric `reward`; None if the run has none. values: of the additional columns; None if
+    the run has none. group: the value of the grouping field.
     """
 
     model: ModelView
@@ -109,9 +109,9 @@ class RunTable(Aggregate):
     """Training runs as a table."""
 
     def page(self, owner: str | None, query: RunQuery, *, limit: int, offset: int) -> Page[RunRow]:
-        """Rows of the table and the number of all. Two statements.
+        """Rows of the table, and the total number. Two statements.
 
-        owner: of the runs; None: any. limit: the most rows; long metadata means fewer. offset: rows to skip.
+        owner: of the runs; None: any. limit: the most rows; fewer if metadata is long. offset: rows to skip.
         """
         wanted = [*owned_by(Model, owner), col(Model.archived).is_(query.archived), *_found_by(query.search)]
         if query.session_id is not None:
@@ -140,12 +140,12 @@ class RunTable(Aggregate):
         return Page(tuple(_row(row, len(query.columns)) for row in found), total, cut)
 
     def names_of_columns(self, run_ids: Collection[str]) -> list[str]:
-        """The names of the metrics that these runs stored: the columns to choose from, besides keys of metadata."""
+        """The names of the metrics that these runs stored, offered as columns in addition to keys of metadata."""
         names = sa.select(col(RunMetric.name)).where(col(RunMetric.model_id).in_(run_ids)).distinct()
         return sorted(self._column(names))
 
     def archive(self, run_ids: Collection[str], owner: str, *, archived: bool = True) -> int:
-        """Archive the project's runs, or bring them back. Returns the number of these runs that the project has."""
+        """Archive or unarchive the project's runs. Returns how many of `run_ids` belong to the project."""
         with self._write() as connection:
             mine = (_RUN_ID.in_(run_ids), col(Model.owner) == owner)
             return connection.execute(sa.update(Model).where(*mine).values(archived=archived)).rowcount
@@ -158,13 +158,13 @@ def _field(name: str) -> sa.SQLColumnExpression[str]:
 def _found_by(search: str) -> list[sa.ColumnElement[bool]]:
     try:
         words = shlex.split(search)
-    except ValueError:  # a quote without its partner
+    except ValueError:  # an unclosed quote
         words = search.split()
     return [_has(word) for word in words]
 
 
 def _has(word: str) -> sa.ColumnElement[bool]:
-    escaped = json.dumps(word)[1:-1]  # as the column has it
+    escaped = json.dumps(word)[1:-1]  # as stored in the column
     anywhere = [
         *(text.icontains(word, autoescape=True) for text in (_RUN_ID, RUN_NAME, col(Model.base_model))),
         sa.cast(_METADATA, sa.Text).icontains(escaped, autoescape=True),

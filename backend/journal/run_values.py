@@ -1,4 +1,4 @@
-"""The values of training runs in their order, for mirrors that copy them: figures of steps, and metrics of clients."""
+"""Values of training runs in order, for mirrors that copy them: figures of steps, and metrics of clients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _EXTENTS = sa.select(
 
 @dataclass(frozen=True)
 class Extent:
-    """How much a run has. last_seq: of its newest step, -1 before the first. metrics: how many values of clients."""
+    """How many values a run has. last_seq: of its newest step; -1: no step. metrics: the number of client values."""
 
     id: str
     state: ModelState
@@ -48,7 +48,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class MadeStep:
-    """A step that was made. values: the figures that were measured, by name; loss is for each unit of weight."""
+    """A completed step. values: the measured figures by their names; the loss is per unit of weight."""
 
     seq_id: int
     step: int
@@ -57,16 +57,16 @@ class MadeStep:
 
 
 class RunValues(Aggregate):
-    """The values of training runs in their order."""
+    """The values of training runs, in order."""
 
     def extents(self, projects: Collection[str], *, live_only: bool) -> list[Extent]:
-        """The extent of each run of these projects, oldest first; none = of all. live_only: of runs that take work."""
+        """The extent of each run of these projects, oldest first. No projects: all. live_only: if they accept work."""
         with self._read() as connection:
             rows = connection.execute(chosen_runs(_EXTENTS, projects, live_only=live_only)).all()
         return [Extent(row.id, ModelState(row.state), row.last_seq, row.metrics) for row in rows]
 
     def steps(self, run_id: str, after_seq: int, limit: int) -> list[MadeStep]:
-        """The next steps of a run after a sequence id, at most `limit`."""
+        """At most `limit` of a run's steps after a sequence id, in order."""
         seq_id = col(TrainingStep.seq_id)
         rows = (
             sa.select(TrainingStep)
@@ -78,13 +78,13 @@ class RunValues(Aggregate):
             return [_made(row) for row in connection.execute(rows)]
 
     def metrics(self, run_id: str) -> dict[str, int]:
-        """How many values of clients a run has, by name."""
+        """The number of a run's client values, by metric."""
         names = sa.select(col(RunMetric.name), col(RunMetric.number)).where(col(RunMetric.model_id) == run_id)
         with self._read() as connection:
             return {row.name: row.number for row in connection.execute(names)}
 
     def metric(self, run_id: str, name: str, after_step: int, limit: int) -> list[tuple[int, float]]:
-        """The values of a metric at the next steps after `after_step`, at most `limit`: step and value."""
+        """At most `limit` (step, value) pairs of a metric after the step `after_step`, in order."""
         step = col(RunMetricValue.step)
         rows = (
             sa.select(step, col(RunMetricValue.value))
@@ -97,7 +97,7 @@ class RunValues(Aggregate):
 
 
 def chosen_runs(runs: sa.Select[Any], projects: Collection[str], *, live_only: bool) -> sa.Select[Any]:
-    """A selection from Model of the runs of these projects, oldest first; none = of all. live_only: that take work."""
+    """Select the runs of these projects from Model, oldest first. No projects: all. live_only: if they accept work."""
     runs = runs.where(*owned_by(Model, None))
     if projects:
         runs = runs.where(col(Model.owner).in_(projects))

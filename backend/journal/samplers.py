@@ -1,6 +1,6 @@
 """Samplers: sampling sessions that clients open themselves, and the numbers of their answers.
 
-Every transaction that answers requests of a sampler takes the sampler's next number, and the requests carry it
+Every transaction that answers requests of a sampler takes the sampler's next number and stores it with the requests
 (`completion`). results.py explains their purpose.
 """
 
@@ -41,10 +41,10 @@ _JOIN = (
 
 @dataclass(frozen=True)
 class NewSampler:
-    """A sampling session; its id is `{session_id}:sample:{n}` (tinkerflow.backend.core.ids.sampler_id).
+    """A sampling session. Its id is `{session_id}:sample:{n}` (tinkerflow.backend.core.ids.sampler_id).
 
-    model_path: its checkpoint, which can be loaded again. snapshot_id: its snapshot in the worker group. Both None: the
-    base model.
+    model_path: its checkpoint, which can be loaded again. snapshot_id: its snapshot in the worker group. If both are
+    None, it samples from the base model.
     """
 
     id: str
@@ -66,12 +66,12 @@ class SamplerView(NewSampler):
 
 @dataclass(frozen=True)
 class SamplerOpened:
-    """An unnamed save_weights_for_sampler created a sampler. An existing id stays as it is."""
+    """An unnamed save_weights_for_sampler created a sampler. An existing row is left unchanged."""
 
     sampler: NewSampler
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Insert its row."""
+        """Insert the sampler's row."""
         insert_sampler(connection, self.sampler, now)
         return ()
 
@@ -96,8 +96,8 @@ class Samplers(Aggregate):
     def open(self, sampler: NewSampler, limits: Limits = NO_LIMITS) -> str:
         """Create a sampler and return its id. Repeating changes nothing.
 
-        NotFoundError: unknown or foreign session. UserError: the session is over. ConflictError: the id has other
-        content.
+        NotFoundError: unknown or foreign session. UserError: the session is over. ConflictError: the id was used for
+        other content.
         """
         with self._write() as connection:
             session = get_owned(connection, Session, sampler.session_id, sampler.owner, lock=True)
@@ -113,7 +113,7 @@ class Samplers(Aggregate):
         return sampler.id
 
     def get(self, sampler_id: str, owner: str | None) -> SamplerView:
-        """A sampler; NotFoundError if it is unknown or foreign."""
+        """A sampler. NotFoundError: unknown or foreign sampler."""
         with self._read() as connection:
             return as_view(SamplerView, get_owned(connection, SamplerRow, sampler_id, owner))
 
@@ -123,13 +123,13 @@ class Samplers(Aggregate):
         return self._views(SamplerView, statement.limit(limit))
 
     def unused_snapshots(self, snapshot_ids: Collection[str]) -> set[str]:
-        """The snapshots among `snapshot_ids` that no live sampler uses, so that they can be dropped."""
+        """The snapshots among `snapshot_ids` that no live sampler uses, and that can therefore be dropped."""
         live = (col(SamplerRow.snapshot_id).in_(snapshot_ids), col(SamplerRow.state) == SamplerState.LIVE)
         used = self._column(sa.select(col(SamplerRow.snapshot_id)).where(*live))
         return set(snapshot_ids).difference(used)
 
     def join(self, sampler_id: str, owner: str | None) -> int:
-        """A new number, starting at 1, for a copy of the sampler's client. One statement.
+        """Assign a new number, starting at 1, to a copy of the sampler's client. One statement.
 
         NotFoundError: unknown or foreign sampler.
         """
@@ -141,7 +141,7 @@ class Samplers(Aggregate):
 
 
 def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime, limits: Limits = NO_LIMITS) -> bool:
-    """Insert the sampler's row unless its id exists. Returns whether it was inserted. UserError: a limit is reached."""
+    """Insert the sampler's row unless its id exists. Returns whether it was inserted. UserError: over a limit."""
     values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now, "last_completion": 0, "clones": 0}
     made = insert_if_absent(connection, SamplerRow, values)
     if made:

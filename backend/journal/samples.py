@@ -42,8 +42,8 @@ _SAMPLES = sa.select(*_COLUMNS, *_OF).join(SamplerRow, col(SamplerRow.id) == col
 class SampleView:
     """A sample request and its weights: of model_path, else of snapshot_id, else of base_model.
 
-    state: `cancelled` if its client cancelled it, else as in the request, and `done` even if the bytes of its answer
-    were dropped. size: bytes of the request and of its answer. Only `Samples.whole` reads these bytes.
+    state: `cancelled` if the client cancelled it, else the request's state; `done` even if the bytes of the answer were
+    dropped. size: bytes of the request and its answer. Only `Samples.whole` reads these bytes.
     """
 
     id: str
@@ -61,7 +61,7 @@ class SampleView:
 
 @dataclass(frozen=True)
 class WholeSample(SampleView):
-    """A sample request with the wire's bytes, which are empty after they were dropped."""
+    """A sample request with its bytes in wire format, which are empty after they were dropped."""
 
     payload: bytes
     result: bytes | None
@@ -70,7 +70,7 @@ class WholeSample(SampleView):
 
 @dataclass(frozen=True)
 class AnswersGiven:
-    """How many sample requests a checkpoint has answered, and when it answered the first and the last of them."""
+    """How many sample requests a checkpoint has answered, and the times of the first and last answers."""
 
     number: int
     first: datetime | None
@@ -97,14 +97,14 @@ class Samples(Aggregate):
     ) -> list[SampleView]:
         """The newest samples of the newest samplers; with run_id, of samplers of that run's weights.
 
-        texts_first: samples with bytes come before samples whose bytes were dropped. One statement for each
-        sampler, and one or two more. NotFoundError: unknown or foreign run.
+        texts_first: samples with bytes come before samples whose bytes were dropped. One statement per sampler, and one
+        or two more. NotFoundError: unknown or foreign run.
         """
         newest = (col(SamplerRow.created_at).desc(), col(SamplerRow.id))
         with self._read() as connection:
             which = [*owned_by(SamplerRow, owner)]
             if run_id is not None:
-                # An unnamed save makes a sampler in the run's own session; a named one may be sampled anywhere.
+                # An unnamed save creates a sampler in the run's own session; a named save may be sampled anywhere.
                 session = get_owned(connection, Model, run_id, owner).session_id
                 unnamed = sa.and_(col(SamplerRow.session_id) == session, is_unnamed_save(run_id))
                 which.append(sa.or_(unnamed, is_named_save(run_id)))
@@ -135,11 +135,11 @@ class Samples(Aggregate):
             return AnswersGiven(*connection.execute(answered).one())
 
     def get(self, request_id: str, owner: str | None) -> SampleView:
-        """One sample request; NotFoundError when it is unknown, foreign, or no sample."""
+        """One sample request. NotFoundError: unknown, foreign, or not a sample."""
         return as_view(SampleView, self._row(_SAMPLES, request_id, owner))
 
     def whole(self, request_id: str, owner: str | None) -> WholeSample:
-        """One sample request with its bytes; errors as in `get`."""
+        """One sample request with its bytes. Errors as in `get`."""
         return as_view(WholeSample, self._row(_SAMPLES.add_columns(*_BYTES), request_id, owner))
 
     def _row(self, samples: sa.Select[Any], request_id: str, owner: str | None) -> sa.Row[Any]:

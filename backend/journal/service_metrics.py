@@ -1,4 +1,4 @@
-"""Numbers of the whole service for its metrics. They contain no data of a project."""
+"""Figures of the whole service for its metrics. They contain no project's data."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ _WAITING = sa.union_all(
 
 @dataclass(frozen=True)
 class ServiceFigures:
-    """Numbers of the service.
+    """Figures of the service.
 
-    used: by base model and UsageKind, since the beginning. live: models in training by base model. unsaved_since: by
-    base model, the newest recovery snapshot of the model whose changes have waited longest for one; absent without such
-    changes. waiting_since: of `samples` and of `training`, when the oldest request without an answer was submitted, or
-    None. drift: by name of DRIFT_FIGURES and by base model, the worst value of the newest steps of its models; absent
-    if none has it.
+    used: by base model and UsageKind, since the beginning. live: live models by base model. unsaved_since: by base
+    model, the last recovery snapshot (or the creation) of the live model with the oldest unsaved changes; absent
+    without such changes. waiting_since: for `samples` and `training`, when the oldest unanswered request was submitted,
+    or None. drift: by name of DRIFT_FIGURES and base model, the worst value at the newest steps of its models; absent
+    if not measured.
     """
 
     used: Mapping[tuple[str, str], int]
@@ -94,10 +94,10 @@ class ServiceFigures:
 
 
 class ServiceMetrics(Aggregate):
-    """Numbers of the whole service."""
+    """Figures of the whole service."""
 
     def now(self) -> ServiceFigures:
-        """The numbers as they are. Five statements."""
+        """The current figures. Five statements."""
         with self._read() as connection:
             return ServiceFigures(
                 {(base, kind): int(sum_) for base, kind, sum_ in connection.execute(_USED)},

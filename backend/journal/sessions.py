@@ -1,8 +1,8 @@
 """Sessions: creation, heartbeats, ends, lists, searches and timelines.
 
-A session's samplers close with it. Its models are unloaded in order, by a request. The owner of a session is the
-project of the key that created it, and is the boundary between tenants. The label `project_id` only groups sessions
-inside an owner. The project of a session is its label, or its owner if it has no label.
+A session's samplers close with it. Its models are unloaded by requests, after earlier requests. The owner is the
+project of the key that created it, and separates tenants. The label `project_id` only groups sessions
+within an owner. The project of a session is its label, or its owner if it has no label.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tinkerflow.backend.journal.tables import (
 )
 
 PROJECT: sa.ColumnElement[str] = sa.func.coalesce(col(Session.project_id), col(Session.owner))
-MOST_TIMED = 100_000  # requests of one timeline
+MOST_TIMED = 100_000  # requests in one timeline
 SessionStatus = Literal["active", "cancelled", "failed", "client_finished"]
 
 _IS_ACTIVE = col(Session.state) == SessionState.ACTIVE
@@ -68,9 +68,9 @@ _NEWER = aliased(Request, name="newer")
 
 @dataclass(frozen=True)
 class NewSession:
-    """A client's session, as in create_session. key_id: the key that created it, "" without keys.
+    """A client's session, as in create_session. key_id: the key that created it; "" if the server has no keys.
 
-    owner: the tenant. project_id: the client's label inside the tenant.
+    owner: the tenant. project_id: the client's label within the tenant.
     """
 
     owner: str
@@ -86,7 +86,7 @@ class NewSession:
 class SessionFailure:
     """The failure before a session expired: of the `training_run`, `sampling_session` or `request` with this id.
 
-    request_kind: the Kind of the request, None for a training run or sampling session. message: its error, or the
+    request_kind: the Kind of the request; None for a training run or sampling session. message: the error, or the
     reason of the loss.
     """
 
@@ -99,9 +99,9 @@ class SessionFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionView(NewSession):
-    """A session. finish_reason: given by the client. detail: given by the client, or the reason of the expiry.
+    """A session. finish_reason: given by the client. detail: given by the client, or the reason of expiry.
 
-    failure: of expired sessions; None if nothing had failed.
+    failure: for expired sessions; None if nothing had failed.
     """
 
     id: str
@@ -121,7 +121,7 @@ class SessionView(NewSession):
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A session with the number of its runs' current checkpoints, and their bytes."""
+    """A session with the number and total bytes of its runs' existing checkpoints."""
 
     session: SessionView
     checkpoints: int
@@ -130,9 +130,9 @@ class SessionSummary:
 
 @dataclass(frozen=True)
 class SessionQuery:
-    """The conditions of a search; None and empty mean no condition.
+    """The conditions of a search. None and empty values mean no condition.
 
-    statuses: pairs of a status and, for client_finished, the accepted reasons (None: all). Texts: see `_matches`.
+    statuses: pairs of a status and, for client_finished, the accepted reasons (None: all). For texts see `_matches`.
     after: created_at and id of the previous page's last session.
     """
 
@@ -169,19 +169,19 @@ class Sessions(Aggregate):
     """Clients' sessions."""
 
     def create(self, session: NewSession, limits: Limits = NO_LIMITS) -> str:
-        """Begin a session and return its id. UserError if its project has reached a limit of kept rows or bytes."""
+        """Create a session and return its id. UserError: the project has reached a limit of kept rows or bytes."""
         session_id = new_id("sess")
         with self._write() as connection:
             insert_session(connection, session_id, session, self._now(), limits)
         return session_id
 
     def get(self, session_id: str, owner: str | None) -> SessionView:
-        """A session; NotFoundError when it is unknown or foreign."""
+        """A session. NotFoundError: unknown or foreign session."""
         with self._read() as connection:
             return _view(get_owned(connection, Session, session_id, owner))
 
     def heartbeat(self, session_id: str, owner: str | None) -> SessionState:
-        """Record a heartbeat of an active session. Returns the session's state, which does not change. One statement.
+        """Record a heartbeat of an active session. Returns the session's state, which is not changed. One statement.
 
         NotFoundError: unknown or foreign session.
         """
@@ -193,7 +193,7 @@ class Sessions(Aggregate):
         return SessionState(state)
 
     def finish(self, session_id: str, owner: str | None, detail: str | None = None, *, reason: str = "success") -> None:
-        """End a session for its client: samplers close, models wait for their unload. Repeating changes nothing.
+        """End a session for its client. Samplers close; models wait to be unloaded. Repeating changes nothing.
 
         detail, reason: given by the client. NotFoundError: unknown or foreign session.
         """
@@ -204,9 +204,9 @@ class Sessions(Aggregate):
         self._publish(*topics)
 
     def expire(self, timeout: float) -> list[str]:
-        """End sessions that sent neither heartbeat nor training request for `timeout` seconds. Returns their ids.
+        """End sessions that sent no heartbeat or training request for `timeout` seconds. Returns their ids.
 
-        No session ends unless clients could reach the API during all of that time.
+        No session is ended unless clients could reach the API during all of that time.
         """
         before, now = self._ago(timeout), self._now()
         with self._read() as connection:
@@ -227,7 +227,7 @@ class Sessions(Aggregate):
         return expired
 
     def assign_project(self, session_id: str, owner: str | None, project_id: str, *, key_id: str = "") -> None:
-        """Give a session another label inside its owner's project. Its usage and storage then count for that label.
+        """Give a session another label within its owner's project. Its usage and storage then count for that label.
 
         key_id: the key of the request, for the audit log. NotFoundError: unknown or foreign session.
         """
@@ -245,14 +245,14 @@ class Sessions(Aggregate):
             audit.write_event(connection, self._now(), owner=before.owner, event=event, actor=actor, details=details)
 
     def ids(self, owner: str | None, *, limit: int, offset: int) -> list[str]:
-        """Ids of sessions, newest first. One statement."""
+        """Ids of the owner's sessions, newest first. One statement."""
         mine = sa.select(col(Session.id)).where(*owned_by(Session, owner))
         return self._column(mine.order_by(*_NEWEST).limit(limit).offset(offset))
 
     def search(self, query: SessionQuery, owner: str | None) -> tuple[list[SessionSummary], bool]:
         """At most query.limit sessions that match, newest first, and whether there are more.
 
-        NotFoundError: a project without sessions of the owner.
+        NotFoundError: a project of the query has no sessions of the owner.
         """
         mine = owned_by(Session, owner)
         matching = sa.select(Session).where(*mine, *_conditions(query))
@@ -267,7 +267,7 @@ class Sessions(Aggregate):
     def timeline(self, session_id: str) -> list[Timed]:
         """The times of the requests of the session's models and samplers, in order of submission.
 
-        At most the newest MOST_TIMED of its models, and of its samplers. Two statements, without payloads.
+        At most the newest MOST_TIMED of the models, and of the samplers. Two statements, without payloads.
         """
         found: list[Timed] = []
         with self._read() as connection:
@@ -289,7 +289,7 @@ def insert_session(
 ) -> bool:
     """Insert the row of a session unless its id exists. Returns whether it was inserted.
 
-    over: further columns, for a session that has ended already.
+    over: additional columns, for a session that has already ended.
     """
     row = {
         **asdict(session),
@@ -317,9 +317,9 @@ def _view(row: sa.Row[Any]) -> SessionView:
 def _end(
     connection: sa.Connection, session_id: str, state: SessionState, now: datetime, said: Mapping[str, Any]
 ) -> list[str]:
-    """End an active session and close its samplers. Returns the topics; none if it had ended already.
+    """End an active session and close its samplers. Returns the topics; none if it had already ended.
 
-    said: the columns with the reason of the end.
+    said: the columns that give the reason.
     """
     ended = connection.execute(
         sa.update(Session)
@@ -339,7 +339,7 @@ def _end(
 def what_failed(connection: sa.Connection, session_id: str) -> SessionFailure | None:
     """The failure of an expired session: a training run that was lost with its worker group, or a failed request.
 
-    Only the last request of each model and sampler counts: the client continued after earlier failures.
+    Only the last request of each model and sampler counts: after earlier failures, the client continued.
     """
     lost = (col(Model.session_id) == session_id, col(Model.state) == ModelState.LOST)
     run = connection.execute(sa.select(col(Model.id), col(Model.detail)).where(*lost).order_by(col(Model.id))).first()
@@ -353,11 +353,11 @@ def what_failed(connection: sa.Connection, session_id: str) -> SessionFailure | 
 
 
 def _last(connection: sa.Connection, table: type[Model] | type[SamplerRow], session_id: str) -> list[sa.Row[Any]]:
-    """The last requests of the session's models or samplers that failed. Uses the index of the unique constraint."""
+    """The last requests of the session's models or samplers, if they failed. Uses the unique constraint's index."""
     of = col(Request.model_id) if table is Model else col(Request.sampler_id)
     of_newer = col(_NEWER.model_id) if table is Model else col(_NEWER.sampler_id)
     last_seq = sa.select(sa.func.max(col(_NEWER.seq_id))).where(of_newer == col(table.id)).scalar_subquery()
-    # A request whose result expired is in state failed, too.
+    # A request whose result expired is also in state failed.
     failed = (col(Request.state) == RequestState.FAILED, col(Request.dropped_at).is_(None))
     columns = (col(Request.id), col(Request.kind), col(Request.error), col(Request.category), col(Request.finished_at))
     statement = (
@@ -370,14 +370,14 @@ def _last(connection: sa.Connection, table: type[Model] | type[SamplerRow], sess
 
 # ------------------------------------------------------------------ searching
 def plain_metadata(metadata: Mapping[str, object]) -> dict[str, str]:
-    """Metadata with texts as values. Old SDKs send any JSON; other values than texts become their JSON."""
+    """Metadata with texts as values. Old SDKs send any JSON: values that are not texts become JSON texts."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
 
 
 def check_projects(
     connection: sa.Connection, wanted: tuple[str, ...] | None, mine: tuple[sa.ColumnElement[bool], ...]
 ) -> None:
-    """NotFoundError for the first of the `wanted` projects without a session among those that are `mine`."""
+    """NotFoundError: a `wanted` project has no session that meets the conditions `mine`."""
     if not wanted:
         return
     known = set(connection.execute(sa.select(PROJECT).where(*mine, PROJECT.in_(wanted)).distinct()).scalars())
@@ -416,7 +416,7 @@ def _has_status(status: SessionStatus, reasons: tuple[str, ...] | None) -> sa.Co
 def _matches(query: SessionQuery, row: sa.Row[Any]) -> bool:
     """Whether all metadata pairs are equal, and the id is equal or the name contains all words of display_name.
 
-    Case does not matter in names.
+    Names are compared without regard to case.
     """
     metadata = plain_metadata(row.user_metadata)
     if any(metadata.get(key) != value for key, value in query.user_metadata.items()):
@@ -428,7 +428,7 @@ def _matches(query: SessionQuery, row: sa.Row[Any]) -> bool:
 
 
 def _stored(connection: sa.Connection, session_ids: list[str], now: datetime) -> dict[str, tuple[int, int]]:
-    """The number of checkpoints and their bytes by session. One statement."""
+    """The number and total bytes of checkpoints by session. One statement."""
     size = sa.cast(sa.func.sum(col(Checkpoint.size_bytes)), sa.BigInteger)
     statement = (
         sa.select(col(Model.session_id), sa.func.count(), size)

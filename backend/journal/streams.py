@@ -1,9 +1,9 @@
 """Streams: tokens on their way from the engine to listeners, before the result is stored.
 
 The engine writes the new tokens of all streamed samples as one row, and publishes one topic, `tokens`. Each API process
-then reads its unread rows with one query, and passes the tokens to its own listeners. A row stays for KEPT_SECONDS. The
-result contains the same tokens, so a listener that missed some gets them with the result. After a crash the engine
-decodes and writes the same tokens again, and listeners count tokens to skip them.
+then reads its unread rows with one query, and passes the tokens to its own listeners. A row is kept for KEPT_SECONDS.
+The result contains the same tokens, so a listener that missed some gets them with the result. After a crash the engine
+decodes and writes the same tokens again, and listeners skip those that they have already received.
 
 Rows become visible in the order of their ids, because a single process, the engine, writes them one at a time.
 """
@@ -31,8 +31,8 @@ from tinkerflow.backend.spec.commands import Candidates, NewTokens
 
 log = logging.getLogger(__name__)
 
-KEPT_SECONDS = 30.0  # a process that reads later gets the rest with the results
-_MOST_ROWS = 1000  # of one query
+KEPT_SECONDS = 30.0  # a process that reads later gets the missed tokens with the results
+_MOST_ROWS = 1000  # read in one query
 _MOST_HELD = 8192  # unread tokens of a slow listener, which gets the rest with the result
 _LAST = sa.select(sa.func.max(col(StreamedRow.id)))
 _AFTER = (
@@ -54,7 +54,7 @@ class StreamedTokens:
 
 
 def stream_name(sampler_id: str, seq_id: int | None) -> str:
-    """The name of a sample's stream. It is known before the request is stored, so no token can be missed."""
+    """The name of a sample's stream. It is known before the request is stored, so no token is missed."""
     return f"{sampler_id}#{seq_id}"
 
 
@@ -62,7 +62,7 @@ class Streams(Aggregate):
     """Rows of new tokens."""
 
     def __init__(self, *parts: Any) -> None:
-        """The arguments are those of `Aggregate`."""
+        """parts: the arguments of `Aggregate`."""
         super().__init__(*parts)
         self._writing = threading.Lock()
 
@@ -74,7 +74,7 @@ class Streams(Aggregate):
         self._publish(TOKENS)
 
     def last(self) -> int:
-        """The id of the newest row, 0 when there is none."""
+        """The id of the newest row; 0 if there is none."""
         with self._read() as connection:
             return connection.execute(_LAST).scalar_one() or 0
 
@@ -126,7 +126,7 @@ def _floats(data: bytes) -> Any:
 
 # ------------------------------------------------------------------ listeners
 class Listener(Waiter):
-    """Waits for the tokens of one stream and for the answer of its request. answered: the request has its answer."""
+    """Waits for the tokens of one stream and for its request's answer. answered: whether the request has its answer."""
 
     def __init__(self) -> None:
         """Use TokenSubscriptions.listen."""
@@ -153,14 +153,14 @@ class Listener(Waiter):
         super().wake()
 
     def take(self) -> list[NewTokens]:
-        """The tokens since the last call."""
+        """Return the tokens received since the last call."""
         held, self._held, self._size = self._held, [], 0
         if not self.answered:
             self.sleep()
         return held
 
     def wake(self) -> None:
-        """End the wait: the request has its answer."""
+        """End the wait, because the request has its answer."""
         self.answered = True
         super().wake()
 
@@ -175,7 +175,7 @@ def _later(new: NewTokens, skipped: int) -> NewTokens:
 
 @dataclass
 class TokenSubscriptions:
-    """The listeners of one process. `run` reads rows for all of them, while there are any.
+    """The listeners of one process. While there are any, `run` reads rows for all of them.
 
     last: returns the newest row's id. after: returns the tokens after a row, and the newest row's id.
     """
@@ -188,7 +188,7 @@ class TokenSubscriptions:
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def listen(self, stream: str) -> Listener:
-        """A listener of a stream that has not begun. It ends when the caller drops it."""
+        """Create a listener for a stream that has not begun. It is removed when the caller drops it."""
         listener = self._listeners[stream] = Listener()
         async with self._reading:
             if self._seen is None:
@@ -196,11 +196,11 @@ class TokenSubscriptions:
         return listener
 
     def wake(self) -> None:
-        """Look for new tokens."""
+        """Make `run` look for new tokens."""
         self._some.set()
 
     async def run(self) -> None:
-        """Pass tokens to listeners as they arrive; never returns."""
+        """Pass tokens to listeners as they arrive. Never returns."""
         while True:
             await self._some.wait()
             self._some.clear()

@@ -1,4 +1,4 @@
-"""Clients that wait for answers: thousands of them share one subscription and one query of the database a second."""
+"""Clients that wait for answers. Thousands share one subscription and one database query per second."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class ResultSubscriptions:
     """Wakes thousands of waiting clients. One task listens, and another queries the database for all once a second.
 
         with subscriptions.request(request_id) as waiter:
-            ...  # look for the answer, and when it is not there:
+            ...  # look for the answer, and if it is not there:
             await waiter.wait(seconds)
 
-    A waiter is woken by every answer after its `with` block is entered. Read the answer inside the block, and wait if
-    there is none, so that no answer is missed. For a sampler, set `waiter.seen` to the cursor before waiting.
+    A waiter is woken by every answer that arrives after its `with` block is entered. Look for the answer inside the
+    block, and wait if there is none, so no answer is missed. For a sampler, set `waiter.seen` to the cursor before
+    waiting.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class ResultSubscriptions:
         *,
         recheck_seconds: float = RECHECK_SECONDS,
     ) -> None:
-        """Use it as an async context manager.
+        """Use as an async context manager.
 
         notifier: publishes the topics `done:`, `answered:` and `tokens`.
         finished: returns the answered ids among request ids, in one query.
         last_completions: returns the number of each sampler's last answer, in one query.
         tokens: the listeners of streamed samples.
-        recheck_seconds: between two queries of the database.
+        recheck_seconds: the time between queries of the database.
         """
         self.tokens = tokens
         self._notifier = notifier
@@ -64,21 +65,21 @@ class ResultSubscriptions:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop; clients that still wait get False at the end of their timeout."""
+        """Stop listening. Clients that still wait get False at the end of their timeout."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stack.aclose()
 
     def request(self, request_id: str, waiter: Waiter | None = None) -> AbstractContextManager[Waiter]:
-        """A context with a waiter for the answer of one request. An id that does not exist is never answered.
+        """Open a context with a waiter for the answer of one request. An id that does not exist is never answered.
 
-        waiter: an existing waiter that also waits for other answers; None = a new one.
+        waiter: an existing waiter that also waits for other answers; None: a new waiter.
         """
         return _entered(self._requests, request_id, waiter or Waiter())
 
     def sampler(self, sampler_id: str, clone: int) -> AbstractContextManager[Waiter]:
-        """A context with a waiter for every answer to one clone's requests of a sampler."""
+        """Open a context with a waiter for every answer to one clone's requests of a sampler."""
         return _entered(self._samplers, sampler_id, Waiter(str(clone)))
 
     @property
@@ -110,7 +111,7 @@ class ResultSubscriptions:
                 if self._samplers:
                     self._wake_behind(await asyncio.to_thread(self._last_completions, list(self._samplers)))
             except sa.exc.SQLAlchemyError:
-                # The task must survive a database that is away for a moment, and queries it again after a second.
+                # The task must survive a database that is briefly unavailable. It queries again after a second.
                 log.exception("cannot ask the journal for %d waiting clients; asking again soon", self.waiting)
 
     def _answered(self, request_id: str) -> None:

@@ -1,6 +1,6 @@
-"""The journal's tables, and the states of their rows. Those of metrics and histories are in files of their own.
+"""The journal's tables, and the states of their rows. Tables of metrics, events and histories are in other files.
 
-Only the aggregates read and write rows; their callers get frozen dataclasses.
+Only the aggregates read and write rows. Their callers get frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Kind(StrEnum):
     SAVE_FOR_SAMPLER = "save_for_sampler"
     SAVE_EXTERNAL = "save_weights_external"
     SAMPLE = "sample"
-    CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered when it is stored: the engine does not execute it
+    CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered when it is stored; the engine does not execute it
     UNLOAD = "unload"
 
 
 class RequestState(StrEnum):
-    """pending -> done | failed; nothing leaves `failed`, and `done` becomes `failed` only when its result expires."""
+    """pending -> done | failed. `failed` is final; `done` becomes `failed` when the result is dropped."""
 
     PENDING = "pending"
     DONE = "done"
@@ -54,7 +54,7 @@ class SessionState(StrEnum):
 
 
 class ModelState(StrEnum):
-    """creating -> live | failed; creating | live -> lost | unloaded, an end; lost | failed -> live when revived."""
+    """creating -> live | failed; creating | live -> lost | unloaded; lost | failed -> live when revived."""
 
     CREATING = "creating"
     LIVE = "live"
@@ -74,10 +74,10 @@ class SamplerState(StrEnum):
 
 
 class UsageKind(StrEnum):
-    """The kinds of usage: tokens, and for CHECKPOINT the saved checkpoints."""
+    """The kinds of usage, counted in tokens, or for CHECKPOINT in saved checkpoints."""
 
-    TRAINING = "training"  # tokens of forward_backward and forward: the SDK has one kind for both
-    PREFILL = "prefill"  # computed prompt tokens: once for all sequences of a request
+    TRAINING = "training"  # tokens of forward_backward and forward: the SDK uses one kind for both
+    PREFILL = "prefill"  # computed prompt tokens, once for all sequences of a request
     CACHED_PREFILL = "cached_prefill"  # prompt tokens of all sequences but the first, which reuse the computation
     SAMPLE = "sample"
     CHECKPOINT = "checkpoint"
@@ -85,12 +85,12 @@ class UsageKind(StrEnum):
 
 # ------------------------------------------------------------------ errors of requests after an end
 def session_over(session_id: str, state: str, detail: str | None) -> tuple[str, Category]:
-    """The answer to a request in a session that is over: text and category."""
+    """The error of a request in a session that is over: text and category."""
     return f"session {session_id} is {state}" + (f": {detail}" if detail else ""), UserError.category
 
 
 def model_ended(model_id: str, state: ModelState, detail: str | None) -> tuple[str, Category]:
-    """The answer to a request for a model that has ended: text and category."""
+    """The error of a request for a model that has ended: text and category."""
     if state is ModelState.LOST:
         advice = "create it again from its last checkpoint"
         return f"model {model_id} was lost: {detail}; {advice}", StateLostError.category
@@ -99,14 +99,14 @@ def model_ended(model_id: str, state: ModelState, detail: str | None) -> tuple[s
 
 
 def sampler_ended(sampler_id: str, detail: str | None) -> tuple[str, Category]:
-    """The answer to a request for a sampler that is closed: text and category."""
+    """The error of a request for a sampler that is closed: text and category."""
     return f"sampler {sampler_id} is closed: {detail}", UserError.category
 
 
 # ------------------------------------------------------------------ tables
 def _partial(name: str, columns: str, where: str) -> sa.Index:
     """An index of the rows that match `where`."""
-    on_sqlite = re.sub(r"\b(archives|replays|interactive)\b", r"\1 = 1", where)  # SQLite has no booleans
+    on_sqlite = re.sub(r"\b(archives|replays|interactive)\b", r"\1 = 1", where)  # SQLite has no boolean type
     return sa.Index(name, *columns.split(), sqlite_where=sa.text(on_sqlite), postgresql_where=sa.text(where))
 
 
@@ -149,7 +149,7 @@ class AuditEvent(Table, table=True):
 
 
 class EndedToken(Table, table=True):
-    """A token that was signed out before its time: the SHA-256 of the token. The row goes when the token expires."""
+    """The SHA-256 of a token that was signed out before it expired. The row is deleted after the token's expiry."""
 
     __tablename__ = "ended_token"
 
@@ -160,9 +160,8 @@ class EndedToken(Table, table=True):
 class BaseModelRow(Table, table=True):
     """A base model that the engine serves.
 
-    progress: the reason why its requests wait, or None. compile_status: the programs that its worker group has
-    compiled, a CompileStatus (backend/spec/commands.py) as JSON. worker_group: the GroupInfo of its worker group, as
-    JSON.
+    progress: why its requests wait, or None. compile_status: the programs that its worker group has compiled, a
+    CompileStatus (backend/spec/commands.py) as JSON. worker_group: the GroupInfo of its worker group, as JSON.
     """
 
     __tablename__ = "base_model"
@@ -212,11 +211,11 @@ class Session(Table, table=True):
 
 
 class Model(Table, table=True):
-    """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock.
+    """A training run. next_seq: the next seq_id to execute. Submits and answers synchronize on this row's lock.
 
-    progress: the reason why its requests wait during a restore. paused: the reason why a person paused it. history:
-    whether its requests are kept in the store. archived, deleted_at: a person hid or deleted it. origin: the checkpoint
-    that it began with, or None. origin_run: the run in that path. flow_run: the id of its flow run in Prefect.
+    progress: why its requests wait during a restore. paused: why a person paused it. history: whether its requests are
+    kept in the store. archived, deleted_at: a person hid or deleted it. origin: the checkpoint that it began with, or
+    None. origin_run: the run in that path. flow_run: the id of its flow run in Prefect.
     """
 
     __tablename__ = "model"
@@ -257,7 +256,7 @@ class Model(Table, table=True):
 class SamplerRow(Table, table=True):
     """A sampling session of a snapshot, of a checkpoint, or of the base model.
 
-    last_completion: the number of the last transaction that answered its requests (results.py). clones: the number of
+    last_completion: the number of the last transaction that answered requests (results.py). clones: the number of
     client copies that have joined.
     """
 
@@ -278,12 +277,12 @@ class SamplerRow(Table, table=True):
 
 
 class Request(Table, table=True):
-    """One operation with its payload and answer. The two unique constraints decide concurrent replays.
+    """One operation with its payload and answer. The two unique constraints decide between concurrent replays.
 
     An unload has no seq_id, because the service creates it without the client's counter. NULLs are distinct.
     The partial indexes contain only requests that wait, have bytes to drop, or may be replayed, so they stay small
     while the table grows. replays: a restore may need the payload. True until two snapshots contain the request, and
-    while its published weights are not stored. archives: the history of its run does not have it yet.
+    while its published weights are not stored. archives: the request is still missing in the history of its run.
     """
 
     __tablename__ = "request"
@@ -295,7 +294,7 @@ class Request(Table, table=True):
         ),
         _partial("ix_request_pending_samples", "created_at sampler_id", "state = 'pending' AND sampler_id IS NOT NULL"),
         _partial("ix_request_pending_interactive", "created_at sampler_id", "state = 'pending' AND interactive"),
-        # `state` is in the index for SQLite, which otherwise reads the row to check the index's condition again.
+        # `state` is in the index for SQLite, which otherwise reads the row to recheck the index's condition.
         _partial("ix_request_pending_of_owner", "owner kind waiting_tokens waiting_bytes state", "state = 'pending'"),
         _partial("ix_request_completions", "sampler_id completion seq_id", "completion IS NOT NULL"),
         _partial("ix_request_finished_with_bytes", "finished_at", "dropped_at IS NULL AND finished_at IS NOT NULL"),
@@ -327,7 +326,7 @@ class Request(Table, table=True):
     trace: str | None = Field(default=None, sa_type=Text())  # the span in which it was submitted
     interactive: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})  # see `NewRequest`
     archives: bool = Field(default=False, sa_column_kwargs={"server_default": sa.false()})
-    # Last, so that SQLite reads the columns before them without walking overflow pages.
+    # Last, so that SQLite reads the columns above without walking overflow pages.
     payload: bytes
     result: bytes | None = None
 
@@ -339,9 +338,9 @@ IS_PENDING = col(Request.state) == sa.literal_column(f"'{RequestState.PENDING}'"
 class Checkpoint(Table, table=True):
     """A committed checkpoint. The row is a copy of the store's commit object and can be rebuilt from it.
 
-    attempt: as in the commit. A late deletion uses it to spare the files of a later save under the same path.
-    purged_at: when the files of a deleted checkpoint were removed from the store. noted: the commit contains the row's
-    `public` and `expires_at`, so that rebuilding the row restores them.
+    attempt: as in the commit. A late deletion uses it to spare the files of a later save to the same path.
+    purged_at: when the files of a deleted checkpoint were removed from the store. noted: whether the commit contains
+    the row's `public` and `expires_at`, so that a rebuilt row restores them.
     """
 
     __tablename__ = "checkpoint"
@@ -448,7 +447,7 @@ class StabilityRow(Table, table=True):
 
 
 class WeightsShare(Table, table=True):
-    """A share of one attempt at a checkpoint, not of a later save: the SHA-256 of its token's 256 random bits."""
+    """A share of one attempt of a checkpoint, not of later saves: the SHA-256 of the token's 256 random bits."""
 
     __tablename__ = "weights_share"
 
@@ -462,7 +461,7 @@ class WeightsShare(Table, table=True):
 
 
 class StreamedRow(Table, table=True):
-    """Tokens of streamed samples since the write before (streams.py), for a minute. id: rises, and is never reused."""
+    """Tokens of streamed samples since the previous write (streams.py). id: increases, and is never reused."""
 
     __tablename__ = "streamed_tokens"
     __table_args__ = (sa.Index("ix_streamed_tokens_written_at", "written_at"), {"sqlite_autoincrement": True})
@@ -473,9 +472,9 @@ class StreamedRow(Table, table=True):
 
 
 class FeedbackRow(Table, table=True):
-    """Feedback on a sample, with a copy of the sample, because the bytes of its request are dropped after a while.
+    """Feedback on a sample, with a copy of the sample, because the bytes of the request are dropped later.
 
-    sample_id: `<request>-<number>`. model_path: the sampled checkpoint, None for the base model. prompt: messages or a
+    sample_id: `<request>-<number>`. model_path: the sampled checkpoint; None: the base model. prompt: messages or a
     text. Rows never change.
     """
 
@@ -499,7 +498,7 @@ class FeedbackRow(Table, table=True):
 
 
 class ProjectTotal(Table, table=True):
-    """The number of rows of each kind in quotas.KEPT that a project keeps, and the bytes of their texts."""
+    """The number of a project's rows of each kind in quotas.KEPT, and the bytes that they count for."""
 
     __tablename__ = "project_total"
 
@@ -528,11 +527,11 @@ class UsageBucket(Table, table=True):
 
 
 class TrainingStep(Table, table=True):
-    """The figures of one optimizer step of a model, for its curves. They stay when the results are dropped.
+    """The figures of one optimizer step of a model, for its curves. Rows outlive the dropped results.
 
     seq_id: of the optim_step, or UNMADE while the gradients of the step are being accumulated. at: when it was
-    answered. weight: the sum of the weights of the step's tokens. loss, and the columns of `DRIFT_FIGURES`: sums
-    over the tokens. Figures that were not measured, or are not finite, are NULL.
+    answered. weight: the total weight of the step's tokens. loss, and the columns of `DRIFT_FIGURES`: sums over the
+    tokens. Figures that were not measured, or are not finite, are NULL.
     """
 
     __tablename__ = "training_step"
@@ -559,8 +558,8 @@ UNMADE = -1
 class RecoverySnapshot(Table, table=True):
     """A committed snapshot of a model (snapshot_id None), or of a sampler's weights. Clients never see it.
 
-    seq_id: the snapshot contains exactly the model's requests up to it. snapshot_id: as in the worker group. If a later
-    publication reuses the id, this column becomes the path, which no sampler uses.
+    seq_id: the snapshot contains exactly the model's requests up to this id. snapshot_id: as in the worker group. If a
+    later publication reuses the id, this column becomes the path, which no sampler uses.
     """
 
     __tablename__ = "recovery_snapshot"
@@ -576,7 +575,7 @@ class RecoverySnapshot(Table, table=True):
 
 
 class Suspect(Table, table=True):
-    """A request that was executing when its worker group ended. crashes: the number of groups that crashed."""
+    """A request that was executing when its worker group ended. crashes: how many of the deaths were crashes."""
 
     __tablename__ = "suspect"
 
@@ -586,9 +585,9 @@ class Suspect(Table, table=True):
 
 
 class Process(Table, table=True):
-    """A part of the service: the engine's lease, or the API's heartbeats. The engine that last raised `epoch` holds it.
+    """The engine's lease, or the API's heartbeats. The engine that last raised `epoch` holds the lease.
 
-    epoch: every engine and every API raises it when it starts. began_at: since when heartbeats arrived without a pause.
+    epoch: raised at each start of an engine or API. began_at: since when heartbeats have arrived without a pause.
     """
 
     __tablename__ = "process"

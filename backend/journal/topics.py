@@ -1,11 +1,11 @@
-"""Topics: short texts that name a change. Whoever waits for the change subscribes to its topic.
+"""Topics: short texts that name a change. Processes that wait for the change subscribe to its topic.
 
-- `model:<id>`: work came for the model, or the model ended
-- `sample`: a sample came, or was answered without being executed
+- `model:<id>`: new work arrived for the model, or the model ended
+- `sample`: a sample arrived, or was answered without being executed
 - `session:<id>`: the session ended
-- `cancel:<request_id>`: the sample is not wanted any more
+- `cancel:<request_id>`: the sample is no longer wanted
 - `done:<request_id>`: the request is answered
-- `tokens`: samples that stream have new tokens (streams.py)
+- `tokens`: streamed samples have new tokens (streams.py)
 - `answered:<clone>:<sampler_id>`: a request of this clone of the sampler is answered; without a clone: of any clone
 """
 
@@ -19,7 +19,7 @@ CLONE_BLOCK = 1_000_000_000  # the sequence ids of clone n of a client are [n * 
 
 
 def answered(sampler_id: str, seq_id: int | None = None) -> str:
-    """The topic for answers of a sampler: `answered:<clone>:<sampler>`, for all its clones without seq_id."""
+    """The topic `answered:<clone>:<sampler>` for answers of a sampler; without seq_id, for all clones."""
     return f"answered:{'' if seq_id is None else seq_id // CLONE_BLOCK}:{sampler_id}"
 
 
@@ -39,16 +39,16 @@ class Transport(Protocol):
         ...
 
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
-        """Begin to call `deliver`, in a thread, with the topics of other processes."""
+        """Start calling `deliver`, in a thread, with the topics of other processes."""
         ...
 
     def close(self) -> None:
-        """Stop, and free what was opened."""
+        """Stop, and release all resources."""
         ...
 
 
 def pack_topics(topics: tuple[str, ...], limit: int) -> Iterator[bytes]:
-    """The topics, one in a line, in as few messages of at most `limit` bytes as possible."""
+    """The topics, one per line, in as few messages of at most `limit` bytes as possible."""
     message = b""
     for topic in topics:
         line = topic.encode() + b"\n"

@@ -50,7 +50,7 @@ _IS_UNLOAD = sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
 _GIVEN_NAMES = (
     metadata[key].as_string()
     for metadata in (col(Model.user_metadata), col(Session.user_metadata))
-    for key in ("name", "recipe_name")  # the SDK cookbook sets the second
+    for key in ("name", "recipe_name")  # the SDK cookbook sets `recipe_name`
 )
 WITH_SESSION = sa.join(Model, Session, col(Session.id) == col(Model.session_id))
 # The client's name of a run, from WITH_SESSION: in the metadata of the run or of its session, or the session's name.
@@ -62,7 +62,7 @@ _REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # their snapshots and request
 
 @dataclass(frozen=True)
 class NewModel:
-    """A new training run; its id is `{session_id}:train:{n}` (tinkerflow.backend.core.ids.model_id).
+    """A new training run. Its id is `{session_id}:train:{n}` (tinkerflow.backend.core.ids.model_id).
 
     history: whether its requests are kept in the store. origin: the path of the checkpoint that it begins with.
     """
@@ -87,8 +87,8 @@ class NewModel:
 class ModelView(NewModel):
     """A model (training run). detail: the reason of its state. step: optimizer steps. next_seq: the next to execute.
 
-    paused: the reason why a person paused it, or None. archived: whether a person has hidden it from the table of runs.
-    flow_run: the id of the flow run that shows it in Prefect, or None.
+    paused: why a person paused it, or None. archived: whether a person has hidden it from the table of runs. flow_run:
+    the id of the flow run that shows it in Prefect, or None.
     """
 
     state: ModelState
@@ -103,7 +103,7 @@ class ModelView(NewModel):
 
     @property
     def is_lora(self) -> bool:
-        """Whether an adapter is trained instead of all parameters. Models that were never created count as adapters."""
+        """Whether it trains an adapter instead of all parameters. Models that were never created count as adapters."""
         return self.rank > 0 or self.state is ModelState.FAILED
 
 
@@ -120,7 +120,7 @@ class Runs(Aggregate):
     """Models (training runs)."""
 
     def create(self, model: NewModel, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
-        """Store a model in state `creating` and the request (seq_id 0) that creates it; replays as in Requests.submit.
+        """Store a model in state `creating` and the request (seq_id 0) that creates it. Replays: see Requests.submit.
 
         If the request has an error, the session has ended, or the project exceeds its `limits`, both are stored as
         failed. NotFoundError: unknown or foreign session. ConflictError: another request created the model. UserError:
@@ -145,24 +145,24 @@ class Runs(Aggregate):
         return request_id
 
     def get(self, model_id: str, owner: str | None) -> ModelView:
-        """A model; NotFoundError if it is unknown or foreign."""
+        """A model. NotFoundError: unknown or foreign model."""
         with self._read() as connection:
             return as_view(ModelView, get_owned(connection, Model, model_id, owner))
 
     def label(self, model_id: str) -> str:
-        """The name of a run, "" if the client gave none."""
+        """The name of a run; "" if the client gave none."""
         named = sa.select(RUN_NAME).select_from(WITH_SESSION)
         return next(iter(self._column(named.where(col(Model.id) == model_id))), "")
 
     def of_session(self, session_id: str) -> list[str]:
-        """Ids of the session's models, in any state, oldest first; at most MOST_OF_SESSION."""
+        """Ids of at most MOST_OF_SESSION of the session's models, in any state, oldest first."""
         oldest = (col(Model.created_at), col(Model.id))
         of_session = sa.select(col(Model.id)).where(col(Model.session_id) == session_id, *owned_by(Model, None))
         statement = of_session.order_by(*oldest).limit(MOST_OF_SESSION)
         return self._column(statement)
 
     def abandoned(self) -> list[str]:
-        """Ids of models that take work although their session has ended, and that no request unloads yet."""
+        """Ids of models that accept work although their session has ended, and that no pending request unloads."""
         unloading = sa.exists().where(col(Request.model_id) == col(Model.id), _IS_UNLOAD)
         statement = (
             sa.select(col(Model.id))
@@ -173,7 +173,7 @@ class Runs(Aggregate):
         return self._column(statement)
 
     def run(self, run_id: str, owner: str | None) -> RunView:
-        """A training run (its id is its model's) with its newest checkpoints; NotFoundError: unknown or foreign."""
+        """A training run (with the id of its model) and its newest checkpoints. NotFoundError: unknown or foreign."""
         with self._read() as connection:
             return _with_checkpoints(connection, [get_owned(connection, Model, run_id, owner)], self._now())[0]
 
@@ -185,9 +185,9 @@ class Runs(Aggregate):
         offset: int,
         project_id: str | None = None,
     ) -> Page[RunView]:
-        """Training runs, newest first, without those of `nothing_made`; three statements.
+        """Training runs, newest first, except those that `nothing_made` finds. Three statements.
 
-        owner: of the runs; None: any. limit: the most runs of a page; long metadata means fewer. offset: the number of
+        owner: of the runs; None: any. limit: the most runs on a page; fewer if metadata is long. offset: the number of
         newer runs to skip. project_id: only runs in this project's sessions.
         """
         mine = (*owned_by(Model, owner), sa.not_(nothing_made(self._now())))
@@ -204,7 +204,7 @@ class Runs(Aggregate):
     def request_unload(self, model_id: str, reason: str, owner: str | None = None) -> str | None:
         """Store a request that unloads a model after its executable requests. Returns the request's id.
 
-        An unload that is pending already is returned again. None if the model has ended. owner: of the model; None:
+        The id of an already pending unload is returned again. None if the model has ended. owner: of the model; None:
         any. NotFoundError: unknown or foreign model.
         """
         with self._write() as connection:
@@ -220,13 +220,13 @@ class Runs(Aggregate):
         return request_id
 
     def end(self, model_id: str, state: ModelState, detail: str) -> None:
-        """End a model that still takes work. Its pending requests fail with `detail`."""
+        """End a model that still accepts work. Its pending requests fail with `detail`."""
         with self._write() as connection:
             topics = end_models(connection, [model_id], state, detail, self._now())
         self._publish(*topics)
 
     def pause(self, model_id: str, why: str | None) -> None:
-        """Pause the model's requests. The reason is shown to its clients; None resumes the model."""
+        """Pause the model's requests, for a reason that is shown to its clients. None: resume the model."""
         with self._write() as connection:
             is_model = col(Model.id) == model_id
             if connection.execute(sa.select(col(Model.paused)).where(is_model)).scalar() != why:
@@ -236,8 +236,8 @@ class Runs(Aggregate):
     def revive(self, model_id: str) -> None:
         """Make a failed or lost model live again. Its next request restores it from snapshots and a replay.
 
-        UserError if it was unloaded or never created, or if its session has ended. A model that takes work stays as it
-        is.
+        UserError: the model was unloaded or never created, or its session has ended. A model that accepts work is left
+        unchanged.
         """
         with self._write() as connection:
             model = get_owned(connection, Model, model_id, None)
@@ -261,7 +261,7 @@ class Runs(Aggregate):
             )
 
     def forget_ended(self) -> None:
-        """Stop keeping requests for failed and lost models whose session has ended, because nobody can revive these."""
+        """Stop keeping requests for failed and lost models whose session has ended, because they cannot be revived."""
         over = (
             sa.select(col(Model.id))
             .join(Session, col(Session.id) == col(Model.session_id))
@@ -274,7 +274,7 @@ class Runs(Aggregate):
                 forget(connection, str(model_id))
 
     def note_progress(self, model_id: str, text: str | None) -> None:
-        """Set the reason why a model's requests wait; None if they do not."""
+        """Set the reason why a model's requests wait. None if there is none."""
         with self._write() as connection:
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(progress=text))
 
@@ -284,7 +284,7 @@ class Runs(Aggregate):
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(flow_run=flow_run))
 
     def note_outcome(self, model_id: str, owner: str, outcome: Outcome, reason: str) -> None:
-        """Store in a run's metadata and events how its program ended, and why. The last outcome counts.
+        """Record in a run's metadata and events how its program ended, and why. The last outcome counts.
 
         NotFoundError: unknown or foreign run.
         """
@@ -299,13 +299,13 @@ class Runs(Aggregate):
 
 
 def nothing_made(now: datetime) -> sa.ColumnElement[bool]:
-    """The filter for runs that ended without a step, a checkpoint or an outcome of a pipeline."""
+    """The filter for runs that ended without a step, a checkpoint or a recorded outcome."""
     kept = sa.exists().where(col(Checkpoint.run_id) == col(Model.id), exists(now)).correlate(Model)
     trained = (
         sa.exists().where(col(TrainingStep.model_id) == col(Model.id), col(TrainingStep.seq_id) >= 0).correlate(Model)
     )
     ended = col(Model.state).in_((ModelState.UNLOADED, ModelState.FAILED))
-    began = sa.or_(col(Model.step) == 0, col(Model.origin).is_not(None))  # a loaded state has its own number of steps
+    began = sa.or_(col(Model.step) == 0, col(Model.origin).is_not(None))  # a loaded state brings its number of steps
     return sa.and_(
         ended, began, col(Model.user_metadata)[OUTCOME].as_string().is_(None), sa.not_(trained), sa.not_(kept)
     )
@@ -323,7 +323,7 @@ def insert_model(
     """Insert the row of a model unless its id exists.
 
     connection: of the caller's transaction. state, detail, step: initial values. now: the time of creation. limits: of
-    its project; UserError if a limit is reached.
+    its project. UserError: a limit is reached.
     """
     row = {
         **asdict(model),

@@ -1,4 +1,4 @@
-"""Upkeep of checkpoints: expiry, files to remove, and commits that differ from their row.
+"""Upkeep of checkpoints: expiry, files to remove, and commits that differ from their rows.
 
 The sweep of the store uses these lists. Nothing here removes a file.
 """
@@ -26,7 +26,7 @@ class Retention:
     """Keep the `last` newest of each run and kind (0: all), and steps that are multiples of `every` (0: none).
 
     Exports are not counted. Published checkpoints are never deleted. Checkpoints with a valid share, a live sampler or
-    their own time of expiry stay until that ends. Recovery has its own snapshots and needs no checkpoint.
+    their own time of expiry are kept until that ends. Recovery uses its own snapshots and needs no checkpoints.
     """
 
     last: int = 0
@@ -34,18 +34,18 @@ class Retention:
 
 
 class Upkeep(Aggregate):
-    """Deletes checkpoints by time or rule, and lists those whose files or commits need work."""
+    """Deletes checkpoints by time or rule, and lists checkpoints whose files or commits need upkeep."""
 
     def delete_expired(self, limit: int = 100) -> list[str]:
         """Mark at most `limit` expired checkpoints as deleted, the longest expired first. Returns their paths."""
         due, now = col(Checkpoint.expires_at), self._now()
         is_due = (col(Checkpoint.deleted_at).is_(None), due <= now)
         chosen = sa.select(col(Checkpoint.path)).where(*is_due).order_by(due, col(Checkpoint.path)).limit(limit)
-        # Checked again, because the owner may have cleared the time since the query.
+        # Checked again, because the owner may have cleared the expiry since the query.
         return self._delete((col(Checkpoint.path).in_(chosen), *is_due), now)
 
     def delete_retired(self, rule: Retention, limit: int = 100) -> list[str]:
-        """Mark at most `limit` checkpoints that `rule` does not keep as deleted, oldest first. Returns their paths."""
+        """Mark at most `limit` checkpoints as deleted that `rule` does not keep, oldest first. Returns their paths."""
         if rule.last == 0:
             return []
         now = self._now()
@@ -63,12 +63,12 @@ class Upkeep(Aggregate):
             .order_by(ranked.c.created_at, ranked.c.path)
             .limit(limit)
         )
-        # Checked again, because it may have been published since the query.
+        # Checked again, because a checkpoint may have been published since the query.
         which = (col(Checkpoint.path).in_(old), col(Checkpoint.deleted_at).is_(None), _may_go(rule, now))
         return self._delete(which, now, {"retention": f"last {rule.last}, every {rule.every}"})
 
     def unpurged(self, limit: int = 100) -> list[tuple[str, str]]:
-        """(path, attempt) of deleted checkpoints whose files may still be there, the longest deleted first."""
+        """(path, attempt) of deleted checkpoints whose files may still exist, earliest deletion first."""
         deleted = col(Checkpoint.deleted_at)
         statement = sa.select(col(Checkpoint.path), col(Checkpoint.attempt)).where(
             deleted.is_not(None), col(Checkpoint.purged_at).is_(None)
@@ -78,21 +78,21 @@ class Upkeep(Aggregate):
             return [(row.path, row.attempt) for row in rows]
 
     def purged(self, path: str, attempt: str) -> None:
-        """Record that a deleted checkpoint's files were removed. A checkpoint saved again meanwhile stays as it is."""
+        """Record that a deleted checkpoint's files were removed. A checkpoint saved again meanwhile is not changed."""
         deleted = col(Checkpoint.deleted_at).is_not(None)
         which = (col(Checkpoint.path) == path, col(Checkpoint.attempt) == attempt, deleted)
         with self._write() as connection:
             connection.execute(sa.update(Checkpoint).where(*which).values(purged_at=self._now()))
 
     def unnoted(self, limit: int = 100) -> list[CheckpointView]:
-        """Checkpoints whose commit in the store does not contain their publication or time of expiry yet."""
+        """Checkpoints whose commit in the store does not yet contain their publication or time of expiry."""
         # The condition of the partial index, word for word.
         changed = sa.text("deleted_at IS NULL AND NOT noted")
         found = sa.select(Checkpoint).where(changed).order_by(col(Checkpoint.path)).limit(limit)
         return self._views(CheckpointView, found)
 
     def noted(self, seen: CheckpointView) -> None:
-        """Record that the store's commit agrees with `seen`. A row that was changed since stays in `unnoted`."""
+        """Record that the store's commit agrees with `seen`. A row that has changed since stays in `unnoted`."""
         same = (
             col(Checkpoint.path) == seen.path,
             col(Checkpoint.attempt) == seen.attempt,
@@ -105,7 +105,7 @@ class Upkeep(Aggregate):
     def _delete(
         self, which: Sequence[sa.ColumnElement[bool]], now: datetime, details: Mapping[str, object] | None = None
     ) -> list[str]:
-        """Mark `which` checkpoints as deleted because they expired. Returns their paths."""
+        """Mark the matching checkpoints as expired and deleted. Returns their paths."""
         deleted = sa.update(Checkpoint).where(*which).values(deleted_at=now)
         with self._write() as connection:
             rows = connection.execute(deleted.returning(*columns(Checkpoint))).all()

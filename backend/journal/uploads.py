@@ -1,4 +1,4 @@
-"""Uploads of adapters from elsewhere: their owners, arrived files and final checkpoints.
+"""Uploads of adapters that were made elsewhere: their owners, arrived files and final checkpoints.
 
 The bytes are in the store, in pieces, until the upload is finished or expires. A finished upload is a checkpoint.
 """
@@ -29,7 +29,7 @@ class NewUpload:
     """A new upload by the key `key_id` of the project `owner`.
 
     project_id: the label of the future checkpoint's session. base_model, rank, train_attn, train_mlp, train_unembed: of
-    the adapter. max_bytes: the limit of its weights. expires_at: no file is accepted from then on.
+    the adapter. max_bytes: the limit for its weights. expires_at: the time after which no file is accepted.
     """
 
     id: str
@@ -47,9 +47,9 @@ class NewUpload:
 
 @dataclass(frozen=True, kw_only=True)
 class UploadView(NewUpload):
-    """An upload. path: of the checkpoint that it became.
+    """An upload. path: the checkpoint that it became, or None.
 
-    files: the name and the number of pieces of each file; the number is 0 while the file arrives.
+    files: by file, the name and the number of its pieces; the number is 0 while the file is arriving.
     """
 
     files: Mapping[str, tuple[str, int]]
@@ -57,10 +57,10 @@ class UploadView(NewUpload):
 
 
 class Uploads(Aggregate):
-    """Uploads of adapters. NotFoundError everywhere: foreign ones do not exist."""
+    """Uploads of adapters. NotFoundError in all methods: the upload is unknown or foreign."""
 
     def start(self, new: NewUpload, limits: Limits) -> None:
-        """Begin an upload. UserError if a limit is reached; the bytes that open uploads may add count as stored."""
+        """Begin an upload. UserError: a limit is reached. The bytes that open uploads may still add count as stored."""
         now = self._now()
         is_open = (col(UploadRow.owner) == new.owner, col(UploadRow.path).is_(None), col(UploadRow.expires_at) > now)
         counted = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(col(UploadRow.max_bytes)), 0)).where(*is_open)
@@ -83,11 +83,11 @@ class Uploads(Aggregate):
             return as_view(UploadView, get_owned(connection, UploadRow, upload_id, owner))
 
     def begin_file(self, upload_id: str, file: str, name: str) -> str:
-        """Record that a file arrives in pieces called `name`. Returns the name of its replaced pieces, or ""."""
+        """Record that a file is arriving in pieces called `name`. Returns the name of the pieces it replaces, or ""."""
         return self._note(upload_id, file, name, 0)
 
     def arrived(self, upload_id: str, file: str, name: str, pieces: int) -> None:
-        """Record that a file is complete with `count` pieces. ConflictError if it is being sent again."""
+        """Record that a file is complete with `pieces` pieces. ConflictError: another upload of the file began."""
         self._note(upload_id, file, name, pieces)
 
     def _note(self, upload_id: str, file: str, name: str, pieces: int) -> str:
@@ -103,7 +103,7 @@ class Uploads(Aggregate):
     def finish(self, upload: UploadView, saved: CheckpointSaved) -> str:
         """Insert the rows of the upload's checkpoint unless they exist. Returns the checkpoint's path.
 
-        saved: the commit in the store. ConflictError if the upload was removed meanwhile.
+        saved: the commit in the store. ConflictError: the upload was removed meanwhile.
         """
         session = NewSession(upload.owner, "", key_id=upload.key_id, project_id=upload.project_id)
         is_it = col(UploadRow.id) == upload.id
@@ -117,16 +117,16 @@ class Uploads(Aggregate):
         return str(path)
 
     def over(self) -> list[UploadView]:
-        """At most 100 uploads, finished or not, that expired over an hour ago, so that nobody uses them any more."""
+        """At most 100 uploads, finished or not, that expired over an hour ago and are therefore no longer in use."""
         expired = sa.select(UploadRow).where(col(UploadRow.expires_at) < self._now() - _GRACE)
         return self._views(UploadView, expired.order_by(col(UploadRow.expires_at)).limit(100))
 
     def forget(self, upload_id: str) -> None:
-        """Remove the row of an upload."""
+        """Delete the row of an upload."""
         with self._write() as connection:
             connection.execute(sa.delete(UploadRow).where(col(UploadRow.id) == upload_id))
 
 
 def anew(file: str) -> ConflictError:
-    """The error for a file that is sent twice at the same time."""
+    """The error for a file that is being sent twice at the same time."""
     return ConflictError(f"{file}: another PUT of this file has begun since; only the newest one counts")

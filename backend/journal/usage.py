@@ -1,7 +1,7 @@
 """Usage: tokens and checkpoints in hourly buckets by session and base model, and stored bytes.
 
-Tokens are counted in the transaction that answers their request (results.py). Each answer therefore counts exactly
-once, and discarded work does not count. Stored bytes are computed from the times when checkpoints were saved and
+Tokens are counted in the transaction that answers their request (results.py). Each answer is therefore counted exactly
+once, and discarded work is not counted. Stored bytes are computed from the times at which checkpoints were saved and
 deleted.
 """
 
@@ -26,10 +26,10 @@ from tinkerflow.backend.journal.sessions import PROJECT
 from tinkerflow.backend.journal.tables import ApiKey, Checkpoint, Model, Session, UsageBucket, UsageKind
 
 HOUR = timedelta(hours=1)
-MOST_BYTES = 2**26  # texts of the usage of one answer
+MOST_BYTES = 2**26  # text in the rows of one report
 
 _KEY_NAME: sa.ColumnElement[str | None] = col(ApiKey.name).label("key_name")
-# The project of a checkpoint is that of its run's session, or the checkpoint's owner if the run has no row.
+# A checkpoint's project is the label of its run's session, or the checkpoint's owner if there is none.
 _STORED_PROJECT = sa.func.coalesce(col(Session.project_id), col(Checkpoint.owner))
 
 
@@ -37,7 +37,7 @@ _STORED_PROJECT = sa.func.coalesce(col(Session.project_id), col(Checkpoint.owner
 class Usage:
     """The usage of one kind by a session on a base model, in the hour that starts at bucket_start.
 
-    project: the session's current project. key_id, key_name: of the session's key, "" and None without keys.
+    project: the session's current project. key_id, key_name: of the session's key; "" and None without keys.
     """
 
     bucket_start: datetime
@@ -79,7 +79,7 @@ class StoredUsage:
 
 @dataclass(frozen=True)
 class StoredNow:
-    """The number of checkpoints of a project and key, and their bytes."""
+    """The number and total bytes of a project's and key's checkpoints."""
 
     project: str
     key_id: str
@@ -94,7 +94,7 @@ class UsageReports(Aggregate):
     def hourly(self, owner: str | None, start: datetime, end: datetime) -> list[Usage]:
         """Tokens and saved checkpoints in the hours that begin in [start, end), by hour, then largest first.
 
-        One statement. UserError if the rows have more than MOST_BYTES, because usage must be complete.
+        One statement. UserError: the rows exceed MOST_BYTES, and a report must be complete.
         """
         bucket = col(UsageBucket.bucket_start)
         statement = (
@@ -133,7 +133,7 @@ class UsageReports(Aggregate):
     def stored(self, owner: str | None, start: datetime, end: datetime) -> list[StoredUsage]:
         """Byte-hours of checkpoints in each whole hour of [start, end), up to now. One statement.
 
-        A checkpoint counts from its save until its deletion or expiry. Saving a path again restarts its time.
+        A checkpoint counts from its save until its deletion or expiry. Another save to its path restarts the time.
         """
         until = min(end, self._now())
         gone = sa.func.coalesce(col(Checkpoint.deleted_at), until)
@@ -148,7 +148,7 @@ class UsageReports(Aggregate):
             begin, finish = (max(row.created_at, start) - start) / HOUR, (last - start) / HOUR
             lived_in = slice(int(begin), math.ceil(finish))
             hour = np.arange(hours, dtype=np.float64)[lived_in]
-            parts = np.minimum(finish, hour + 1) - np.maximum(begin, hour)  # of each hour
+            parts = np.minimum(finish, hour + 1) - np.maximum(begin, hour)  # the part of each hour
             sums[row.base_model, row.project, row.key_id, row.key_name][lived_in] += parts * row.size_bytes
         found = [
             StoredUsage(start + hour * HOUR, base_model, project, key_id, key_name, byte_hours)
@@ -161,7 +161,7 @@ class UsageReports(Aggregate):
         )
 
     def stored_now(self, owner: str | None, project: str | None = None) -> list[StoredNow]:
-        """The number of checkpoints and their bytes, by project and key; only of one project if it is given.
+        """The number and total bytes of checkpoints by project and key. project: only this one; None: all.
 
         One statement.
         """
@@ -176,7 +176,7 @@ class UsageReports(Aggregate):
 
 
 def _checkpoints(owner: str | None) -> sa.Select[Any]:
-    """Checkpoints with their project and key, deleted ones too."""
+    """Select checkpoints, including deleted ones, with their project and key."""
     columns = (
         col(Checkpoint.base_model),
         col(Checkpoint.size_bytes),

@@ -8,7 +8,7 @@ import asyncio
 class Waiter:
     """One client's wait for a request, or for the requests of one clone of a sampler (`clone`, as text).
 
-    seen: the cursor that the client has read up to; an answer with a higher number wakes it.
+    seen: the client's cursor. An answer with a higher number wakes it.
     """
 
     def __init__(self, clone: str | None = None) -> None:
@@ -18,9 +18,9 @@ class Waiter:
         self._event = asyncio.Event()
 
     async def wait(self, seconds: float) -> bool:
-        """Whether the answer is there, or comes within `seconds`.
+        """Wait at most `seconds` for the answer. Returns whether it has arrived.
 
-        For a sampler: True if any of its clones was answered since the last wait.
+        For a sampler: True if a request of the clone was answered since the last wait.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -32,9 +32,9 @@ class Waiter:
         return True
 
     def wake(self) -> None:
-        """End the wait: there is an answer."""
+        """End the wait, because there is an answer."""
         self._event.set()
 
     def sleep(self) -> None:
-        """The next wait lasts until the next `wake`."""
+        """Make the next wait last until the next `wake`."""
         self._event.clear()

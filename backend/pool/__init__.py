@@ -1,6 +1,6 @@
 """The long-lived group of JAX processes, and the one object through which the engine commands it.
 
-A group is one failure unit. When one of its processes dies, hangs or differs from the others, the pool kills all of
+A group fails as a unit. When one of its processes dies, hangs or differs from the others, the pool kills all of
 them, fails every outstanding command with a named error, and starts a new generation. Only the worker processes load
 JAX; importing this package does not.
 

@@ -1,14 +1,14 @@
 """XLA's autotuning results for NVIDIA GPUs, kept in the store.
 
-XLA measures which kernel is the fastest for a product. A program that is compiled again may get other kernels, and so
-compute other bits. XLA writes each result to a file in JAX's compilation cache, and reads it there when it compiles
-another program. This module copies the files to the store. A group whose cache is lost, or that runs on another host,
-gets the results from there before it compiles anything.
+XLA measures which kernel is the fastest for a product. If a program is compiled again, XLA may choose other kernels,
+which compute other bits. XLA writes each result to a file in JAX's compilation cache, and reads the file when it
+compiles another program. This module copies the files to the store. A group whose cache is lost, or that runs on
+another host, gets the results from the store before it compiles anything.
 
-The results of a kind of device, compiler and flags share a folder. The digest of a group's programs (`Ready.programs`)
-is made from the same inputs. A result in the store never changes, so groups with equal digests have equal kernels.
+The results for a kind of device, compiler and flags share a folder. The digest of a group's programs (`Ready.programs`)
+is computed from the same inputs. A result in the store never changes, so groups with equal digests use equal kernels.
 
-Groups of several processes have no such files (`jax_setup`). There rank 0 compiles for all.
+Groups of several processes have no such files (`jax_setup`): rank 0 compiles for all ranks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"  # of JAX, in the folder of its compilation cache
+FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name, in the folder of its compilation cache
 _STORED = "autotuning"
 _SUFFIX = ".textproto"  # of complete files
 _SECONDS = 30.0  # between two searches for new results
 
 
 def keep_results(config: GroupConfig, compiled_for: str) -> None:
-    """Fetch the results that a group may need, and publish its own from now on.
+    """Fetch the results that a group may need, and start publishing its own.
 
     config, compiled_for: of the group; see `AutotuningResults`. Without a store, the group uses its own results.
     """
@@ -55,18 +55,18 @@ def keep_results(config: GroupConfig, compiled_for: str) -> None:
 
 
 class AutotuningResults:
-    """The results in a compilation cache, and those in the store."""
+    """The results in a compilation cache, and the results in the store."""
 
     def __init__(self, cache: Path, blobs: Blobs, compiled_for: str) -> None:
-        """cache: of JAX. compiled_for: a text of the device, its compiler, and the compiler's flags."""
+        """cache: JAX's folder. compiled_for: a text that identifies the device, its compiler, and their flags."""
         self._folder, self._blobs = cache / FOLDER, blobs
         self._key = f"{_STORED}/{hashlib.sha256(compiled_for.encode()).hexdigest()[:16]}"
         self._stored: set[str] = set()
 
     def fetch(self) -> int:
-        """Write the stored results that the cache lacks, and return their number. Call it before compiling.
+        """Write the stored results that the cache lacks, and return their number. Call this before compiling.
 
-        OSError if the store cannot be reached.
+        OSError: the store cannot be reached.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stored = set(self._blobs.children(self._key))
@@ -78,16 +78,16 @@ class AutotuningResults:
         return len(missing)
 
     def publish(self) -> int:
-        """Store the results that the store lacks, and return their number. OSError if it cannot be reached."""
+        """Store the results that the store lacks, and return their number. OSError: the store cannot be reached."""
         new = [path for path in sorted(self._folder.glob(f"*{_SUFFIX}")) if path.name not in self._stored]
         for path in new:
-            with suppress(FileExistsError):  # of another group, which was faster
+            with suppress(FileExistsError):  # another group was faster
                 self._blobs.create(f"{self._key}/{path.name}", path.read_bytes())
             self._stored.add(path.name)
         return len(new)
 
     def keep_published(self) -> None:
-        """Publish results from now on, in a thread."""
+        """Start a thread that publishes new results."""
         threading.Thread(target=self._work, name="autotuning", daemon=True).start()
 
     def _work(self) -> None:

@@ -6,8 +6,8 @@ own folder. If all ranks have the same key for the same program, rank 0 compiles
 `jax_share_binary_between_hosts`), and the other ranks copy its entries when the group starts. Otherwise (on CPUs, where
 a key depends on the rank) each rank compiles for itself and writes its own entries.
 
-JAX writes entries in place and never replaces them. A process that is killed while it writes leaves a truncated entry,
-which would cost a compilation at every start. So a starting process deletes truncated entries.
+JAX writes entries in place and never replaces them. A process that is killed while writing leaves a truncated entry,
+which would cost a compilation at every start. A starting process therefore deletes truncated entries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tempfile import NamedTemporaryFile
 import zstandard
 
 log = logging.getLogger(__name__)
-_ENTRY = "-cache"  # the end of the name of each file that JAX writes
+_ENTRY = "-cache"  # the suffix of each file that JAX writes
 _CHECKED = "checked"  # a file with the time of the last check
 
 
@@ -40,14 +40,14 @@ def folder_of(cache: str, model_path: str, processes: int, rank: int) -> Path:
 
 
 def delete_cut_entries(folder: Path) -> None:
-    """Delete truncated entries among those that were written since the last complete check.
+    """Delete the truncated entries among all entries written since the last complete check.
 
-    The time of a check is stored only after all its deletions, so the next call repeats a check that was killed.
+    The time of a check is stored only after all its deletions, so the next call repeats an interrupted check.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checked = folder / _CHECKED
     last = checked.stat().st_mtime_ns if checked.exists() else 0
-    with NamedTemporaryFile(dir=folder, prefix=f"{_CHECKED}-") as clock:  # its time is the file system's
+    with NamedTemporaryFile(dir=folder, prefix=f"{_CHECKED}-") as clock:  # its time is from the file system's clock
         began = os.fstat(clock.fileno()).st_mtime_ns
         for entry in sorted(folder.glob(f"*{_ENTRY}")):
             with contextlib.suppress(FileNotFoundError):  # another group on this host has deleted the entry
@@ -69,10 +69,10 @@ def _is_cut(entry: bytes) -> bool:
 
 
 def has_common_keys(folder: Path, compile_probe: Callable[[], None], gather: Callable[[str], Sequence[str]]) -> bool:
-    """Whether all ranks have the same key for the same program. Every rank must call it.
+    """Whether all ranks have the same key for the same program. Every rank must call this.
 
-    folder: the folder of this rank, where JAX writes its entries. compile_probe: compiles a program with the unique
-    name `probe`. gather: sends the text of this rank to all ranks, and returns the texts of all ranks.
+    folder: of this rank, where JAX writes its entries. compile_probe: compiles a program with the unique name
+    `probe`. gather: sends this rank's text to all ranks, and returns the texts of all ranks.
     """
     for entry in folder.glob(f"*probe-*{_ENTRY}"):  # left by an earlier start
         entry.unlink()
@@ -87,10 +87,10 @@ def copy_entries_of_rank_0(
     publish: Callable[[str, bytes], None],
     receive: Callable[[str], bytes],
 ) -> None:
-    """Copy the entries of rank 0 to every rank, and delete all other entries. Every rank calls it before it compiles.
+    """Copy the entries of rank 0 to every rank, and delete all other entries. Every rank calls this before it compiles.
 
-    gather: see `has_common_keys`; the texts are in the order of the ranks. publish: called on rank 0 with the name and
-    the content of an entry. receive: returns the content that rank 0 published under a name.
+    gather: see `has_common_keys`; the texts are in rank order. publish: called on rank 0 with the name and content of
+    an entry. receive: returns the content that rank 0 published under a name.
     """
     lists = [set(text.split()) for text in gather(" ".join(entry.name for entry in folder.glob(f"*{_ENTRY}")))]
     for name in sorted(lists[0] - set[str].intersection(*lists)):

@@ -1,4 +1,4 @@
-"""The settings that all generations of a pool have in common."""
+"""The settings shared by all generations of a pool."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class PoolConfig:
     """The configuration of a pool. Times are in seconds.
 
     group: the configuration that every process gets.
-    processes: how many processes a group has.
+    processes: the number of processes in a group.
     command_deadline: the deadline of a command that is submitted without one.
     start_deadline: the deadline of a group's start, and of a command that waits for a group.
-    groups: how many groups the driver starts. They may share devices.
+    groups: the number of groups that the driver starts. They may share devices.
     executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.CommandExecutor).
-    heartbeat_timeout: a process counts as stopped after so long without a sign of life.
-    chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait.
-    stack_seconds: the time that a process has to log its stacks after it missed a deadline.
-    exit_seconds: the time that a process has to end after it closed its connection, so that its exit status is known.
+    heartbeat_timeout: a process counts as stopped after this time without any message.
+    chunks_per_microbatch: steps of the sampler per micro-batch of training, while both wait.
+    stack_seconds: how long a process may take to log its stacks after it missed a deadline.
+    exit_seconds: how long a process may take to end after it closed its connection, so that its exit status is known.
     agreement_seconds: after one rank ran out of device memory, all other ranks must report the same within this time.
     probation: how many commands are sent one at a time after an unexplained death. A second death then identifies its
     command.
@@ -56,10 +56,10 @@ class PoolConfig:
         return Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout, numbers, groups)
 
     def digest(self) -> str:
-        """A text that is the same for pools whose processes can serve each other's drivers.
+        """A text that is equal for pools whose processes can serve each other's drivers.
 
         The digest covers the start message, our code and the files of the base model. Reading the files takes up to a
-        second. OSError when one of the files cannot be read.
+        second. OSError: a file cannot be read.
         """
         model = Path(self.group.model_path)
         digest = hashlib.sha256(b"".join(codec.encode(self.start_message(coordinator="", slots=()))))

@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class HandledEvents(Generic[T]):
-    """A queue of events. An event is handled when the consumer has come back for the next one."""
+    """A queue of events. An event counts as handled when the consumer requests the next one."""
 
     def __init__(self) -> None:
-        """The queue is empty and has no consumer."""
+        """Create an empty queue without a consumer."""
         self._queue: asyncio.Queue[T | None] = asyncio.Queue()
         self.is_consumed = False
 
@@ -22,11 +22,11 @@ class HandledEvents(Generic[T]):
         self._queue.put_nowait(event)
 
     def close(self) -> None:
-        """End the iteration after the events in the queue."""
+        """End the iteration after the queued events."""
         self._queue.put_nowait(None)
 
     async def handled(self) -> None:
-        """Wait until the consumer has handled all events; return immediately when there is no consumer."""
+        """Wait until the consumer has handled all events; return immediately if there is no consumer."""
         if self.is_consumed:
             await self._queue.join()
 
@@ -39,7 +39,7 @@ class HandledEvents(Generic[T]):
                     yield event
                 finally:
                     self._queue.task_done()
-        finally:  # a producer does not wait for a consumer that left
+        finally:  # producers must not wait for a consumer that left
             self.is_consumed = False
             while not self._queue.empty():
                 self._queue.get_nowait()

@@ -1,4 +1,4 @@
-"""One worker group after the other: when a group ends, the next one is started."""
+"""The sequence of worker groups: when one ends, the next is started."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tinkerflow.backend.spec.commands import GroupInfo
 
 log = logging.getLogger(__name__)
 
-NOTICE_SECONDS = 20.0  # from a termination notice until the group is ended; clouds give 25 or 30 s
-FIRST_STARTS = 3  # attempts before `start` gives up; a free port may be taken before JAX binds it
+NOTICE_SECONDS = 20.0  # from a termination notice to the end of the group; clouds give 25 or 30 s
+FIRST_STARTS = 3  # attempts before `start` gives up: a free port may be taken before JAX binds it
 
 
 class PoolState(enum.Enum):
     """The states of a pool."""
 
-    RESTING = "resting"  # no group runs, and none is wanted
+    RESTING = "resting"  # no group is running or wanted
     PAUSING = "pausing"  # the next start is delayed
     STARTING = "starting"
     WAITING = "waiting"  # no hosts have capacity for the processes
     SERVING = "serving"
-    DRAINING = "draining"  # the group executes its last work, and is then released
+    DRAINING = "draining"  # the group executes its last work and is then released
     STOPPED = "stopped"
 
 
@@ -56,11 +56,11 @@ class GroupLost:
 
 
 class Generations:
-    """The groups of one pool.
+    """The generations of one pool.
 
-    info: the description of the newest generation that was ready.
+    info: the description of the newest generation that became ready.
     last_error: the error that ended the last generation or prevented its start.
-    start_failure: why the last start on demand failed; "" = no failure.
+    start_failure: why the last start on demand failed; "": no failure.
     losses, notices: see Pool.
     """
 
@@ -74,7 +74,7 @@ class Generations:
         *,
         on_demand: bool,
     ) -> None:
-        """Nothing starts before `start`. on_ready: called before a group serves. Other arguments: see Pool.start."""
+        """Nothing starts before `start`. on_ready: called before a group serves. For other arguments see Pool.start."""
         self.info: GroupInfo | None = None
         self.last_error: TinkerflowError | None = None
         self.start_failure = ""
@@ -90,8 +90,8 @@ class Generations:
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
         self._group: Group | None = None
-        self._number = 0  # the number of the last generation
-        self._probation = 0  # how many commands the next generation gets one at a time
+        self._number = 0  # the number of the last generation started
+        self._probation = 0  # how many commands are sent to the next generation one at a time
         self._restarts = Restarts()
         self._keeper: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
@@ -104,22 +104,22 @@ class Generations:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a group is to run."""
+        """Whether a group should be running."""
         return self._wanted.is_set()
 
     @property
     def number(self) -> int:
-        """The number of the last generation that was started."""
+        """The number of the last generation started."""
         return self._number
 
     @property
     def serving(self) -> Group | None:
-        """The group that takes commands."""
+        """The group that accepts commands, or None."""
         serves = self._state in (PoolState.SERVING, PoolState.DRAINING)
         return self._group if serves and self._group is not None and self._group.is_ready else None
 
     async def wait_for_serving(self) -> Group:
-        """Wait until a group serves, and return it. GroupFailedError when the pool is stopped."""
+        """Wait until a group serves, and return it. GroupFailedError: the pool was stopped."""
         while (group := self.serving) is None:
             if self._state is PoolState.STOPPED:
                 raise GroupFailedError("the worker pool was stopped")
@@ -134,10 +134,10 @@ class Generations:
             group.take_out(why)
 
     async def start(self) -> None:
-        """Start the first generation, unless groups run on demand. Replace each generation that ends.
+        """Start the first generation, unless groups run on demand. From then on, replace each generation that ends.
 
-        Raises UserError when the executor refuses the configuration, GroupFailedError when no group was ready after
-        FIRST_STARTS attempts.
+        UserError: the executor refused the configuration. GroupFailedError: no group was ready after FIRST_STARTS
+        attempts.
         """
         if not self._on_demand:
             self._wanted.set()
@@ -154,18 +154,18 @@ class Generations:
         self._wanted.set()
 
     def drain(self) -> None:
-        """Start no new work on the serving group."""
+        """Stop starting new work on the serving group."""
         if self._state is PoolState.SERVING:
             self._enter(PoolState.DRAINING)
 
     def release(self, cause: str) -> None:
-        """End the serving group after a termination notice, and start none until `begin`."""
+        """End the serving group after a termination notice, and start no group until `begin`."""
         self.drain()
         self._wanted.clear()
         self._give_notice(cause)
 
     async def stop(self) -> None:
-        """End the group, and wait until no process is left."""
+        """End the group, and wait until all its processes have ended."""
         self._enter(PoolState.STOPPED)
         for task in (self._keeper, self._leaving):
             if task is not None:
@@ -207,7 +207,7 @@ class Generations:
     async def _try_launch(self) -> bool:
         try:
             return await self._launch()
-        except Exception as error:  # for example an unreadable file of the base model, which may become readable
+        except Exception as error:  # for example, a file of the base model is unreadable, but may become readable
             log.exception("worker group %d cannot be started", self._number)
             self.last_error = GroupFailedError(f"worker group {self._number} cannot be started: {error!r}")
             return False
@@ -262,7 +262,7 @@ class Generations:
             self._leaving = asyncio.create_task(self._leave(cause), name="leaving")
 
     async def _leave(self, cause: str) -> None:
-        """End the group after the consumer of the notices has saved its models."""
+        """End the group after the consumer of the notices has saved the models."""
         log.warning("%s; saving its models first", cause)
         group = self._group
         if group is None:

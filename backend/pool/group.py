@@ -1,7 +1,7 @@
 """One generation: N worker processes that live and die together.
 
 The first fault ends the group: a process ends, is silent, differs from the others or sends garbage, or a command misses
-its deadline. Then all processes are killed, and everything outstanding fails with an error that names the rank and the
+its deadline. Then all processes are killed, and all outstanding commands fail with an error that names the rank and the
 cause.
 """
 
@@ -51,7 +51,7 @@ class Phase(enum.Enum):
     STARTING = "starting"
     READY = "ready"
     ENDING = "ending"  # its processes are killed
-    ENDED = "ended"  # no process is left
+    ENDED = "ended"  # all processes have ended
 
 
 _NEXT = {
@@ -63,7 +63,7 @@ _NEXT = {
 
 
 class Group:
-    """One generation. `launch` starts it. `ended` resolves to the cause when the last process is gone."""
+    """One generation. `launch` starts it. `ended` resolves to the cause when the last process has ended."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Group:
         generation: the number of this group, from 1.
         probation: how many commands are sent one at a time. Otherwise two commands may be in progress when the group
         ends, and it is unknown which of them caused the end.
-        on_notice: called with the reason why the group should end soon, when one of its processes gets SIGTERM.
+        on_notice: called with the reason to end the group soon, when one of its processes gets SIGTERM.
         """
         loop = asyncio.get_running_loop()
         self.generation = generation
@@ -102,17 +102,17 @@ class Group:
         self._transfers = OutstandingTransfers(config.processes)
         self._failure: TinkerflowError | None = None
         self._accused: int | None = None  # the rank that caused the end
-        self._confessed = False  # whether the accused rank reported its end, which identifies its command
+        self._confessed = False  # whether the accused rank reported its own end, which identifies the command
 
     # ------------------------------------------------------------------ for the pool
     @property
     def is_ready(self) -> bool:
-        """Whether the group takes commands."""
+        """Whether the group accepts commands."""
         return self._phase is Phase.READY
 
     @property
     def probation_of_next(self) -> int:
-        """The probation of the next generation: a full one after an unexplained death, else the rest of this one."""
+        """The probation of the next generation: in full after an unexplained death, else the rest of this one's."""
         return self._config.probation if self.crashed and not self._confessed else self._commands.probation
 
     @property
@@ -122,15 +122,15 @@ class Group:
 
     @property
     def bytes_sent(self) -> int:
-        """How many bytes were sent to all processes together."""
+        """The number of bytes sent to all processes together."""
         return sum(member.link.sent for member in self._members if member.link is not None)
 
     async def launch(self, slots: Sequence[WorkerSlot], plan: str) -> GroupInfo:
         """Start a process in each slot, wait until the executors are ready, and return the group's description.
 
         slots: released when all processes have ended. plan: PoolConfig.digest.
-        Raises UserError when the constructor of the executor raises it. Raises GroupFailedError or DeadlineError for
-        any other failure. No process is left when this raises or is cancelled.
+        UserError: raised by the constructor of the executor. GroupFailedError, DeadlineError: any other failure.
+        If this raises or is cancelled, all processes have ended.
         """
         self._slots = slots
         generation, seconds = self.generation, self._config.start_deadline
@@ -154,19 +154,19 @@ class Group:
             raise
 
     def submit(self, command: Command, deadline: float, parent: str | None = None) -> asyncio.Future[Reply]:
-        """Send `command` to every rank. The future gives rank 0's reply or the error (see Pool.submit).
+        """Send `command` to every rank. The future resolves to rank 0's reply or the error (see Pool.submit).
 
-        deadline: seconds. parent: the context of the command's span.
+        deadline: in seconds. parent: the context of the command's span.
         """
         if self._failure is not None:
             raise self._failure
         if self._commands.probation and isinstance(command, SampleStep):
-            command = command.copy_with(wait=True)  # unfinished work would put the blame on the next command
+            command = command.copy_with(wait=True)  # otherwise unfinished work could be blamed on the next command
         body = codec.encode(command if parent is None else Traced(parent, command))
         return self._commands.submit(type(command).__name__, body, deadline)
 
     def transfer(self, job: FetchState | WriteState) -> asyncio.Future[Mapping[str, Digest]]:
-        """Have every rank read or write its part of a state while commands run. The future gives the written files."""
+        """Make every rank read or write its part of a state while commands run. Returns a future of written files."""
         if self._failure is not None:
             raise self._failure
         number, future = self._transfers.begin()
@@ -174,7 +174,7 @@ class Group:
         return future
 
     def end(self, error: TinkerflowError, *, crashed: bool = False) -> None:
-        """Kill all processes and fail everything outstanding. crashed: whether the group ended by itself."""
+        """Kill all processes and fail all outstanding work. crashed: whether the group ended by itself."""
         if self._failure is not None:
             return
         self._enter(Phase.ENDING)
@@ -188,7 +188,7 @@ class Group:
         self._reaper = self._loop.create_task(self._reap(error))
 
     def take_out(self, why: str) -> None:
-        """End the group, and start no more processes on its hosts, for the reason `why`."""
+        """End the group for the reason `why`, and start no more processes on its hosts."""
         for slot in self._slots:
             slot.take_out(why)
         self.end(GroupFailedError(f"worker group {self.generation} is taken out: {why}"))
@@ -199,7 +199,7 @@ class Group:
             member.send(index, body)
 
     def _serve(self, member: Member, link: LoopLink) -> None:
-        """Exchange frames with a rank that has connected."""
+        """Start exchanging frames with a rank that has connected."""
         self._tasks.run(member.write(link))
         self._tasks.run(self._read(member, link))
         self._tasks.run(self._watch_silence(member, link))
@@ -213,7 +213,7 @@ class Group:
             await self._note_lost(member, "closed its connection")
 
     def _handle(self, member: Member, index: int, message: PoolMessage) -> None:
-        """Handle a message of a rank. ValueError for a message that is not due."""
+        """Handle a message from a rank. ValueError: the message is unexpected."""
         match message:
             case _ if index:
                 self._commands.answer(member.rank, index, message)
@@ -267,11 +267,11 @@ class Group:
             self._fail(f"rank {rank} ended itself: {failed.message}")
 
     async def _note_lost(self, member: Member, how: str) -> None:
-        # The other ranks fail milliseconds after a rank that died, so only the first loss counts.
+        # When a rank dies, the others fail milliseconds later, so only the first loss counts.
         if self._accused is not None:
             return
         self._accused = member.rank
-        crashed = False  # unless the exit status shows otherwise
+        crashed = False  # unless the exit status indicates a crash
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.exit_seconds):
                 ending = await member.process.ended()

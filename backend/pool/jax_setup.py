@@ -1,4 +1,4 @@
-"""Setting JAX up in a worker process: its platform and devices, the compilation cache, and the group."""
+"""Setup of JAX in a worker process: its platform and devices, the compilation cache, and the group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinkerflow.backend.spec.commands import GroupConfig
 log = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 60
-_LEAST_CAPABILITY = 7.5  # of NVIDIA GPUs: Turing, the oldest of CUDA 13
+_LEAST_CAPABILITY = 7.5  # of NVIDIA GPUs: Turing, the oldest that CUDA 13 supports
 _FORCED = "xla_force_host_platform_device_count"
 
 
@@ -37,10 +37,10 @@ def join_jax(
 ) -> None:
     """Set JAX up for this process: its share of the host's devices, the compilation cache, and the group.
 
-    start: the driver's first message. rank: of this process. progress: gets lines for people.
-    environment: (name of the platform, the variables that are set, groups that share a device) -> variables to set.
-    compiled_for: a text of the device, its compiler, and the compiler's flags.
-    UserError when the configured platform is missing, or its devices cannot be shared.
+    start: the driver's first message. rank: of this process. progress: called with lines for people.
+    environment: (name of the platform, current variables, number of groups that share a device) -> variables to set.
+    compiled_for: returns a text that identifies the device, its compiler, and the compiler's flags.
+    UserError: the configured platform is missing, or its devices cannot be shared.
     """
     import jax
 
@@ -77,7 +77,7 @@ def join_jax(
             cluster_detection_method="deactivate",
             coordinator_bind_address=start.coordinator,  # the default binds every interface
             initialization_timeout=60,
-            # Longer than the driver waits. The driver names the silent rank; JAX only aborts, which looks like a crash.
+            # Longer than the driver waits. The driver names the silent rank, but JAX only aborts, as after a crash.
             heartbeat_timeout_seconds=max(30, math.ceil(2 * start.silence)),
             shutdown_timeout_seconds=10,
         )
@@ -93,9 +93,9 @@ def join_jax(
 
 
 def choose_partitioner(context_parallel: int) -> None:
-    """Let GSPMD partition programs where Shardy, JAX's default, ends the process.
+    """Use GSPMD to partition programs on which Shardy, JAX's default, crashes.
 
-    context_parallel: as in `GroupConfig`. Shardy of JAX 0.11.2 gets SIGSEGV for rows that are split over devices.
+    context_parallel: as in `GroupConfig`. Shardy of JAX 0.11.2 gets SIGSEGV if rows are split over devices.
     """
     import jax
 
@@ -104,10 +104,10 @@ def choose_partitioner(context_parallel: int) -> None:
 
 
 def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:
-    """Let every rank of a group of several find its programs in its `cache` at the next start.
+    """Make every rank of a multi-process group find its programs in its `cache` at the next start.
 
     Rank 0 compiles for all ranks if they have the same keys. XLA chooses kernels for NVIDIA GPUs by measuring, so ranks
-    that compile alone may compute different bits. On CPUs the result of compilation depends only on the program.
+    that compile separately may compute different bits. On CPUs the result of compilation depends only on the program.
     """
     import jax
     from jax._src import distributed
@@ -129,7 +129,7 @@ def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:
         wait = _GATHER_SECONDS * 1000
         return [client.blocking_key_value_get(f"tinkerflow/{name}/{other}", wait) for other in range(processes)]
 
-    distributed.global_state.process_id = 0  # JAX writes entries only in process 0, and reads the id for nothing else
+    distributed.global_state.process_id = 0  # JAX writes entries only in process 0, and uses the id for nothing else
     if has_common_keys(cache, compile_probe, partial(gather, "probe")):
         distributed.global_state.process_id = rank
         copy_entries_of_rank_0(
@@ -146,7 +146,7 @@ def _keep_programs_of_all(cache: Path, rank: int, processes: int) -> None:
 
 
 def share_of_host(start: Start, rank: int) -> list[int] | None:
-    """The ordinals of this process's GPUs if processes of the group share its host; None = all visible GPUs."""
+    """The ordinals of this process's GPUs if processes of the group share its host; None: all visible GPUs."""
     sharing = [other for other, host in enumerate(start.hosts) if host == start.hosts[rank]]
     found = devices.expected(start.config.platform, os.environ)
     if len(sharing) < 2 or found == "cpu":
@@ -161,10 +161,10 @@ def share_of_host(start: Start, rank: int) -> list[int] | None:
 
 
 def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None]) -> None:
-    """Open the devices. Raise UserError unless they have the configured platform and are new enough.
+    """Open the devices. UserError: not the configured platform, or devices that are too old.
 
-    Triton supports float8 only on Ada and newer. `progress` gets a warning if CPUs serve although the host has an
-    accelerator.
+    Triton supports float8 only on Ada and newer. `progress` is called with a warning if CPUs serve although the host
+    has an accelerator.
     """
     extra = {"cuda": "; install the extra `gpu`", "tpu": "; install the extra `tpu`"}.get(config.platform, "")
     try:

@@ -1,4 +1,4 @@
-"""One rank of a group, as its driver sees it: a process, and its connection once it has connected."""
+"""The driver's view of one rank of a group: a process, and its connection once it has connected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Member:
         self._drained = asyncio.Event()  # all bytes that the process sent have been read
 
     def send(self, index: int, body: Sequence[Buffer]) -> None:
-        """Queue a frame behind the earlier frames. index: the number of a command; 0 = no command."""
+        """Queue a frame behind the earlier frames. index: the number of a command; 0: no command."""
         self._outbox.put_nowait((index, body))
 
     async def write(self, link: LoopLink) -> None:
@@ -43,13 +43,13 @@ class Member:
         try:
             while True:
                 await link.write(*await self._outbox.get())
-        except OSError as error:  # `read` ends, too, once it has read the last frames
+        except OSError as error:  # `read` also ends, once it has read the last frames
             log.info("the connection to rank %d broke (%s)", self.rank, error)
 
     async def read(self, link: LoopLink, handle: Callable[[int, PoolMessage], None]) -> None:
         """Call `handle` with the index and the message of each received frame, until the connection is closed.
 
-        ValueError when the bytes are not a message, or when `handle` refuses the message.
+        ValueError: the bytes are not a message, or `handle` refused the message.
         """
         try:
             while True:
@@ -64,7 +64,7 @@ class Member:
         async def keep_alive() -> None:
             self.send(0, _KEEP_ALIVE)
 
-        # A large frame delays keep-alives, so its bytes count as signs of life, too.
+        # A large frame delays keep-alives, so its bytes also count as signs of life.
         return await HeartbeatMonitor(timeout, lambda: link.signs, keep_alive, lambda: self.ready is None).silence()
 
     async def end(self) -> Ending:

@@ -1,7 +1,7 @@
 """The commands of one group that not every rank has answered: their order, their deadlines, and the suspect.
 
-A command goes to every rank. It is answered when all ranks have answered alike, with the reply of rank 0. This module
-handles no processes and no sockets: its callers pass functions that send to all ranks and that end the group.
+A command goes to every rank. When all ranks have answered alike, it is answered with the reply of rank 0. This module
+handles no processes or sockets: its callers pass functions that send to all ranks and that end the group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REPLIES = Reply.__args__
 
 @dataclass(eq=False)
 class _Command:
-    """A command that not every rank has answered. body: the encoded command; None once it is sent."""
+    """A command that not every rank has answered. body: the encoded command; None once sent."""
 
     index: int
     name: str
@@ -68,7 +68,7 @@ class OutstandingCommands:
         probation: how many commands are sent one at a time.
         send: sends a frame to every rank.
         fail: ends the group with a cause.
-        dump_stacks: has ranks log the stacks of their threads.
+        dump_stacks: makes ranks log the stacks of their threads.
         """
         self._config = config
         self._generation = generation
@@ -79,16 +79,16 @@ class OutstandingCommands:
         self._loop = asyncio.get_running_loop()
         self._commands: deque[_Command] = deque()
         self._last_index = 0
-        self._timer: asyncio.TimerHandle | None = None  # of the oldest command's deadline
+        self._timer: asyncio.TimerHandle | None = None  # for the oldest command's deadline
 
     def __len__(self) -> int:
         return len(self._commands)
 
     def submit(self, name: str, body: Sequence[Buffer], deadline: float) -> asyncio.Future[Reply]:
-        """Send an encoded command to every rank when it is due. The future gives the reply.
+        """Send an encoded command to every rank when it is due. The future resolves to the reply.
 
-        name: of the command, for messages. body: the encoded command. deadline: seconds, counted from when it is the
-        oldest command.
+        name: of the command, for messages. body: the encoded command. deadline: seconds, counted from the time when
+        the command becomes the oldest.
         """
         self._last_index += 1
         command = _Command(self._last_index, name, body, deadline, self._loop.create_future())
@@ -99,7 +99,7 @@ class OutstandingCommands:
         return command.future
 
     def answer(self, rank: int, index: int, message: PoolMessage) -> None:
-        """Note a rank's answer to the command `index`. ValueError when the group does not expect this answer."""
+        """Record a rank's answer to the command `index`. ValueError: the answer is unexpected."""
         command = next((each for each in self._commands if rank not in each.answers), None)
         expected = (*_REPLIES, Failed) if rank == 0 else (Ack,)
         if command is None or command.index != index or not isinstance(message, expected):
@@ -122,8 +122,8 @@ class OutstandingCommands:
         The oldest command without an answer was being executed, so it gets a SuspectError instead. A command that
         missed its deadline gets its DeadlineError.
 
-        crashed: whether the group ended by itself. confessed: the rank that reported its end while it executed its
-        oldest unanswered command; None = no rank did.
+        crashed: whether the group ended by itself. confessed: the rank that reported its own end while it executed its
+        oldest unanswered command; None: no rank did.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -149,7 +149,7 @@ class OutstandingCommands:
             command.body = None
 
     def _settle(self, command: _Command) -> bool:
-        """Resolve a command that all ranks have answered. Returns False when the answers differ."""
+        """Resolve a command that all ranks have answered. Returns False if the answers differ."""
         first = command.answers[0]
         failed = first if isinstance(first, Failed) else None
         for rank in range(1, self._config.processes):
@@ -165,7 +165,7 @@ class OutstandingCommands:
         return True
 
     def _require_agreement(self, command: _Command, rank: int) -> None:
-        """Fail the group if other ranks may wait in a collective for a rank that ran out of memory."""
+        """Fail the group if other ranks may be waiting in a collective for a rank that ran out of memory."""
         if command not in self._commands:
             return
         silent = self._silent(command)
@@ -201,7 +201,7 @@ class OutstandingCommands:
 
 
 class OutstandingTransfers:
-    """The states that the ranks of one group read or write while commands run. Each rank handles its part."""
+    """The states that the ranks of one group read or write while commands run. Each rank handles its own part."""
 
     def __init__(self, ranks: int) -> None:
         """No transfer is outstanding yet."""
@@ -216,14 +216,14 @@ class OutstandingTransfers:
         return number, future
 
     def answer(self, rank: int, message: Transferred) -> None:
-        """Note that a rank has completed its part or failed to."""
+        """Record that a rank has completed its part, or failed to."""
         answers, future = self._transfers.get(message.number, ({}, None))
         answers[rank] = message
         if future is None or len(answers) < self._ranks:
             return
         del self._transfers[message.number]
         errors = [to_error(answer.failed) for _, answer in sorted(answers.items()) if answer.failed is not None]
-        if errors:  # StoreAwayError comes first, because other errors may follow from it
+        if errors:  # StoreAwayError takes precedence, because it may have caused the other errors
             set_failure(future, next((error for error in errors if isinstance(error, StoreAwayError)), errors[0]))
         elif not future.done():
             future.set_result({file: digest for answer in answers.values() for file, digest in answer.files.items()})
@@ -236,7 +236,7 @@ class OutstandingTransfers:
 
 
 def set_failure(future: asyncio.Future[Any], error: TinkerflowError) -> None:
-    """Fail a future that is not done with a copy of `error`, because raising one exception twice mixes tracebacks."""
+    """Fail a pending future with a copy of `error`, because raising one exception twice mixes tracebacks."""
     if not future.done():
         future.set_exception(copy.copy(error))
-        future.exception()  # marks the exception as retrieved, because the caller may be gone
+        future.exception()  # mark the exception as retrieved, because the caller may be gone

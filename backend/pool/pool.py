@@ -20,7 +20,7 @@ from tinkerflow.backend.spec.commands import Command, FetchState, GroupInfo, Rep
 
 log = logging.getLogger(__name__)
 
-DETOUR_SECONDS = 600.0  # states go through the engine for so long after a process could not reach the store
+DETOUR_SECONDS = 600.0  # how long states go through the engine after a process could not reach the store
 
 
 class _NotSentError(GroupFailedError):
@@ -28,7 +28,7 @@ class _NotSentError(GroupFailedError):
 
 
 def _without_errors(report: Callable[[str], None]) -> Callable[[str], None]:
-    """A version of `report` that logs its own failure, such as a closed terminal, and does not end the group."""
+    """Wrap `report` so that its failure, such as a closed terminal, is logged and does not end the group."""
 
     def reported(text: str) -> None:
         try:
@@ -46,7 +46,7 @@ async def _ignore(text: str) -> None:
 class Pool:
     """Executes commands in order on a group of worker processes, and replaces the group when it fails.
 
-    Made by `await Pool.start(...)`. Use it from the event loop in which it was started.
+    Created by `await Pool.start(...)`. Use it from the event loop in which it was started.
     """
 
     def __init__(self, config: PoolConfig, scheduler: CommandScheduler, generations: Generations) -> None:
@@ -55,7 +55,7 @@ class Pool:
         self._scheduler = scheduler
         self._generations = generations
         self._entrance = asyncio.Lock()  # fair: commands that wait for a generation keep their order
-        self._detour_until = 0.0  # until then, processes do not reach the store
+        self._detour_until = 0.0  # until then, processes do not access the store
 
     @classmethod
     async def start(
@@ -67,18 +67,17 @@ class Pool:
         on_waiting: Callable[[str], Awaitable[None]] = _ignore,
         on_demand: bool = False,
     ) -> Pool:
-        """A pool whose first generation is ready to serve.
+        """Create a pool, and start its first generation unless groups run on demand.
 
         config: the configuration of every generation.
         site: where processes are started: `ThisMachine`, or the `Hosts` that joined. The start of each generation waits
         until the site has capacity.
         on_progress: called in this event loop with lines for people about the start-up or a long command.
         on_waiting: called with the reason why a generation cannot be started yet, and again when it is started.
-        on_demand: no group runs before `begin`, and none after `release` or a start that failed, until `begin` again.
+        on_demand: no group runs before `begin`, and after `release` or a failed start, none runs until `begin` again.
         With ThisMachine, call this in a thread that lives as long as the pool. The kernel kills the workers when the
         thread ends.
-        Raises UserError when the executor refuses the configuration, GroupFailedError when no group came up in three
-        attempts.
+        UserError: the executor refused the configuration. GroupFailedError: no group became ready in three attempts.
         """
         scheduler = CommandScheduler(config.chunks_per_microbatch)
         generations = Generations(
@@ -93,18 +92,18 @@ class Pool:
         self._generations.begin()
 
     def drain(self) -> None:
-        """Announce that the serving group will be released soon. Callers then start no new work on it."""
+        """Announce that the serving group will be released soon. Callers must then start no new work on it."""
         self._generations.drain()
 
     def release(self, cause: str) -> None:
-        """End the serving group after a termination notice, and start none until `begin`."""
+        """End the serving group after a termination notice, and start no group until `begin`."""
         self._generations.release(cause)
 
     def take_out(self, generation: int, why: str) -> None:
-        """End the group `generation` if it serves, and start no other one on its hosts before a person restarts them.
+        """End the group `generation` if it serves, and start no other group on its hosts before a person restarts them.
 
-        The pool waits for other hosts. Hosts are shared by the pools of a site; groups that run there go on. why: shown
-        to people and to clients that wait.
+        The pool waits for other hosts. The pools of a site share hosts; other groups that run there continue. why:
+        shown to people and to waiting clients.
         """
         self._generations.take_out(generation, why)
 
@@ -120,12 +119,12 @@ class Pool:
 
     @property
     def idle(self) -> bool:
-        """Whether the group serves, and has neither training nor a step of the sampler to do."""
+        """Whether the group serves, and has neither training nor sampler steps to do."""
         return self.ready and not self.ending and self._scheduler.idle
 
     @property
     def resting(self) -> bool:
-        """Whether no group runs or starts, and none will before `begin`."""
+        """Whether no group is running or starting, and none will be started before `begin`."""
         state = self._generations.state
         return not self._generations.is_wanted and state in (PoolState.RESTING, PoolState.PAUSING)
 
@@ -136,17 +135,17 @@ class Pool:
 
     @property
     def lacks_capacity(self) -> bool:
-        """Whether a group waits to be started until hosts have capacity for it."""
+        """Whether the start of a group is waiting for hosts with capacity."""
         return self._generations.state is PoolState.WAITING
 
     @property
     def trouble(self) -> str:
-        """Why the last start on demand failed; "" if it did not."""
+        """Why the last start on demand failed; "" if it did not fail."""
         return self._generations.start_failure
 
     @property
     def info(self) -> GroupInfo:
-        """The description of the newest generation that was ready."""
+        """The description of the newest generation that became ready."""
         if self._generations.info is None:
             raise GroupFailedError("no worker group has been ready yet")
         return self._generations.info
@@ -158,7 +157,7 @@ class Pool:
 
     @property
     def ready(self) -> bool:
-        """Whether a generation serves at this moment."""
+        """Whether a generation is serving now."""
         return self._generations.serving is not None
 
     @property
@@ -171,12 +170,12 @@ class Pool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the serving workers, by rank; empty while none serve."""
+        """Process ids of the serving workers, by rank; empty if none serve."""
         group = self._generations.serving
         return group.pids if group else ()
 
     async def serving(self) -> int:
-        """Wait until a generation serves, and return its number. GroupFailedError when the pool is stopped."""
+        """Wait until a generation serves, and return its number. GroupFailedError: the pool was stopped."""
         return (await self._generations.wait_for_serving()).generation
 
     # ------------------------------------------------------------------ commands
@@ -189,16 +188,16 @@ class Pool:
         micro-batch. Cancelling the caller leaves the command running.
 
         command: do not change its arrays before it is answered.
-        deadline: seconds, counted from the answers to all commands before it; None = the pool's command_deadline.
+        deadline: seconds, counted from the answers to all commands before it; None: the pool's command_deadline.
         owner: the project that a command about an adapter belongs to. Projects share the devices equally.
-        generation: the only group that may execute the command, because the command is about the content of that group.
+        generation: the only group that may execute the command, because the command refers to that group's state.
         None: the group that serves now. Without a group, the command waits for the next one, up to start_deadline
         seconds.
 
-        Raises the executor's error when it is for the client (UserError, NotFoundError, ConflictError, StateLostError,
-        StoreError), and ServerError for any other exception of the executor. DeadlineError when the command missed its
-        deadline. SuspectError when the group ended while executing it. GroupFailedError when the group ended before.
-        TypeError or ValueError when the command cannot be encoded, and nothing was sent.
+        The executor's errors for clients are raised unchanged (UserError, NotFoundError, ConflictError, StateLostError,
+        StoreError). ServerError: the executor raised any other exception. DeadlineError: the command missed its
+        deadline. SuspectError: the group ended while executing it. GroupFailedError: the group ended before. TypeError,
+        ValueError: the command cannot be encoded, and nothing was sent.
         """
         seconds = self._config.command_deadline if deadline is None else deadline
         if generation is not None:
@@ -208,13 +207,13 @@ class Pool:
                 return await self._execute(command, seconds, owner, await self._next_to_serve())
 
     async def transfer(self, job: FetchState | WriteState, *, generation: int | None = None) -> Mapping[str, Digest]:
-        """Have every process read or write its part of a state in the store while it executes commands.
+        """Make every process read or write its part of a state in the store while it executes commands.
 
-        Call it only when `reaches_store`. Returns the digest of each written file.
+        Call this only if `reaches_store`. Returns the digest of each written file.
 
         generation: the only group that may do the transfer; None: the group that serves now.
-        Raises the error of a process, StoreAwayError when the transfer takes longer than a command may, and
-        GroupFailedError when the group ends or no longer serves.
+        Raises the error of a process. StoreAwayError: the transfer took longer than a command may. GroupFailedError:
+        the group ended or no longer serves.
         """
         group = self._generations.serving
         if group is None or generation not in (None, group.generation):
@@ -269,15 +268,15 @@ class Pool:
     def losses(self) -> AsyncIterator[GroupLost]:
         """Yield each generation as soon as it ends, to one consumer, until the pool is stopped.
 
-        The next generation takes commands only after the consumer has come back for the next item. So state that the
-        loop's body marks as lost cannot belong to the new generation. Start iterating before the first command.
+        The next generation accepts commands only after the consumer has requested the next item. State that the loop's
+        body marks as lost therefore cannot belong to the new generation. Start iterating before the first command.
         """
         return self._generations.losses.consume()
 
     def notices(self) -> AsyncIterator[str]:
         """Yield the reason whenever the serving group is about to end, such as a preempted machine. For one consumer.
 
-        The group ends when the consumer has come back for the next notice, or after NOTICE_SECONDS.
+        The group ends when the consumer has requested the next notice, or after NOTICE_SECONDS.
         """
         return self._generations.notices.consume()
 
@@ -286,7 +285,7 @@ class Pool:
         await self._generations.stop()
 
     async def __aenter__(self) -> Self:
-        """The pool itself."""
+        """Return the pool itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -24,7 +24,7 @@ from tinkerflow.backend.spec.commands import GroupInfo
 
 log = logging.getLogger(__name__)
 
-_JOIN_SECONDS = 60.0  # the time that a rank has to connect, and to finish the commands of an earlier driver
+_JOIN_SECONDS = 60.0  # the time for a rank to connect, and to finish the commands of an earlier driver
 
 
 class Rendezvous:
@@ -70,8 +70,8 @@ class Rendezvous:
     ) -> GroupInfo:
         """Spawn a process in each slot, wait until all are ready, and return the description of the group.
 
-        plan: PoolConfig.digest. on_spawn: called for each rank when all are spawned. on_connection: called for each
-        rank when it has connected. Raises the error of `give_up` if the group ends meanwhile, and any error of a
+        plan: PoolConfig.digest. on_spawn: called for each rank once all are spawned. on_connection: called for each
+        rank once it has connected. Raises the error given to `give_up` if the group ends meanwhile, and any error of a
         process's start.
         """
         salt = secrets.token_bytes(32)
@@ -96,11 +96,11 @@ class Rendezvous:
         return await asyncio.shield(self._info)
 
     def give_up(self, error: TinkerflowError) -> None:
-        """Have `meet` raise `error`, because the group has ended."""
+        """Make `meet` raise `error`, because the group has ended."""
         set_failure(self._info, error)
 
     def note_ready(self, member: Member, message: Ready) -> bool:
-        """Note that a rank is ready. Returns whether all ranks are ready and the group was not given up."""
+        """Record that a rank is ready. Returns whether all ranks are ready and the group was not given up."""
         member.ready = message
         ready = [each.ready for each in self.members if each.ready is not None]
         complete = len(ready) == self._config.processes and not self._info.done()
@@ -110,7 +110,7 @@ class Rendezvous:
         return complete
 
     def note_rejoined(self, member: Member, message: Rejoined) -> None:
-        """Note how many commands a rank has received from earlier drivers.
+        """Record how many commands a rank has received from earlier drivers.
 
         If the numbers differ, the ranks would wait for each other in collectives, so the group ends.
         """
@@ -137,7 +137,7 @@ class Rendezvous:
         start: Sequence[codec.Buffer],
         on_connection: Callable[[Member, LoopLink], None],
     ) -> None:
-        while any(member.link is None for member in self.members):  # a task for each, so a stranger delays no rank
+        while any(member.link is None for member in self.members):  # one task each, so a stranger delays no rank
             self._run(self._admit(await next_connection(listener), secret, start, on_connection))
 
     async def _admit(

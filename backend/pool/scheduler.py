@@ -1,8 +1,8 @@
 """The order in which commands are sent to the serving group.
 
-A worker group executes commands in the order in which they are sent, and no command can overtake another one there.
-Therefore commands wait here, and the group has little more than the command that it executes. `TrainingQueue` shares
-training between projects and, inside a project, between its adapters. `CommandScheduler` alternates between training
+A worker group executes commands in the order in which they are sent, and no command can overtake another in the group.
+Commands therefore wait here, and the group holds little more than the command that it executes. `TrainingQueue` shares
+training between projects and, within a project, between its adapters. `CommandScheduler` alternates between training
 and the steps of the sampler. A large `Forward` is sent in parts of one micro-batch (`in_parts`), so other commands need
 not wait for all of it.
 """
@@ -32,9 +32,9 @@ from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, micro_batches
 from tinkerflow.backend.spec.prefix_trees import prefix_trees
 from tinkerflow.backend.spec.traced_work import STEP_OPERATIONS, loss_steps
 
-_SMALL_SIZE = 1 / 16  # of a micro-batch: the size of commands that compute for no tokens
+_SMALL_SIZE = 1 / 16  # of a micro-batch: the size of commands that process no tokens
 _ENOUGH = 1 - 1e-9
-_TURN = 1.0  # micro-batches that an adapter sends in its turn
+_TURN = 1.0  # micro-batches that an adapter sends per turn
 
 
 def in_parts(
@@ -47,7 +47,7 @@ def in_parts(
     context_parallel: int = 1,
     few_shapes: bool = False,
 ) -> Sequence[Command]:
-    """Split a command into one command for each micro-batch and for each step of a custom loss.
+    """Split a command into one command per micro-batch and per step of a custom loss.
 
     The reply to the last part is the reply to `command`.
 
@@ -79,7 +79,7 @@ class QueuedCommand:
     """A command that waits until it is sent.
 
     owner: the project of the command.
-    adapter: the adapter whose commands keep their order; "" = none.
+    adapter: the adapter whose commands keep their order; "": none.
     size: in micro-batches.
     samples: whether the command is a step of the sampler.
     send: sends the command; called once.
@@ -97,20 +97,20 @@ class QueuedCommand:
 class TrainingQueue:
     """The training commands of all projects. Each project gets an equal share, regardless of its number of adapters.
 
-    Two levels of start-time fair queueing: the projects that have commands, and the adapters of each project. The
-    selected adapter sends up to one micro-batch, so the small commands of an optimizer step stay together.
+    Two levels of start-time fair queueing: between projects with commands, and between the adapters of each project.
+    The selected adapter sends up to one micro-batch, so the small commands of an optimizer step stay together.
     """
 
     def __init__(self) -> None:
-        """An empty queue."""
-        self._owners: FairQueue[None] = FairQueue()  # a ticket for each project that waits for its turn
-        self._adapters: dict[str, FairQueue[None]] = {}  # for each project, a ticket for each adapter that waits
-        self._commands: dict[str, deque[QueuedCommand]] = {}  # the commands of each adapter that has any
-        self._turn: tuple[str, str] | None = None  # the project and the adapter that send now, without tickets
-        self._spent = 0.0  # micro-batches sent in this turn
+        """Create an empty queue."""
+        self._owners: FairQueue[None] = FairQueue()  # a ticket for each project waiting for its turn
+        self._adapters: dict[str, FairQueue[None]] = {}  # by project: a ticket for each waiting adapter
+        self._commands: dict[str, deque[QueuedCommand]] = {}  # by adapter: its commands, if any
+        self._turn: tuple[str, str] | None = None  # the project and adapter whose turn it is, without tickets
+        self._spent = 0.0  # micro-batches sent during this turn
 
     def __len__(self) -> int:
-        """How many adapters have commands."""
+        """The number of adapters with commands."""
         return len(self._commands)
 
     def push(self, queued: QueuedCommand) -> None:
@@ -122,7 +122,7 @@ class TrainingQueue:
         self._await_turn(queued.owner, queued.adapter)
 
     def peek(self) -> QueuedCommand | None:
-        """The next command; None in an empty queue."""
+        """The next command; None if the queue is empty."""
         if self._turn is not None:
             return self._commands[self._turn[1]][0]
         if (project := self._owners.peek()) is None:
@@ -145,7 +145,7 @@ class TrainingQueue:
         return queued
 
     def charge(self, owner: str, adapter: str, micro_batches: float) -> None:
-        """Charge work of an adapter to its project, and to the adapter within its project."""
+        """Charge an adapter's work to its project, and to the adapter within the project."""
         self._owners.charge(owner, micro_batches)
         if owner in self._adapters:
             self._adapters[owner].charge(adapter, micro_batches)
@@ -176,13 +176,14 @@ class TrainingQueue:
 class CommandScheduler:
     """Sends each command when it is due. Training and sampling take turns.
 
-    The group has training commands for at most one micro-batch, and one step of the sampler. It has one more training
-    command while nobody samples, so that the devices never wait. When both training and sampling wait, each micro-batch
-    is followed by `chunks` steps of the sampler. With 1, training waits for one chunk, and sampling for a micro-batch.
+    The group holds training commands for at most one micro-batch, and one step of the sampler. While no sampling is
+    expected, it holds one more training command, so that the devices never wait. When both training and sampling wait,
+    `chunks` steps of the sampler follow each micro-batch. With 1, training waits for one chunk, and sampling for one
+    micro-batch.
 
-    chunks: steps of the sampler for each micro-batch.
-    microbatch: tokens of a micro-batch.
-    microbatch_work: floating-point operations of each device for a micro-batch.
+    chunks: steps of the sampler per micro-batch.
+    microbatch: tokens in a micro-batch.
+    microbatch_work: floating-point operations per device for a micro-batch.
     step_seconds: the longest time that the engine usually needs between two steps of the sampler.
     """
 
@@ -192,11 +193,11 @@ class CommandScheduler:
     step_seconds: float = 0.05
     _waiting: TrainingQueue = field(default_factory=TrainingQueue)
     _steps: deque[QueuedCommand] = field(default_factory=deque)
-    _training: int = 0  # training commands that the group has
+    _training: int = 0  # training commands that the group holds
     _ahead: float = 0.0  # the size of these training commands
-    _stepping: int = 0  # steps of the sampler that the group has
+    _stepping: int = 0  # steps of the sampler that the group holds
     _expected: asyncio.TimerHandle | None = None  # runs while another step of the sampler is expected
-    _owed: float = 0.0  # steps that the sampler may make before training goes on
+    _owed: float = 0.0  # steps that the sampler may make before training continues
 
     @property
     def idle(self) -> bool:
@@ -206,13 +207,13 @@ class CommandScheduler:
     def serve(self, info: GroupInfo) -> None:
         """Schedule commands for the group that `info` describes."""
         self.microbatch = info.microbatch_tokens
-        # A token costs 2 operations for each parameter in the forward pass, and 4 in the backward pass.
+        # A token costs 2 operations per parameter in the forward pass, and 4 in the backward pass.
         self.microbatch_work = 6.0 * info.parameters * info.microbatch_tokens / len(info.devices)
 
     def submit(
         self, command: Command, send: Callable[[], asyncio.Future[Reply]], owner: str = ""
     ) -> asyncio.Future[Reply]:
-        """Call `send` when the command is due. The future gives the reply.
+        """Call `send` when the command is due. The future resolves to the reply.
 
         A command that neither trains nor samples does not wait. owner: the project that pays for the command.
         """
@@ -234,15 +235,15 @@ class CommandScheduler:
     ) -> Reply:
         """Submit the parts of a command (`in_parts`), and return the reply to the last part.
 
-        When a part fails, later parts are not sent. Raises the first error that is no failure of the group, because the
-        group may have ended during a later part. send: sends a part. owner: see `submit`.
+        When a part fails, later parts are not sent. The first error that is not a failure of the group is raised,
+        because the group may have ended during a later part. send: sends a part. owner: see `submit`.
         """
         sent: list[asyncio.Future[Reply]] = []
 
         def send_next(part: Command) -> asyncio.Future[Reply]:
             for earlier in sent:
                 if earlier.done():
-                    earlier.result()  # raises when an earlier part has failed
+                    earlier.result()  # raises if an earlier part has failed
             sent.append(send(part))
             return sent[-1]
 
@@ -257,7 +258,7 @@ class CommandScheduler:
 
     def _size(self, command: Command) -> float:
         match command:
-            case NextMicroBatch(of_loss=True):  # takes longer than a micro-batch of a small model
+            case NextMicroBatch(of_loss=True):  # may take longer than a micro-batch of a small model
                 return max(1.0, STEP_OPERATIONS / self.microbatch_work)
             case Forward(by_micro_batch=True) | NextMicroBatch():
                 return 1.0
@@ -294,7 +295,7 @@ class CommandScheduler:
     def _send(self, queued: QueuedCommand) -> None:
         try:
             sent = queued.send()
-        except Exception as error:  # noqa: BLE001  raised to the caller
+        except Exception as error:  # noqa: BLE001  re-raised in the caller
             sent = asyncio.get_running_loop().create_future()
             sent.set_exception(error)
         sent.add_done_callback(partial(self._answered, queued))
@@ -321,7 +322,7 @@ class CommandScheduler:
         self._send_due()
 
     def _expect(self, seconds: float | None) -> None:
-        """Expect another step of the sampler within `seconds`; None = expect none."""
+        """Expect another step of the sampler within `seconds`; None: expect none."""
         if self._expected is not None:
             self._expected.cancel()
         loop = asyncio.get_running_loop()

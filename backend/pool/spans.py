@@ -23,11 +23,11 @@ class CommandSpans:
     """The spans of one worker."""
 
     def __init__(self) -> None:
-        """No span is open."""
+        """Start with no open spans."""
         self._samples: dict[str, Span] = {}
 
     def around(self, execute: Execute, parent: str | None) -> Execute:
-        """Wrap `execute` in a span. parent: the context of the request's span; None = no span."""
+        """Wrap `execute` in a span. parent: the context of the request's span; None: no span."""
 
         def traced(command: Command) -> Reply | DeferredReply:
             span = self._begin(command, parent)
@@ -59,7 +59,7 @@ class CommandSpans:
 
 
 def _noted(span: Span | None, work: Callable[[], T]) -> T:
-    """Call `work` and return its result. An error is recorded in the span, and ends it."""
+    """Call `work` and return its result. An error is recorded in the span and ends the span."""
     try:
         return work()
     except BaseException as error:

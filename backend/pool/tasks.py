@@ -1,4 +1,4 @@
-"""Tasks that live as long as the object that started them."""
+"""Tasks that end together with the object that started them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class TaskSet:
     """Tasks that are cancelled together. on_error: called with the exception of each task that fails."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
-        """No task runs yet."""
+        """Start with no tasks."""
         self._on_error = on_error
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def run(self, work: Coroutine[None, None, None]) -> None:
-        """Run a task. After `close`, do nothing."""
+        """Start a task. After `close`, do nothing."""
         if self._closed:
             work.close()
             return
@@ -25,7 +25,7 @@ class TaskSet:
         task.add_done_callback(self._note_end)
 
     def close(self) -> None:
-        """Start no further tasks. Running tasks continue."""
+        """Stop starting tasks. Running tasks continue."""
         self._closed = True
 
     async def cancel(self) -> None:

@@ -1,6 +1,6 @@
 """The worker's side of transfers: threads read and write states in the store, so states bypass the driver.
 
-Commands run meanwhile. A fetched state stays in host memory until a command imports it.
+Commands continue meanwhile. A fetched state stays in host memory until a command imports it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class StateHolder(Protocol):
 
 
 class Transfers:
-    """Answers the driver's transfers, each in a thread."""
+    """Executes the driver's transfers, each in a thread."""
 
     def __init__(self, executor: object, config: GroupConfig, rank: int, patience: float = PATIENCE) -> None:
-        """Check whether this process reaches the store of the group.
+        """Check whether this process can reach the group's store.
 
         executor: reads and writes states if it is a StateHolder. config: of the group. rank: of this process.
-        patience: seconds that the store may take to answer. A store that hangs must not prevent the start of a group.
+        patience: seconds that the store may take to answer. A hanging store must not prevent the start of a group.
         """
         self._rank = rank
         self._holder = executor if isinstance(executor, StateHolder) else None
@@ -83,7 +83,7 @@ class Transfers:
 
 
 def reached_store(config: GroupConfig, threads: ThreadPoolExecutor, patience: float = PATIENCE) -> Blobs | None:
-    """The store that `config` names; None if this process does not reach it within `patience` seconds."""
+    """The store that `config` names; None if this process cannot reach it within `patience` seconds."""
     from tinkerflow.backend.store import parts
     from tinkerflow.backend.store.blobs import open_blobs
 
@@ -97,7 +97,7 @@ def reached_store(config: GroupConfig, threads: ThreadPoolExecutor, patience: fl
             return blobs
     except TimeoutError:
         why = f"no answer in {patience:g} s"
-    except Exception as error:  # noqa: BLE001  for any error of the store's client, the driver sends the states
+    except Exception as error:  # noqa: BLE001  after any error of the store's client, the driver sends the states
         why = repr(error)
     log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)
     return None

@@ -1,15 +1,15 @@
 """One process of a worker group: `python -m tinkerflow.backend.pool.worker`.
 
-Only the driver or a host's agent starts it. It has three threads:
+Only the driver or a host's agent starts it. It runs three threads:
 
-- The main thread executes commands in the order in which they come.
+- The main thread executes commands in the order of arrival.
 - A reader thread drains the socket and answers the driver's heartbeats, even while the main thread is busy.
-- A third thread (ReplyCollector) waits for the devices when an executor has only started a command.
+- A third thread (ReplyCollector) waits for the devices if an executor has only started a command.
 
-The kernel's parent-death signal ends the process with the process that started it. A worker that the driver started
-also ends when its connection ends. A worker that a host's agent started (host/agent.py) may be taken over by the next
-driver, with the base model in its memory. Every rank first executes all commands of the earlier driver, because a
-single rank would wait in a collective.
+The kernel's parent-death signal ends the process together with the process that started it. A worker that the driver
+started also ends when its connection ends. A worker that a host's agent started (host/agent.py) may be taken over by
+the next driver, with the base model in its memory. Every rank first executes all commands of the earlier driver,
+because a single rank would wait in a collective.
 
 An exception outside a command ends the process immediately. An uncaught Python exception would wait for the other
 processes in jax.distributed's shutdown barrier, while they wait for this process in a collective.
@@ -60,7 +60,7 @@ from tinkerflow.backend.supervise.processes import die_with_parent, give_back_me
 
 log = logging.getLogger("tinkerflow.backend.pool.worker")
 
-_KEPT_SECONDS = 300.0  # between two returns of freed memory; new pages are expensive, and an untrimmed heap grows
+_KEPT_SECONDS = 300.0  # between two returns of freed memory: new pages are expensive, but an untrimmed heap grows
 
 
 class CommandExecutor(Protocol):
@@ -72,26 +72,26 @@ class CommandExecutor(Protocol):
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         """Load the base model.
 
-        config: the configuration that all ranks have.
-        progress: shows a line about long work to people, at any time.
-        processes: how many processes the group has. rank: the number of this process, from 0.
+        config: the configuration shared by all ranks.
+        progress: shows people a line about long work; may be called at any time.
+        processes: the number of processes in the group. rank: the number of this process, from 0.
         """
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of all devices of the group."""
+        """The names of all devices of the group."""
 
     @property
     def parameters(self) -> int:
-        """How many parameters the base model has."""
+        """The number of parameters of the base model."""
 
     @property
     def microbatch_tokens(self) -> int:
-        """How many tokens, including padding, a micro-batch has."""
+        """The number of tokens in a micro-batch, including padding."""
 
     @property
     def attention_tokens(self) -> int:
-        """The length of a row, in tokens, at which attention costs as much as everything else."""
+        """The row length, in tokens, at which attention costs as much as everything else."""
 
     @property
     def few_shapes(self) -> bool:
@@ -99,11 +99,11 @@ class CommandExecutor(Protocol):
 
     @property
     def branch_tokens(self) -> int:
-        """Shared beginnings of examples are multiples of it; 0 = each example is trained alone."""
+        """Shared prefixes of examples are multiples of this number of tokens; 0: each example is trained alone."""
 
     @property
     def fsdp(self) -> int:
-        """The size of the mesh's axis that rows of a micro-batch are split over."""
+        """The size of the mesh axis over which a micro-batch's rows are split."""
 
     @property
     def context(self) -> int:
@@ -111,41 +111,41 @@ class CommandExecutor(Protocol):
 
     @property
     def context_rule(self) -> str:
-        """The reason for `context`, as a part of an error message."""
+        """The reason for `context`, as part of an error message."""
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Reserved bytes of each device, by use."""
+        """Reserved bytes per device, by use."""
 
     @property
     def programs(self) -> str:
-        """All settings that the compiled programs depend on, as text. Code and versions of JAX are not included."""
+        """All settings that compiled programs depend on, as text, except our code and the version of JAX."""
 
     def execute(self, command: Command) -> Reply | DeferredReply:
-        """Execute `command` and return its reply. Or start it, and return a function that waits for the reply.
+        """Execute `command` and return its reply, or start it and return a function that waits for the reply.
 
         The function is called once, from another thread, before the functions of later commands. It may run while a
-        later command is executed. DevicesError: the devices have failed, and the process must end.
+        later command is executed. DevicesError: the devices failed, and the process must end.
         """
 
     def clear(self) -> None:
-        """Delete everything that commands have created. The base model stays."""
+        """Delete everything that commands have created. The base model is kept."""
 
 
 class Inbox:
-    """Receives the commands of one driver after the other, and sends messages to the current driver.
+    """Receives the commands of successive drivers, and sends messages to the current driver.
 
-    Messages for a driver that is gone are dropped.
+    Messages to a driver that is gone are dropped.
     """
 
     def __init__(self) -> None:
-        """No driver is connected yet."""
+        """Start without a driver."""
         self.frames: SimpleQueue[tuple[WorkerLink, Frame]] = SimpleQueue()
         self.transfers: Transfers | None = None  # set before this process sends Ready
         self._link: WorkerLink | None = None
-        self._turn = threading.Lock()  # held while a thread writes
+        self._turn = threading.Lock()  # held while a thread is writing
         self._reader: threading.Thread | None = None
-        self._received = 0  # commands of all drivers
+        self._received = 0  # commands received from all drivers
         self._alone = threading.Event()  # set while no driver is connected
         self._no_other = threading.Event()  # set when no other driver will come
 
@@ -155,7 +155,7 @@ class Inbox:
         return self._alone.is_set()
 
     def receive(self, specs: IO[bytes]) -> None:
-        """Serve one driver after the other. Each line of `specs` is a LaunchSpec. Runs in its own thread."""
+        """Serve one driver after another. Each line of `specs` is a LaunchSpec. Runs in its own thread."""
         for line in specs:
             try:
                 self.serve(LaunchSpec.from_line(line))
@@ -167,7 +167,7 @@ class Inbox:
     def serve(self, spec: LaunchSpec) -> None:
         """Leave the current driver, connect to the driver of `spec`, and read its frames in another thread.
 
-        OSError when that driver cannot be reached or lacks the secret.
+        OSError: the new driver cannot be reached or lacks the secret.
         """
         self._leave()
         who = f"rank {spec.rank} generation {spec.generation}"
@@ -189,7 +189,7 @@ class Inbox:
     def send(self, index: int, body: Sequence[codec.Buffer], to: WorkerLink | None = None) -> None:
         """Send an encoded message as a frame.
 
-        index: of the command that the message answers; 0 = no command. to: the driver; None = the current driver.
+        index: of the command that the message answers; 0: no command. to: the driver; None: the current driver.
         """
         with self._turn:
             if self._link is None or to not in (None, self._link):
@@ -204,7 +204,7 @@ class Inbox:
         self.send(0, codec.encode(Progress(text)))
 
     def send_last(self, message: PoolMessage) -> None:
-        """Send the last message before the process ends, if no other thread writes for longer than a second."""
+        """Send the last message before the process ends, unless another thread is writing for over a second."""
         body = codec.encode(message)
         if self._turn.acquire(timeout=1.0) and self._link is not None:
             self._link.write(0, body)
@@ -242,7 +242,7 @@ class Inbox:
 
 
 class ReplyCollector:
-    """Sends replies in the order of their commands, also while the devices are still computing.
+    """Sends replies in the order of their commands, even while the devices are still computing.
 
     When an executor starts a command without waiting for its devices, a thread of this object waits. The devices can
     then compute the next command while the last results are copied to the host and sent.
@@ -263,7 +263,7 @@ class ReplyCollector:
         """Execute `command`, and answer it immediately or when the devices are done. Call this from one thread only.
 
         driver: the driver that sent the command. index: of the command's frame. execute: CommandExecutor.execute.
-        Raises the errors that must end the process. All earlier commands are answered first, so that the driver blames
+        Raises only errors that must end the process. All earlier commands are answered first, so that the driver blames
         this command.
         """
         name = type(command).__name__
@@ -283,7 +283,7 @@ class ReplyCollector:
             self._waiter.start()
 
     def drain(self) -> None:
-        """Return when every command is answered."""
+        """Wait until every command is answered."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unanswered)
 
@@ -308,19 +308,19 @@ class ReplyCollector:
             failed = to_failed(error)
         except Exception as error:
             if OUT_OF_MEMORY in str(error) or isinstance(error, DevicesError):
-                raise  # the content of the devices is unknown, so a new group must start
+                raise  # the state of the devices is unknown, so a new group must start
             log.exception("%s failed", name)
             failed = to_failed(error)
         return codec.encode(failed if self._rank == 0 else Ack(failed))
 
 
 def main() -> None:
-    """Read a LaunchSpec, join the group, and execute the commands of one driver after the other until the last ends."""
+    """Read a LaunchSpec, join the group, and execute the commands of successive drivers until the last one ends."""
     spec = LaunchSpec.from_line(sys.stdin.buffer.readline())
     die_with_parent(spec.parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver requests stacks before it kills a hung process
-    logging.getLogger("jax").setLevel(logging.WARNING)  # lower levels report every platform that is missing
+    logging.getLogger("jax").setLevel(logging.WARNING)  # lower levels report every missing platform
     inbox = Inbox()
     sys.excepthook = lambda _kind, error, _trace: _end(inbox, error)
     threading.excepthook = lambda args: _end(inbox, args.exc_value or args.exc_type())
@@ -349,14 +349,14 @@ def main() -> None:
             executor = _begin(executor, message, spec, inbox.send_progress)
             inbox.transfers = Transfers(executor, message.config, spec.rank)
             inbox.send(0, codec.encode(_ready(executor, inbox.transfers)), driver)
-    except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
+    except BaseException as error:  # noqa: BLE001  (also SystemExit: no barrier at exit)
         _end(inbox, error)
 
 
 def _await_notice(inbox: Inbox, notices: int) -> None:
     """Notify the driver of SIGTERM, so that it saves the models and ends the group. Without a driver, end the process.
 
-    notices: a pipe that has a byte for each signal.
+    notices: a pipe that contains a byte for each signal.
     """
     while os.read(notices, 1):
         if inbox.alone:
@@ -368,7 +368,7 @@ def _await_notice(inbox: Inbox, notices: int) -> None:
 def _begin(
     executor: CommandExecutor | None, start: Start, spec: LaunchSpec, progress: Callable[[str], None]
 ) -> CommandExecutor:
-    """An executor without any state but the base model, for a driver that has just sent `start`."""
+    """Prepare an executor with no state but the base model, for a driver that has just sent `start`."""
     if executor is not None:
         progress("the base model is still loaded from an earlier driver")
         executor.clear()
@@ -393,7 +393,7 @@ def _give_back_memory() -> None:
 
 
 def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandExecutor:
-    """Set the process up, and create the executor that `start` names."""
+    """Set up the process, and create the executor that `start` names."""
     module, _, name = start.executor.partition(":")
     progress(f"importing {module}")
     kind = getattr(importlib.import_module(module), name)
@@ -404,7 +404,7 @@ def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandEx
 
 
 def _end(inbox: Inbox, error: BaseException) -> None:
-    """Log the error, report it to the driver, and end without any clean-up that could wait for other processes."""
+    """Log the error, report it to the driver, and end without any cleanup that could wait for other processes."""
     log.critical("ending", exc_info=error)
     logging.shutdown()
     sys.stderr.flush()

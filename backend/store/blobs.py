@@ -1,4 +1,4 @@
-"""Objects with a key, each written atomically: the interface that a store needs from files or object storage."""
+"""Objects with a key, each written atomically: the interface of files or object storage to a store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tinkerflow.backend.core.disk import folder_of_url
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.store.local import LocalBlobs
 
-# Otherwise gcsfs first requests the kind of the bucket from another API over gRPC, which takes 88 s with an emulator.
-# gcsfs reads the variable when it is imported. fsspec imports gcsfs, too, for pipeline data and results of Prefect.
+# Otherwise gcsfs first requests the bucket's kind from another API over gRPC, which takes 88 s with an emulator.
+# gcsfs reads the variable on import. fsspec also imports gcsfs, for pipeline data and results of Prefect.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
@@ -20,30 +20,30 @@ class Blobs(Protocol):
     """Objects by key (`a/b/c`), written atomically. Safe for many threads and processes. Failures are OSErrors."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a new object; FileExistsError if it exists. Exactly one of several creators succeeds."""
+        """Write a new object. FileExistsError: it exists. Exactly one of several creators succeeds."""
         ...
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Replace `old` by `new`. False: the object is missing or has other bytes, and nothing was written.
+        """Replace `old` with `new`. False: the object is missing or has other bytes, and nothing was written.
 
         Exactly one of several writers that replace the same bytes succeeds. A reader sees the old or the new bytes.
         """
         ...
 
     def read(self, key: str) -> bytes:
-        """An object's bytes; FileNotFoundError if there is none."""
+        """An object's bytes. FileNotFoundError: there is no such object."""
         ...
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """At most `length` bytes of an object from `start` on; FileNotFoundError if there is none."""
+        """At most `length` bytes of an object from `start` on. FileNotFoundError: there is no such object."""
         ...
 
     def signed_url(self, key: str, seconds: int) -> str | None:
-        """A URL that lets anybody read the object for `seconds`; None if this kind of store has no such URLs."""
+        """A URL that lets anyone read the object for `seconds`; None if this kind of store has no such URLs."""
         ...
 
     def size(self, key: str) -> int:
-        """An object's size in bytes; FileNotFoundError if there is none."""
+        """An object's size in bytes. FileNotFoundError: there is no such object."""
         ...
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
@@ -70,7 +70,7 @@ class Blobs(Protocol):
 def open_blobs(url: str) -> Blobs:
     """The objects at `file:///folder` (or a plain absolute folder), `memory://name` or `gs://bucket/prefix`.
 
-    gs:// uses the machine's own Google credentials; STORAGE_EMULATOR_HOST redirects it to an emulator. UserError for
+    gs:// uses the machine's own Google credentials; STORAGE_EMULATOR_HOST redirects it to an emulator. UserError:
     any other URL.
     """
     scheme, separator, rest = url.partition("://")

@@ -1,4 +1,4 @@
-"""The format of the commit object, which lists a checkpoint's files with sizes and hashes, and verified reads."""
+"""Verified reads, and the format of the commit object, which lists a checkpoint's files with sizes and hashes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 
 FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"
-MODEL = "model.safetensors"  # full-parameter weights by Hugging Face's names
+MODEL = "model.safetensors"  # full-parameter weights under Hugging Face's names
 _FACTS = {fact.name for fact in fields(CheckpointMeta)}
 PIECES = re.compile(r"part-\d{5}\.safetensors")  # of a recovery snapshot that the worker processes wrote
 
 
 def to_json(saved: Saved) -> bytes:
-    """The commit object as JSON. It also records the versions of the programs that wrote it, for people to read."""
+    """The commit object as JSON. It also records, for people, the versions of the programs that wrote it."""
     meta = {
         **vars(saved.meta),
         "user_metadata": dict(saved.meta.user_metadata),
@@ -70,7 +70,7 @@ def seal(commit: Mapping[str, object]) -> bytes:
 
 
 def from_json(data: bytes, path: CheckpointPath) -> Saved:
-    """The commit object of `path`; StoreError when it is damaged, has another format, or names another checkpoint."""
+    """Parse the commit object of `path`. StoreError: damaged, in another format, or of another checkpoint."""
     try:
         commit: dict[str, Any] = json.loads(data)
         if commit["format"] != FORMAT:
@@ -102,7 +102,7 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"checkpoint {path}: commit.json is damaged ({type(error).__name__}: {error})") from error
-    # Files are read by the names in the commit, so these are checked like the names in a request.
+    # Files are read by the names in the commit, so these names are checked like the names in a request.
     if not is_name(saved.attempt) or not _are_files_of(saved.kind, set(saved.files)):
         raise StoreError(
             f"checkpoint {path}: commit.json names attempt {saved.attempt!r} and files {sorted(saved.files)}"
@@ -143,7 +143,7 @@ def _version(package: str) -> str:
 
 # ------------------------------------------------------------------ reading
 def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KINDS) -> Iterator[CheckpointPath]:
-    """The paths of a run, or of all runs, under which a save has begun. A save may have begun without a commit."""
+    """The paths of a run, or of all runs, at which a save has begun, whether or not it was committed."""
     runs = filter(is_run_id, blobs.children(RUNS)) if run_id is None else [run_id]
     for run in runs:
         for kind in kinds:
@@ -161,16 +161,16 @@ def read_bytes(blobs: Blobs, path: CheckpointPath) -> bytes | None:
 
 
 def find_commit(blobs: Blobs, path: CheckpointPath) -> Saved | None:
-    """The checkpoint that is committed under `path`, or None.
+    """The checkpoint committed at `path`, or None.
 
-    StoreError when the commit object is damaged, or belongs to another checkpoint.
+    StoreError: the commit object is damaged, or belongs to another checkpoint.
     """
     data = read_bytes(blobs, path)
     return None if data is None else from_json(data, path)
 
 
 def get_commit(blobs: Blobs, path: CheckpointPath) -> Saved:
-    """The same as `find_commit`, but NotFoundError when there is no commit."""
+    """Like `find_commit`, but raises NotFoundError if there is no commit."""
     saved = find_commit(blobs, path)
     if saved is None:
         raise NotFoundError(f"checkpoint {path}: it is not in the store")
@@ -178,7 +178,7 @@ def get_commit(blobs: Blobs, path: CheckpointPath) -> Saved:
 
 
 def read_file(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> bytes:
-    """The bytes of a file; FileNotFoundError when it is missing, StoreError when the bytes are not the saved ones."""
+    """The bytes of a file. FileNotFoundError: the file is missing. StoreError: the bytes are not the saved bytes."""
     data, digest = blobs.read(f"{path.attempt(saved.attempt)}/{file}"), saved.files[file]
     if len(data) != digest.size:
         raise StoreError(f"checkpoint {path}: {file} has {len(data)} bytes; {digest.size} were saved")
@@ -190,8 +190,8 @@ def read_file(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> by
 def read_range(blobs: Blobs, folder: str, file: str, digest: Digest, start: int, length: int) -> bytes:
     """At most `length` bytes, from `start` on, of a file in `blobs`. Whole blocks are read and verified.
 
-    folder: the key of the file's folder (`CheckpointPath.attempt`). file: its name. digest: from the commit. Errors are
-    as in `read_file`.
+    folder: the key of the file's folder (`CheckpointPath.attempt`). file: its name. digest: from the commit. Errors as
+    in `read_file`.
     """
     first, end = start // BLOCK, min(start + length, digest.size)
     if start >= end:
@@ -207,13 +207,13 @@ def read_range(blobs: Blobs, folder: str, file: str, digest: Digest, start: int,
 
 
 def read_files(blobs: Blobs, path: CheckpointPath, wanted: Callable[[str], bool]) -> tuple[Saved, dict[str, bytes]]:
-    """The commit of `path` and its `wanted` files, all of the same save; errors as in `read_file`."""
+    """The commit of `path` and its `wanted` files, all of the same save. Errors as in `read_file`."""
     saved = get_commit(blobs, path)
     while True:
         try:
             return saved, {file: read_file(blobs, path, saved, file) for file in saved.files if wanted(file)}
         except FileNotFoundError as error:
-            # Read again if the checkpoint was overwritten or deleted after its commit was read.
+            # Read again, in case the checkpoint was overwritten or deleted after its commit was read.
             before, saved = saved, get_commit(blobs, path)
             if saved.attempt == before.attempt:
                 raise StoreError(f"checkpoint {path}: a file of attempt {saved.attempt} is missing") from error

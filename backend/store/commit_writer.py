@@ -15,10 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class CommitWriter:
-    """Writes the files and the commit objects of checkpoints. Methods raise OSError when the store fails."""
+    """Writes the files and commit objects of checkpoints. Methods raise OSError if the store fails."""
 
     def __init__(self, url: str, blobs: Blobs) -> None:
-        """Write to `blobs`; `url` identifies the store in log lines."""
+        """blobs: to write to. url: identifies the store in log lines."""
         self._url, self._blobs = url, blobs
 
     def save(
@@ -29,9 +29,9 @@ class CommitWriter:
         *,
         overwrite: bool,
     ) -> Saved:
-        """Write the files of a checkpoint in parallel and commit them, unless the request of `meta` saved it before.
+        """Write the files of a checkpoint in parallel and commit them, unless the request of `meta` has saved it.
 
-        make: makes the commit and the files, only when they are needed. overwrite, errors: see `commit_files`.
+        make: makes the commit and the files; called only if they are needed. overwrite, errors: see `commit_files`.
         """
         before = commit.find_commit(self._blobs, path)
         if before is not None and (_is_same_request(before, meta) or not overwrite):
@@ -51,8 +51,8 @@ class CommitWriter:
     def commit_files(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
         """Commit files that were written. Returns `saved`, or the earlier commit of the same request.
 
-        StoreError when a file does not have the size of its digest. ConflictError when another commit has the path,
-        unless `overwrite`. A failure removes the files, unless it came after the commit.
+        StoreError: a file does not have the size in its digest. ConflictError: another commit exists at the path, and
+        `overwrite` is False. A failure removes the files, unless it came after the commit.
         """
         try:
             for file, digest in saved.files.items():
@@ -65,9 +65,9 @@ class CommitWriter:
             raise
 
     def delete(self, path: CheckpointPath, attempt: str) -> bool:
-        """Remove a commit, then its files; see `Store.delete`. attempt: the only one to remove, or ""."""
+        """Remove a commit, then its files; see `Store.delete`. attempt: the only attempt to remove; "": any."""
         found, of = False, attempt
-        # Remove only the bytes that were read, because another process may have replaced or amended the commit.
+        # Remove the commit only if it still has these bytes: another process may have replaced or amended it.
         while not found and (data := commit.read_bytes(self._blobs, path)) is not None:
             try:
                 saved = commit.from_json(data, path)
@@ -83,7 +83,7 @@ class CommitWriter:
         return found
 
     def replace_commit(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
-        """Create a commit (`old` None), or replace it; False when there is another. A truncated commit is undone."""
+        """Create a commit (`old` None), or replace it. False: there is another one. A truncated commit is undone."""
         try:
             if old is not None:
                 done = self._blobs.replace(path.commit, old, new)
@@ -108,7 +108,7 @@ class CommitWriter:
             _log.warning("store %s: %s is left behind: %s", self._url, prefix, error)
 
     def _publish(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
-        """Write the commit. With `overwrite`, replace an existing commit: the last of several writers wins."""
+        """Write the commit. With `overwrite`, replace an existing commit; the last of several writers wins."""
         data = commit.to_json(saved)
         while True:
             if self.replace_commit(path, None, data):
@@ -125,7 +125,7 @@ class CommitWriter:
                 return saved
 
     def _undo_truncated(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
-        """If only the first bytes of `new` were stored, restore the bytes from before; True if that was necessary."""
+        """If only the first bytes of `new` were stored, restore the previous bytes. Returns whether it was."""
         stored = commit.read_bytes(self._blobs, path)
         if stored is None or stored == new or not new.startswith(stored):
             return False
@@ -134,7 +134,7 @@ class CommitWriter:
         return self._blobs.replace(path.commit, stored, old)
 
     def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
-        """Remove the files of a failed save, unless the failure came after its commit: then the files are needed."""
+        """Remove the files of a failed save, unless it failed after the commit, which needs the files."""
         try:
             committed = commit.find_commit(self._blobs, path)
         except (OSError, StoreError) as error:

@@ -1,4 +1,4 @@
-"""OSErrors of a store's objects become StoreErrors that name the store and the failed action."""
+"""Translation of a store's OSErrors into StoreErrors that name the store and the failed action."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkerflow.backend.core.errors import StoreAwayError, StoreError
 
 @contextmanager
 def store_errors(url: str, action: str) -> Iterator[None]:
-    """Raise OSErrors of the block as StoreAwayErrors; a missing file as StoreError.
+    """Raise OSErrors of the block as StoreAwayErrors, and a missing file as StoreError.
 
     url: of the store. action: completes "cannot ...".
     """

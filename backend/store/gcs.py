@@ -1,7 +1,7 @@
 """Objects in Google Cloud Storage through gcsfs: every write has a precondition, and every failure is an OSError.
 
-gcsfs repeats a request six times, with growing pauses, after a 5xx, 408, 429 or a broken connection. If the answer to a
-write is lost, the repeated write is refused with 412. Then we check whether the object has our own bytes.
+After a 5xx, 408, 429 or a broken connection, gcsfs repeats a request six times with growing pauses. If the answer to a
+write is lost, the repeated write is refused with 412. Then we check whether the object contains our bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from google.auth.exceptions import GoogleAuthError
 
 from tinkerflow.backend.store.objects import ObjectBlobs
 
-RESUMABLE = 16 * 2**20  # bytes; larger objects are sent in pieces of this size, and a failed piece is repeated alone
-_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=20, sock_read=60)  # seconds, of one request
+RESUMABLE = 16 * 2**20  # bytes; larger objects are sent in pieces of this size, and only a failed piece is repeated
+_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=20, sock_read=60)  # seconds, for one request
 _NOT_SATISFIABLE = 416  # a range that begins at the end or after it
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size, generation and MD5 of an object; the MD5 is empty for objects that were composed of others."""
+    """Size, generation and MD5 of an object. The MD5 is empty for objects that were composed of others."""
 
     size: int
     generation: str
@@ -39,7 +39,7 @@ class Stamp:
 
 
 class GcsBlobs(ObjectBlobs):
-    """`Blobs` in a bucket. All methods may be called from any thread; gcsfs runs the requests on a loop of its own."""
+    """`Blobs` in a bucket. All methods may be called from any thread: gcsfs runs the requests on its own loop."""
 
     def __init__(self, root: str) -> None:
         """Objects below `bucket/prefix`. This makes no request."""
@@ -49,7 +49,7 @@ class GcsBlobs(ObjectBlobs):
         self._bucket = self._root.partition("/")[0]
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a new object (ifGenerationMatch=0); FileExistsError when there is one with other bytes."""
+        """Write a new object (ifGenerationMatch=0). FileExistsError: the object exists with other bytes."""
         with _failures(key):
             try:
                 if len(data) >= RESUMABLE:
@@ -85,7 +85,7 @@ class GcsBlobs(ObjectBlobs):
                 raise
 
     def signed_url(self, key: str, seconds: int) -> str:
-        """A V4 signed URL, valid for 7 days at most; OSError when the credentials have no key to sign with."""
+        """A V4 signed URL, valid for 7 days at most. OSError: the credentials contain no signing key."""
         with _failures(key):
             if not isinstance(self._fs.credentials.credentials, Signing):
                 raise OSError(
@@ -100,13 +100,13 @@ class GcsBlobs(ObjectBlobs):
             return int(self._about(key)["size"])
 
     def stamp(self, key: str) -> Stamp:
-        """What tells this content of an object from any other; FileNotFoundError when there is none."""
+        """The stamp that identifies an object's current content. FileNotFoundError: there is no such object."""
         with _failures(key):
             about = self._about(key)
             return Stamp(int(about["size"]), str(about["generation"]), base64.b64decode(about.get("md5Hash", "")))
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
-        """Remove an object; with `old`, only the generation that holds these bytes."""
+        """Remove an object; with `old`, only the generation with these bytes."""
         with _failures(key):
             only: dict[str, str] = {}
             try:
@@ -133,7 +133,7 @@ class GcsBlobs(ObjectBlobs):
     def _upload(self, key: str, data: bytes, generation: str) -> Mapping[str, Any]:
         """Upload in one request, with the bytes as its body.
 
-        gcsfs's own upload uses a fixed multipart boundary, and cuts data that contains it.
+        gcsfs's own upload uses a fixed multipart boundary, and truncates data that contains the boundary.
         """
         _, answer = self._fs.call(
             "POST",
@@ -160,14 +160,14 @@ class GcsBlobs(ObjectBlobs):
 
 
 class _Body(io.BytesIO):
-    """The body of a request, readable again for the next try."""
+    """The body of a request, which can be read again for a retry."""
 
     def close(self) -> None:
         """Do nothing: aiohttp closes a body after its request, and gcsfs may send it again."""
 
 
 def _is(data: bytes, about: Mapping[str, Any]) -> bool:
-    """Whether the object that the service describes holds the bytes `data`."""
+    """Whether the object with the metadata `about` contains the bytes `data`."""
     return (
         int(about["size"]) == len(data)
         and about.get("md5Hash") == base64.b64encode(hashlib.md5(data).digest()).decode()
@@ -186,7 +186,7 @@ def _failures(key: str) -> Iterator[None]:
     """Raise the exceptions of gcsfs and of its libraries as OSErrors."""
     try:
         yield
-    except OSError:  # FileNotFoundError and FileExistsError have their meaning, and 403 comes as a plain OSError
+    except OSError:  # FileNotFoundError and FileExistsError keep their meaning, and 403 is raised as a plain OSError
         raise
     except (HttpError, ChecksumError, GoogleAuthError, aiohttp.ClientError, ValueError, RuntimeError) as error:
         raise OSError(f"{key}: {type(error).__name__}: {error}") from error

@@ -1,11 +1,11 @@
-"""Histories of training runs: requests in segments, compressed, with equal data of a run stored once.
+"""Histories of training runs: requests in compressed segments, with equal data of a run stored once.
 
 A segment is an object `history/{run}/{name}` that is written once. Each of its records has its own checksum and its own
-compressed data, so damage is confined to one request. A payload is cut into pieces, and a piece that the run has stored
-before is a reference to the earlier request. The writer remembers the newest pieces in memory only: after a restart of
-the engine, equal data are stored one more time.
+compressed data, so damage is confined to one request. A payload is cut into pieces. A piece that the run has already
+stored becomes a reference to the earlier request. The writer remembers the newest pieces in memory only: after a
+restart of the engine, equal data is stored once more.
 
-The rows of examined steps (`spec.outliers`) are in the same folder, under the number of the step.
+The rows of examined steps (`spec.outliers`) are stored in the same folder, under the number of the step.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tinkerflow.backend.store.failures import store_errors
 
 _FOLDER = "history"
 _MAGIC = b"tinkerflow history 1\n"
-_SHORTEST_SHARED = 64  # bytes of a piece; a reference to a shorter one saves nothing
+_SHORTEST_SHARED = 64  # bytes of a piece; references to shorter pieces save nothing
 _LEVEL = 6  # of zstd
 _REMEMBERED = 100_000  # pieces of all runs, about 20 MB
-_EXAMINED = "blame-"  # and the step: the rows of an examined step
+_EXAMINED = "blame-"  # followed by the step: the rows of an examined step
 _MOST_EXAMINED = 50  # steps of a run
-_CACHED = 4  # segments whose records are kept for references
+_CACHED = 4  # segments whose records are kept in memory for references
 
 
 class _Piece(NamedTuple):
-    """Where a piece is stored: the segment ("" = the same one), the request in it, and its place in the request."""
+    """Where a piece is stored: the segment ("": the same one), the request in it, and the place in the request."""
 
     segment: str
     seq_id: int
@@ -47,7 +47,7 @@ class _Piece(NamedTuple):
 
 
 class _Record(msgspec.Struct, array_like=True):
-    """A request of a segment. sizes: of its own pieces. data: these pieces, compressed together."""
+    """A request in a segment. sizes: of the pieces stored with it. data: these pieces, compressed together."""
 
     seq_id: int
     kind: str
@@ -61,7 +61,7 @@ class _Record(msgspec.Struct, array_like=True):
     data: bytes
 
     def own(self) -> list[bytes]:
-        """The pieces that are stored with this request."""
+        """The pieces stored with this request."""
         data, start, found = zstandard.ZstdDecompressor().decompress(self.data), 0, []
         for size in self.sizes:
             found.append(data[start : start + size])
@@ -75,10 +75,10 @@ _SEGMENT = msgspec.msgpack.Decoder(list[tuple[bytes, bytes]])
 
 
 class HistoryStore:
-    """The histories of a store. Methods block, and raise StoreError when the store fails."""
+    """The histories in a store. Methods block, and raise StoreError if the store fails."""
 
     def __init__(self, url: str, blobs: Blobs) -> None:
-        """The histories in `blobs`; `url` identifies the store in messages."""
+        """blobs: contain the histories. url: identifies the store in messages."""
         self._url, self._blobs = url, blobs
         self._stored: OrderedDict[tuple[str, bytes], _Piece] = OrderedDict()
         self._segments: OrderedDict[tuple[str, str], dict[int, _Record]] = OrderedDict()
@@ -89,7 +89,7 @@ class HistoryStore:
     ) -> Segment:
         """Write requests of a run, in order, as a new segment.
 
-        split: cuts a payload into pieces that other payloads may contain, too.
+        split: cuts a payload into pieces that other payloads may also contain.
         """
         name = new_id(f"{requests[0].seq_id:012d}")
         new: dict[tuple[str, bytes], _Piece] = {}
@@ -108,11 +108,11 @@ class HistoryStore:
         return Segment(name, requests[0].seq_id, requests[-1].seq_id, len(data))
 
     def read_segment(self, run_id: str, name: str) -> list[PastRequest]:
-        """The requests of a segment. StoreError names the request whose record or data are damaged."""
+        """The requests in a segment. StoreError: names the request whose record or data is damaged."""
         return [self._request(run_id, name, record) for record in self._records(run_id, name).values()]
 
     def remove_segment(self, run_id: str, name: str) -> None:
-        """Remove a segment that nothing refers to, because it was just written."""
+        """Remove a segment that was just written, so nothing refers to it."""
         with store_errors(self._url, f"remove a part of the history of run {run_id}"):
             self._blobs.remove(_key(run_id, name))
         self._forget_pieces(run_id)
@@ -124,7 +124,7 @@ class HistoryStore:
         self._forget_pieces(run_id)
 
     def write_blame(self, run_id: str, step: int, rows: Sequence[BlamedRow]) -> None:
-        """Keep the worst rows of an examined step, in place of earlier ones. UserError: too many steps are kept."""
+        """Store the worst rows of an examined step, replacing earlier rows. UserError: too many steps are kept."""
         key = _key(run_id, f"{_EXAMINED}{step:012d}")
         with store_errors(self._url, f"write the examined rows of run {run_id}"):
             known = self._examined(run_id)
@@ -134,7 +134,7 @@ class HistoryStore:
             self._blobs.create(key, msgspec.json.encode(rows))
 
     def blames(self, run_id: str, most: int = 5) -> dict[int, list[BlamedRow]]:
-        """The rows that `write_blame` has kept, by step: those of the last `most` steps, the last one first."""
+        """The rows that `write_blame` stored for the last `most` steps, by step, newest first."""
         found = {}
         with store_errors(self._url, f"read the examined rows of run {run_id}"):
             for step in reversed(self._examined(run_id)[-most:]):
@@ -158,7 +158,7 @@ class HistoryStore:
         pieces: Sequence[bytes],
         new: dict[tuple[str, bytes], _Piece],
     ) -> _Record:
-        """The record of a request. new: the pieces of this segment; those of the record are added."""
+        """Make the record of a request. new: the pieces of this segment; the record's pieces are added."""
         own: list[bytes] = []
         places = []
         for piece in pieces:

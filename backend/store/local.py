@@ -17,17 +17,17 @@ class LocalBlobs:
     """`Blobs` in a folder. Files whose names begin with '.' are drafts: no method reads or lists them."""
 
     def __init__(self, root: Path) -> None:
-        """Objects below `root`, which nobody but the owner can read; the first write makes that folder."""
+        """Objects below the folder `root`, which only the owner can read. The first write creates it."""
         self._root = root
         make_private(root)
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a new file; FileExistsError when it exists. `link`, unlike rename, never replaces a file."""
+        """Write a new file. FileExistsError: the file exists. `link`, unlike rename, never replaces a file."""
         with self._draft(key, data) as (draft, target):
             os.link(draft, target)
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Replace a file that holds the bytes `old`."""
+        """Replace a file that contains the bytes `old`."""
         with self._changing():
             if not self._holds(key, old):
                 return False
@@ -46,7 +46,7 @@ class LocalBlobs:
             return file.read(length)
 
     def signed_url(self, key: str, seconds: int) -> None:
-        """None: local files have no URLs of their own; the API serves them."""
+        """Return None: local files have no URLs of their own, so the API serves them."""
 
     def size(self, key: str) -> int:
         """A file's size in bytes."""
@@ -70,13 +70,13 @@ class LocalBlobs:
     def remove_folder(self, prefix: str) -> None:
         """Remove a folder and the files in it."""
         folder = self._root / prefix
-        with suppress(FileNotFoundError):  # another process may be removing it, too
+        with suppress(FileNotFoundError):  # another process may also be removing it
             for path in folder.iterdir():
                 path.unlink(missing_ok=True)
             folder.rmdir()
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
-        """Remove drafts that are so old that their writers must have died."""
+        """Remove drafts from before `before`, whose writers must have died."""
         folder, cleared = self._root / prefix, 0
         for path in folder.glob(".*") if folder.is_dir() else ():
             with suppress(FileNotFoundError):
@@ -95,7 +95,7 @@ class LocalBlobs:
         folder = self._root / prefix
         times = []
         for path in folder.iterdir() if folder.is_dir() else ():
-            with suppress(FileNotFoundError):  # a draft that has just become a file
+            with suppress(FileNotFoundError):  # a draft that has just been renamed
                 times.append(path.stat().st_mtime)
         return datetime.fromtimestamp(max(times), UTC) if times else None
 
@@ -107,7 +107,7 @@ class LocalBlobs:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock of all processes that compare a file and then change it. The lock ends with its process."""
+        """Hold the lock shared by all processes that compare and then change a file. It ends with its process."""
         make_folder(self._root)
         with open_private(self._root / ".lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -115,7 +115,7 @@ class LocalBlobs:
 
     @contextmanager
     def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
-        """A flushed draft next to its target, and the target. Afterwards, flush the folder and remove the draft."""
+        """Yield a flushed draft next to its target, and the target. Then flush the folder and remove the draft."""
         target = self._root / key
         make_folder(target.parent)
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")

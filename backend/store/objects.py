@@ -10,25 +10,25 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-# A process has one memory file system of fsspec. It looks before it writes, and lists a dict that threads may change.
+# A process has one fsspec memory file system. It checks before it writes, and lists a dict that threads may change.
 MEMORY_LOCK = threading.Lock()
 
 
 class ObjectBlobs:
-    """`Blobs` in an fsspec file system whose `pipe_file(mode="create")` fails when the object exists."""
+    """`Blobs` in an fsspec file system whose `pipe_file(mode="create")` fails if the object exists."""
 
     def __init__(
         self, filesystem: AbstractFileSystem, root: str, *, guard: Callable[[str], AbstractContextManager[Any]]
     ) -> None:
-        """Objects below `root`. Every use of the file system is in `guard(key)`, a lock or a translation of errors."""
+        """Objects below `root`. guard: a context for all uses of the file system: a lock, or translation of errors."""
         self._fs = filesystem
         self._guard = guard
         self._root = root.rstrip("/")
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a new object; FileExistsError when there is one with other bytes.
+        """Write a new object. FileExistsError: the object exists with other bytes.
 
-        An object with equal bytes counts as our own: when a response is lost, the retry finds the object of the first
+        An object with equal bytes counts as our own: if a response is lost, the retry finds the object from the first
         try. A caller that must be the only creator puts something unique into `data`.
         """
         try:
@@ -39,7 +39,7 @@ class ObjectBlobs:
                 raise
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Replace an object that holds the bytes `old`."""
+        """Replace an object that contains the bytes `old`."""
         with self._guard(key):
             if not self._holds(key, old):
                 return False
@@ -82,7 +82,7 @@ class ObjectBlobs:
             self.remove(f"{prefix}/{name}")
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
-        """0: an object is written in one step, so there are no drafts."""
+        """Return 0: objects are written in one step, so there are no drafts."""
         return 0
 
     def children(self, prefix: str) -> list[str]:

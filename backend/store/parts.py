@@ -1,6 +1,6 @@
-"""Parts of states that worker processes write and read directly, with one safetensors file for each process.
+"""Parts of states that worker processes write and read directly, with one safetensors file per process.
 
-No process loads more of a state than it needs. The engine commits the parts by their names and digests.
+No process loads more of a state than it needs. The engine commits the parts with their names and digests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class _Stored:
-    """The location of a tensor: its file, and its first byte and end."""
+    """The location of a tensor: its file, its first byte, and its end (exclusive)."""
 
     file: str
     shape: Shape
@@ -66,7 +66,7 @@ def is_store(blobs: Blobs, mark: str) -> bool:
 
 
 def write_part(blobs: Blobs, folder: str, rank: int, pieces: Mapping[str, Floats]) -> dict[str, Digest]:
-    """Write the part of one process. Returns its file's digest by name; empty if the process has no shard."""
+    """Write the part of one process. Returns the file's name and digest; empty if the process has no shard."""
     if not pieces:
         return {}
     file, data = PART.format(rank), peft.encode(pieces)
@@ -79,7 +79,7 @@ def read_tensors(blobs: Blobs, state: StoredState, wants: Wants) -> dict[str, Fl
     """The requested tensors of a state by name. Every byte is verified.
 
     wants: returns the names to read, given the shapes of all tensors by name. NotFoundError: the state was deleted
-    meanwhile. StoreError names a damaged file. StoreAwayError: the store cannot be reached.
+    meanwhile. StoreError: names a damaged file. StoreAwayError: the store cannot be reached.
     """
     files = {file: digest for file, digest in state.files.items() if file.endswith(".safetensors")}
 
@@ -123,7 +123,7 @@ def _listed(file: str, size: int, part: Callable[[str, int, int], bytes]) -> dic
 
 
 def _runs(wanted: list[tuple[str, _Stored]]) -> Iterator[list[tuple[str, _Stored]]]:
-    """Groups of neighboring tensors that are read together, each of at most about 16 blocks."""
+    """Group neighboring tensors that are read together, at most about 16 blocks per group."""
     run: list[tuple[str, _Stored]] = []
     for name, one in sorted(wanted, key=lambda item: (item[1].file, item[1].begin)):
         last = run[-1][1] if run else None
@@ -137,7 +137,7 @@ def _runs(wanted: list[tuple[str, _Stored]]) -> Iterator[list[tuple[str, _Stored
 
 @contextmanager
 def _failures(doing: str) -> Iterator[None]:
-    """Raise OSErrors as StoreAwayErrors, and a missing file as NotFoundError, because the state was deleted."""
+    """Raise OSErrors as StoreAwayErrors, and a missing file (of a deleted state) as NotFoundError."""
     try:
         yield
     except FileNotFoundError as error:

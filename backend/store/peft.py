@@ -1,6 +1,6 @@
-"""The two files that make a folder a PEFT adapter, as `peft` and vLLM load it: its tensors and its config.
+"""The tensors and the config that make a folder a PEFT adapter, which `peft` and vLLM can load.
 
-Other files of tensors, such as the optimizer's moments, are written and read the same way.
+Other tensor files, such as the optimizer's moments, are written and read the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT = re.compile(r"base_model\.model\.(?:[\w.]+\.)?(\w+)\.lora_[AB]\.weight")
 _TEXT_MODEL = "language_model"
-# The parameters of transformers 5, and the modules of an expert that each is made of.
+# The fused parameters of transformers 5, and the modules of an expert that each consists of.
 _FUSED = (
     ("gate_up_proj", {"gate_proj", "up_proj"}),
     ("gate_up_proj", {"w1", "w3"}),
@@ -37,7 +37,7 @@ _FUSED = (
 
 # ------------------------------------------------------------------ the config
 def adapter_config(base_model: str, spec: LoraSpec, weight_names: Collection[str]) -> bytes:
-    """PEFT's `adapter_config.json` for an adapter with these tensors; StoreError for a name that is not PEFT's."""
+    """PEFT's `adapter_config.json` for an adapter with these tensors. StoreError: a name is not PEFT's."""
     name, revision = hub_name(base_model) or (base_model, "")
     config = {
         "base_model_name_or_path": name,
@@ -61,22 +61,23 @@ def adapter_config(base_model: str, spec: LoraSpec, weight_names: Collection[str
 
 
 def _only_text(weight_names: Collection[str]) -> dict[str, str]:
-    """exclude_modules of a text model that is part of another one, whose other parts have modules of the same names."""
+    """exclude_modules for a text model inside a larger model whose other parts contain modules of the same names."""
     inside = any(f".{_TEXT_MODEL}." in name for name in weight_names)
     return {"exclude_modules": rf"(?!.*\b({_TEXT_MODEL}|lm_head)\b).*"} if inside else {}
 
 
 def _patterns(spec: LoraSpec, weight_names: Collection[str]) -> dict[str, dict[str, float]]:
-    """rank_pattern and alpha_pattern of experts whose rank is not that of the other matrices.
+    """rank_pattern and alpha_pattern for experts whose rank differs from that of the other matrices.
 
-    The keys are the ends of names, and fit experts alone: each one's modules, and the parameters that transformers 5
-    fuses those of a layer into. PEFT joins the adapters of the two that make one, and takes the first key that fits.
+    The keys are ends of names that match only experts: the modules of each expert, and the parameters into which
+    transformers 5 fuses the modules of a layer. PEFT joins the adapters of two modules that form one parameter, and
+    uses the first key that matches.
     """
     own = spec.expert_rank
     names = {_module(name) for name in weight_names if EXPERT.search(name)} if own else set()
     if own is None or not names:
         return {}
-    # The scale of the experts' update is LORA_ALPHA / own; a part of it is in their B.
+    # The scale of the experts' update is LORA_ALPHA / own. A part of this scale is contained in their B.
     alpha = LORA_ALPHA / peft_factor(spec.rank, own)
     times = {rf"experts.\d+.{name}": 1 for name in sorted(names)}
     times |= {f"experts.{fused}": len(parts) for fused, parts in _FUSED if parts <= names}
@@ -97,7 +98,7 @@ def _module(weight_name: str) -> str:
 
 # ------------------------------------------------------------------ the tensors
 def encode(tensors: Mapping[str, Floats]) -> bytes:
-    """float32 tensors by name as one safetensors file; StoreError names a tensor of another dtype."""
+    """Encode named float32 tensors as a safetensors file. StoreError: names a tensor of another dtype."""
     for name, array in tensors.items():
         if array.dtype != np.float32:
             raise StoreError(f"tensor {name!r} is {array.dtype}; checkpoints hold float32")
@@ -107,7 +108,7 @@ def encode(tensors: Mapping[str, Floats]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Floats]:
-    """The inverse of `encode`; StoreError when the bytes are not a safetensors file of float32 tensors."""
+    """The inverse of `encode`. StoreError: the bytes are not a safetensors file of float32 tensors."""
     try:
         tensors: dict[str, Floats] = load_safetensors(data)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -119,7 +120,7 @@ def decode(data: bytes) -> dict[str, Floats]:
 
 
 def decode_any(data: bytes) -> dict[str, Floats]:
-    """The tensors of a safetensors file that others wrote, as float32; StoreError when it has others than floats."""
+    """The tensors of a foreign safetensors file, as float32. StoreError: a tensor is not F32, F16 or BF16."""
     try:
         found = deserialize(data)  # type: ignore[no-untyped-call]
     except (SafetensorError, ValueError) as error:
@@ -128,7 +129,7 @@ def decode_any(data: bytes) -> dict[str, Floats]:
 
 
 def _widened(name: str, dtype: str, raw: bytearray) -> Floats:
-    if dtype == "BF16":  # the first half of a float32
+    if dtype == "BF16":  # the upper half of a float32
         return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view(np.float32)
     if dtype == "F16":
         return np.frombuffer(raw, "<f2").astype(np.float32)

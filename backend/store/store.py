@@ -42,11 +42,11 @@ class Store:
 
     A checkpoint exists if its commit object does. The commit is written last, so an earlier crash leaves no checkpoint.
 
-    uploads: files of uploads and images. histories: requests of training runs. upkeep: damage and leftovers.
+    uploads: files of uploads and images. histories: requests of training runs. upkeep: finds damage and leftovers.
     """
 
     def __init__(self, url: str, blobs: Blobs, clock: Clock) -> None:
-        """A store over `blobs`; `url` identifies it in messages. Callers use `open`."""
+        """A store over `blobs`. url: identifies it in messages. Callers use `open`."""
         self.url = url
         self.blobs = blobs
         self.uploads = UploadedFiles(url, blobs)
@@ -57,16 +57,16 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, clock: Clock | None = None) -> Self:
-        """The store at `file:///folder`, `gs://bucket/prefix` or `memory://name`; UserError for other URLs."""
+        """The store at `file:///folder`, `gs://bucket/prefix` or `memory://name`. UserError: any other URL."""
         return cls(url, open_blobs(url), clock or SystemClock())
 
     def save(
         self, run_id: str, kind: str, name: str, state: AdapterState, meta: CheckpointMeta, *, overwrite: bool = False
     ) -> Saved:
-        """Save `state` and the facts `meta` as `tinker://run_id/kind/name`; kind is `weights` or `sampler_weights`.
+        """Save `state` and the facts `meta` as `tinker://run_id/kind/name`. kind: `weights` or `sampler_weights`.
 
-        ConflictError if the name is taken, unless `overwrite`. A repetition with the same `meta.request_id` returns the
-        checkpoint that the request saved. UserError for a malformed name; StoreError if the store fails.
+        ConflictError: the name is taken, and `overwrite` is False. A repetition with the same `meta.request_id` returns
+        the checkpoint that the request saved. UserError: a malformed name. StoreError: the store fails.
         """
         path = CheckpointPath(run_id, str(kind), name)
         if path.kind == EXTERNAL_WEIGHTS:
@@ -85,9 +85,9 @@ class Store:
     ) -> Saved:
         """Save the weights of `state` as `tinker://run_id/external_weights/name`, a PEFT folder for downloads.
 
-        If all parameters are trained, the folder has the model's weights by Hugging Face's names.
-        With age `recipients`, each file is encrypted to them, and `.age` is added to its name. `meta`, `overwrite`,
-        repetition and errors are as in `save`.
+        If all parameters are trained, the folder contains the model's weights under Hugging Face's names.
+        With age `recipients`, each file is encrypted to them, and `.age` is added to its name. For `meta`, `overwrite`,
+        repetition and errors see `save`.
         """
         path = CheckpointPath(run_id, EXTERNAL_WEIGHTS, name)
         plain = state.copy_with(moments={})
@@ -99,10 +99,10 @@ class Store:
         return self._save(path, state, meta, files, overwrite)
 
     def copy(self, source: str, run_id: str, *, owner: str, expires_at: datetime | None, request_id: str) -> Saved:
-        """Copy the checkpoint `source` with the same kind and name into the run `run_id` of `owner`.
+        """Copy the checkpoint `source` into the run `run_id` of `owner`, with the same kind and name.
 
-        expires_at: of the copy, None: never. Every file is verified. Errors are as in `load`; repetition with the same
-        `request_id` is as in `save`.
+        expires_at: of the copy; None: never. Every file is verified. For errors see `load`, for repetition with the
+        same `request_id` see `save`.
         """
         where = CheckpointPath.parse(source)
         with self._errors(f"copy {where}"):
@@ -137,7 +137,7 @@ class Store:
         meta: CheckpointMeta,
         files: Mapping[str, Digest],
     ) -> Saved:
-        """A commit with the current time. attempt: of its files. state: for its shape, steps and optimizer."""
+        """A commit with the current time. attempt: of the files. state: gives the shape, steps and optimizer."""
         return Saved(
             path=str(path),
             run_id=path.run_id,
@@ -153,9 +153,9 @@ class Store:
         )
 
     def load(self, path: str, *, optimizer: bool = True) -> tuple[AdapterState, Saved]:
-        """The state saved under `path`, and its commit. Without `optimizer`, moments are neither read nor returned.
+        """The state saved at `path`, and its commit. Without `optimizer`, moments are neither read nor returned.
 
-        NotFoundError if there is no checkpoint; UserError for a malformed path; StoreError names the damaged file.
+        NotFoundError: there is no checkpoint. UserError: a malformed path. StoreError: names the damaged file.
         """
         where = CheckpointPath.parse(path)
         if where.kind == EXTERNAL_WEIGHTS:
@@ -171,7 +171,7 @@ class Store:
         return AdapterState(saved.spec, saved.step, weights, moments, saved.optimizer), saved
 
     def stored(self, path: str, *, optimizer: bool = True) -> tuple[StoredState, Saved]:
-        """The location and shape of a state, for processes that read it themselves. Errors are as in `load`."""
+        """The location and shape of a state, for processes that read it themselves. Errors as in `load`."""
         where = CheckpointPath.parse(path)
         with self._errors(f"look up {where}"):
             saved = commit.get_commit(self.blobs, where)
@@ -179,7 +179,7 @@ class Store:
         return StoredState(saved.spec, saved.step, saved.optimizer, where.attempt(saved.attempt), files), saved
 
     def mark(self) -> str:
-        """A unique text of this store. Hosts that read the same text under the same URL use the same objects."""
+        """A unique text in this store. Hosts that read the same text at the same URL use the same objects."""
         with self._errors("read its mark"):
             return parts.store_mark(self.blobs)
 
@@ -188,9 +188,9 @@ class Store:
         return CheckpointPath(run_id, kind, name).attempt(new_id("attempt"))
 
     def commit_parts(self, folder: str, kept: AdapterKept, meta: CheckpointMeta, files: Mapping[str, Digest]) -> Saved:
-        """Commit the parts that processes wrote into `folder`; StoreError if a file has another size.
+        """Commit the parts that processes wrote into `folder`. StoreError: a file has the wrong size.
 
-        folder: of `new_folder`. kept: the state's shape. meta: see CheckpointMeta. files: digests by file.
+        folder: from `new_folder`. kept: the state's shape. meta: see CheckpointMeta. files: digests by file.
         """
         path = CheckpointPath.of_folder(folder)
         saved = self._new_commit(path, folder.rpartition("/")[2], kept, meta, files)
@@ -202,20 +202,20 @@ class Store:
         self._writer.remove_leftovers(folder)
 
     def find(self, path: str) -> Saved | None:
-        """The commit of `path`, or None; UserError for a malformed path."""
+        """The commit of `path`, or None. UserError: a malformed path."""
         where = CheckpointPath.parse(path)
         with self._errors(f"look up {where}"):
             return commit.find_commit(self.blobs, where)
 
     def exists(self, path: str) -> bool:
-        """Whether a checkpoint is saved under `path`."""
+        """Whether a checkpoint is saved at `path`."""
         return self.find(path) is not None
 
     def read_range(self, saved: Saved, file: str, start: int, length: int) -> bytes:
         """At most `length` bytes, from `start` on, of a file that the commit `saved` names.
 
-        Whole blocks (commit.BLOCK) around these bytes are read and verified. NotFoundError if the checkpoint was
-        deleted or overwritten meanwhile; StoreError names the damaged file.
+        Whole blocks (commit.BLOCK) around these bytes are read and verified. NotFoundError: the checkpoint was deleted
+        or overwritten meanwhile. StoreError: names the damaged file.
         """
         where = CheckpointPath.parse(saved.path)
         with self._errors(f"read {file} of {where}"):
@@ -229,13 +229,13 @@ class Store:
                 ) from error
 
     def signed_url(self, path: str, attempt: str, file: str, seconds: int) -> str | None:
-        """A URL that lets anybody read the file for `seconds`; None if this kind of store has no such URLs."""
+        """A URL that lets anyone read the file for `seconds`; None if this kind of store has no such URLs."""
         where = CheckpointPath.parse(path)
         with self._errors(f"sign {file} of {where}"):
             return self.blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
 
     def amend(self, path: str, attempt: str, *, public: bool, expires_at: datetime | None) -> bool:
-        """Change `public` and `expires_at` in the commit of `path`; False if it is missing or of another attempt."""
+        """Change `public` and `expires_at` in the commit of `path`. False: missing, or of another attempt."""
         where = CheckpointPath.parse(path)
         with self._errors(f"amend {where}"):
             while (data := commit.read_bytes(self.blobs, where)) is not None:
@@ -250,8 +250,8 @@ class Store:
     def delete(self, path: str, attempt: str = "") -> bool:
         """Remove a checkpoint, its commit first. Returns whether there was one.
 
-        With `attempt`, remove only this attempt, and not a later overwrite. Repeating the call after a crash finishes
-        the work. A damaged commit is removed together with its files.
+        With `attempt`, remove only this attempt, not a later overwrite. Repeating the call after a crash finishes the
+        deletion. A damaged commit is removed together with its files.
         """
         where = CheckpointPath.parse(path)
         with self._errors(f"delete {where}"):
@@ -260,7 +260,7 @@ class Store:
     def checkpoints(self, run_id: str | None = None) -> list[Saved]:
         """All checkpoints of a run, or of all runs, oldest first, read from the commits.
 
-        Damaged commits are logged and left out, so that they do not hide the others. UserError for a malformed run id.
+        Damaged commits are logged and left out, so that they do not hide the others. UserError: a malformed run id.
         """
         if run_id is not None:
             check_run_id(run_id)

@@ -17,7 +17,7 @@ ALL_KINDS = (*KINDS, RECOVERY)
 
 @dataclass(frozen=True)
 class Orphan:
-    """Files of an attempt of `path` that no commit names. written_at: of the newest file."""
+    """Files of an attempt of `path` that no commit names. written_at: when the newest file was written."""
 
     path: str
     attempt: str
@@ -26,7 +26,7 @@ class Orphan:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A recovery snapshot of a run. written_at: of the newest object in its folder."""
+    """A recovery snapshot of a run. written_at: when the newest object in its folder was written."""
 
     path: str
     run_id: str
@@ -34,19 +34,19 @@ class Snapshot:
 
 
 class StoreUpkeep:
-    """Finds and removes damage and leftovers in a store. StoreError when the store fails."""
+    """Finds damage and leftovers in a store, and removes leftovers. StoreError: the store fails."""
 
     def __init__(self, url: str, blobs: Blobs) -> None:
-        """Maintain the checkpoints in `blobs`; `url` identifies the store in messages."""
+        """blobs: contain the checkpoints. url: identifies the store in messages."""
         self._url, self._blobs = url, blobs
 
     def paths(self, run_id: str | None = None) -> list[str]:
-        """The paths of all begun saves, recovery snapshots included. Some of them have no commit."""
+        """The paths of all begun saves, including recovery snapshots. Some of them have no commit."""
         with store_errors(self._url, "list paths"):
             return [str(path) for path in commit.paths(self._blobs, run_id, ALL_KINDS)]
 
     def problems(self, path: str) -> list[str]:
-        """Read the commit of `path` and all of its files; a sentence for each damaged, missing or foreign file.
+        """Read the commit of `path` and all its files. Returns a sentence for each damaged, missing or foreign file.
 
         A path without a commit has no problems. A concurrent save or deletion is not mistaken for damage.
         """
@@ -65,7 +65,7 @@ class StoreUpkeep:
                     return problems
 
     def orphans(self, before: datetime) -> list[Orphan]:
-        """Attempts that no commit names, and into which nothing was written since `before`.
+        """Attempts that no commit names, and whose files were all written before `before`.
 
         A save is an orphan until its commit is written, so `before` must be earlier than the start of any running
         save. Attempts next to an unreadable commit are skipped, because the commit may name one of them.
@@ -74,7 +74,7 @@ class StoreUpkeep:
             return list(_orphans(self._blobs, before))
 
     def remove_orphan(self, orphan: Orphan) -> bool:
-        """Remove the files of an orphan; False when it was committed meanwhile."""
+        """Remove the files of an orphan. Returns False if it was committed meanwhile."""
         path = CheckpointPath.parse(orphan.path)
         with store_errors(self._url, f"remove attempt {orphan.attempt} of {orphan.path}"):
             saved = commit.find_commit(self._blobs, path)
@@ -84,7 +84,7 @@ class StoreUpkeep:
             return True
 
     def snapshots(self, before: datetime) -> list[Snapshot]:
-        """Recovery snapshots that were committed before `before`, damaged ones included."""
+        """Recovery snapshots committed before `before`, including damaged ones."""
         snapshots = []
         with store_errors(self._url, "look for recovery snapshots"):
             for path in commit.paths(self._blobs, kinds=(RECOVERY,)):

@@ -9,19 +9,19 @@ from tinkerflow.backend.store.failures import store_errors
 
 
 class UploadedFiles:
-    """The uploaded files of a store. Each attempt to send a file has a name, and so do its pieces."""
+    """The uploaded files in a store. Each attempt to upload a file has a name, which its pieces share."""
 
     def __init__(self, url: str, blobs: Blobs) -> None:
-        """The files in `blobs`; `url` identifies the store in messages."""
+        """blobs: contain the files. url: identifies the store in messages."""
         self._url, self._blobs = url, blobs
 
     def write_piece(self, upload_id: str, name: str, number: int, data: bytes) -> None:
-        """Store piece `number` of a file. name: of this attempt to send the file."""
+        """Store piece `number` of a file. name: of this attempt to upload the file."""
         with store_errors(self._url, f"write a piece of upload {upload_id}"):
             self._blobs.create(_key(upload_id, name, number), data)
 
     def read_file(self, upload_id: str, name: str, count: int) -> bytes:
-        """The file that has `count` pieces; NotFoundError when a piece is missing."""
+        """Join the `count` pieces of a file. NotFoundError: a piece is missing."""
         with store_errors(self._url, f"read upload {upload_id}"):
             try:
                 return b"".join(self._blobs.read(_key(upload_id, name, number)) for number in range(count))
@@ -29,7 +29,7 @@ class UploadedFiles:
                 raise NotFoundError(f"upload {upload_id!r}: its files no longer exist; begin another upload") from error
 
     def remove_attempt(self, upload_id: str, name: str) -> None:
-        """Remove the pieces of one attempt to send a file."""
+        """Remove the pieces of one attempt to upload a file."""
         folder = f"{UPLOADS}/{upload_id}"
         with store_errors(self._url, f"remove upload {upload_id}"):
             for piece in self._blobs.children(folder):

@@ -1,6 +1,6 @@
-"""Child processes: start a process, notice its end or silence, and stop it. `retry.Restarts` delays the next start.
+"""Child processes: start a process, detect its end or silence, and stop it. `retry.Restarts` delays the next start.
 
-The driver and the agents of hosts use this package for workers. `up` uses it for the engine and the API, and the engine
+The driver and the hosts' agents use this package for workers, `up` uses it for the engine and the API, and the engine
 uses it for its Prefect server.
 """
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-_START_GRACE = 60.0  # additional seconds of silence that a starting process may need for imports
-BEATS = 6  # the other end is lost after so many consecutive beats without a sign of life
+_START_GRACE = 60.0  # additional seconds of silence allowed while a starting process imports modules
+BEATS = 6  # the other end is lost after this many consecutive beats without a sign of life
 
 
 async def _no_beat() -> None:
@@ -19,14 +19,14 @@ async def _no_beat() -> None:
 class HeartbeatMonitor:
     """Waits until there is no sign of life for `timeout` seconds.
 
-    The monitor counts its own beats instead of time, so a stall of this process blames no other process. It detects the
+    The monitor counts its own beats instead of time, so a stall of this process blames no other process. It detects
     silence at most one beat (a sixth of `timeout`) late.
 
     timeout: seconds of silence.
     signs: returns the number of signs of life so far, for example of received bytes.
     beat: awaited before each pause, to send our own sign of life or to request one. The next beat follows when both
     `beat` and the pause are over.
-    is_starting: while it returns True, the timeout is _START_GRACE seconds longer.
+    is_starting: while this returns True, the timeout is _START_GRACE seconds longer.
     """
 
     timeout: float

@@ -29,7 +29,7 @@ class Ending:
 class ChildProcess:
     """A process that this process started. Use it from any thread and any event loop.
 
-    The child leads its own session, so Ctrl-C reaches only this process, which stops its children in order.
+    The child leads its own session, so Ctrl-C reaches only this process, which stops its children in turn.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class ChildProcess:
         on_line: Callable[[str], None] | None = None,
         sockets: Sequence[int] = (),
     ) -> None:
-        """Start the process. OSError when the start fails.
+        """Start the process. OSError: the start failed.
 
         command: the program and its arguments.
         environment: all environment variables of the process.
-        log: the file for its output, which is appended; None = our stderr. A new file is readable only by its owner.
-        input_lines: whether `write` sends it lines until `close_input`. Otherwise its standard input is empty.
-        on_line: called with each line of its standard output, in another thread; None = standard output goes to `log`.
+        log: the file for its output, which is appended; None: our stderr. A new file is readable only by its owner.
+        input_lines: whether `write` sends lines until `close_input`. Otherwise its standard input is empty.
+        on_line: called with each line of its standard output, in another thread; None: standard output goes to `log`.
         sockets: numbers of our open sockets that the process inherits under the same numbers.
         """
         with contextlib.ExitStack() as stack:
@@ -72,24 +72,24 @@ class ChildProcess:
 
     @property
     def status(self) -> int | None:
-        """Its exit status, the negative number of the signal that killed it, or None while it runs."""
+        """The exit status, or the negative number of the signal that killed the process; None while it runs."""
         return self._ended.result() if self._ended.done() else None
 
     def write(self, line: bytes) -> None:
-        """Write a short line to its standard input. Does nothing when the process has ended."""
+        """Write a short line to the process's standard input. Does nothing if the process has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: the pipe is closed
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
     def close_input(self) -> None:
-        """Close its standard input."""
+        """Close the process's standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal. Does nothing when the process has ended."""
+        """Send a signal. Does nothing if the process has ended."""
         self._process.send_signal(number)
 
     async def ended(self) -> Ending:
@@ -98,7 +98,7 @@ class ChildProcess:
         return Ending(how_it_ended(status), crashed=status != -signal.SIGKILL)
 
     async def stop(self, grace: float) -> bool:
-        """End the process by SIGTERM, or by SIGKILL after `grace` seconds. Returns whether SIGTERM was enough."""
+        """End the process with SIGTERM, or with SIGKILL after `grace` seconds. Returns whether SIGTERM was enough."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace):
@@ -123,7 +123,7 @@ class ChildProcess:
 
 
 async def watch(process: ChildProcess, monitor: HeartbeatMonitor) -> float | None:
-    """Wait until `process` ends or is silent. Returns None at its end, or else the seconds of silence."""
+    """Wait until `process` ends or is silent. Returns None if it ended, or else the seconds of silence."""
     ended, silent = asyncio.create_task(process.ended()), asyncio.create_task(monitor.silence())
     try:
         await asyncio.wait((ended, silent), return_when=asyncio.FIRST_COMPLETED)

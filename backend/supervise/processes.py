@@ -1,4 +1,4 @@
-"""Helpers for processes: ending with the parent, limits of open files, freed and mapped memory, free ports, logs."""
+"""Helpers for processes: ending with the parent, open-file limits, freed and mapped memory, free ports, logs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PORTS = range(20_000, 32_768)
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send a signal to this process when its parent ends. Only Linux has this feature.
+    """Make the kernel send a signal to this process when its parent ends. Only Linux supports this.
 
-    parent_pid: the process that started this process. If it is gone already, this process ends immediately. number: of
-    the signal.
+    parent_pid: the process that started this process. If that process is already gone, this process ends immediately.
+    number: of the signal.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -31,9 +31,9 @@ def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files, including sockets, of this process and its children to the system's maximum.
+    """Raise the limit on open files, including sockets, of this process and its children to the system's maximum.
 
-    The usual limit is 1,024, and a client of the SDK uses a connection for each future that it waits for.
+    The usual limit is 1,024, and an SDK client uses a connection for each future that it awaits.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -49,7 +49,7 @@ def give_back_memory() -> None:
 
 
 def memory_maps_used() -> float:
-    """The fraction of Linux's limit of memory maps that this process uses; 0.0 where the limit is unknown."""
+    """The fraction of Linux's limit on memory maps that this process uses; 0.0 if the limit is unknown."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open("rb") as maps:
@@ -61,8 +61,8 @@ def memory_maps_used() -> float:
 def free_port(address: str = "127.0.0.1") -> int:
     """A port of `address` that was free a moment ago. The caller must be ready to try another port.
 
-    The port is below those that Linux gives to outgoing connections (from 32768), so that a server can end and listen
-    there again. Raises OSError when no process can listen at `address`.
+    The port is below the range that Linux uses for outgoing connections (from 32768), so that a server can end and
+    listen there again. OSError: no process can listen at `address`.
     """
     for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
@@ -77,5 +77,5 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log, for a message about the process that wrote it."""
+    """The last lines of a log, for a message about the process that wrote the log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

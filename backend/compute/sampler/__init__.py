@@ -1,7 +1,7 @@
 """The sampler: a continuous-batching engine with its own cache of immutable snapshots.
 
-`Sampler.step` executes one command and returns the results of finished requests. A second sampler serves models with
-all parameters trained (`full_models`).
+`Sampler.step` executes one command and returns the results of finished requests. A second sampler serves models whose
+parameters were all trained (`full_models`).
 """
 
 from tinkerflow.backend.compute.sampler.full_models import FullModelSampler, GroupSampler

@@ -1,12 +1,12 @@
-"""Adjust logits before a token is drawn: biases, penalties, and the tokens that a constraint allows.
+"""Adjustment of logits before a token is drawn: biases, penalties, and the tokens that a constraint allows.
 
 The bias is applied first, then the repetition, frequency and presence penalties, as in vLLM's V1 sampler
-(`vllm/v1/sample/sampler.py`). Tokens that a constraint does not allow are never drawn. Frequency and presence are those
-of OpenAI's API, over the generated tokens. Repetition is that of CTRL (Keskar et al., arXiv 1909.05858, section 4.1)
-as in vLLM and Hugging Face, over the prompt and the generated tokens. Reported logprobs are those of the unadjusted
-logits.
+(`vllm/v1/sample/sampler.py`). Tokens that a constraint does not allow are never drawn. The frequency and presence
+penalties are those of OpenAI's API, over the generated tokens. The repetition penalty is that of CTRL (Keskar et al.,
+arXiv 1909.05858, section 4.1) as in vLLM and Hugging Face, over the prompt and the generated tokens. Reported logprobs
+are those of the unadjusted logits.
 
-A batch without adjustments has no tables, and its program does none of this.
+A batch without adjustments has no tables, and its program skips all of this.
 
 Letters: S slots, V vocabulary, W words of 32 bits, N entries of a table.
 """
@@ -28,17 +28,17 @@ from tinkerflow.backend.compute.sampler.constraints import everything
 from tinkerflow.backend.compute.sampler.requests import RowAssignment
 from tinkerflow.backend.compute.warming import result_of
 
-_ENTRIES = 4096  # of a table, in one dispatch
-_PROMPT, _GENERATED = 1, 2  # added to `seen_SV` for each token: an odd number means that the prompt has it, too
+_ENTRIES = 4096  # of a table, per dispatch
+_PROMPT, _GENERATED = 1, 2  # added to `seen_SV` for each token; an odd number: the prompt also contains the token
 
 
 @flax.struct.dataclass
 class AdjustedRows:
     """The adjustments of each row's logits. A row without any has penalties of 0, 0 and 1, and tables of zeros.
 
-    presence_S, frequency_S, repetition_S float32: the penalties. seen_SV int32: twice how often the row has generated
-    the token, and 1 more if its prompt has it. bias_SV float32: added to the logits. allowed_SW uint32: a bit for each
-    token, 1 = it may be drawn.
+    presence_S, frequency_S, repetition_S float32: the penalties. seen_SV int32: twice the number of times that the row
+    has generated the token, plus 1 if the prompt contains it. bias_SV float32: added to the logits. allowed_SW uint32:
+    a bit for each token; 1: may be drawn.
     """
 
     presence_S: Array
@@ -50,7 +50,7 @@ class AdjustedRows:
 
 
 def adjusted(logits_SV: jax.Array, rows: AdjustedRows) -> jax.Array:
-    """The logits float32 [S, V] to draw from. A row without adjustments keeps its own, bit for bit."""
+    """The logits float32 [S, V] to draw from. The logits of a row without adjustments are unchanged, bit for bit."""
     seen_SV = rows.seen_SV
     logits_SV = logits_SV + rows.bias_SV
     repetition_SV = jnp.where(seen_SV > 0, rows.repetition_S[:, None], 1)
@@ -64,15 +64,15 @@ def adjusted(logits_SV: jax.Array, rows: AdjustedRows) -> jax.Array:
 
 
 def generated(rows: AdjustedRows, tokens_S: jax.Array) -> AdjustedRows:
-    """The rows after each has generated its token in tokens_S."""
+    """The rows after each has generated its token of tokens_S."""
     place_S = jnp.arange(tokens_S.shape[0])
     return replace(rows, seen_SV=jnp.asarray(rows.seen_SV).at[place_S, tokens_S].add(_GENERATED))
 
 
 def adjusted_rows(mesh: Mesh, vocab: int, S: int, assigned: RowAssignment) -> AdjustedRows | None:
-    """The adjustments of the sequences in their slots; None when no sequence has any.
+    """The adjustments of the sequences in their slots; None if no sequence has any.
 
-    mesh: the devices that the tables are for. vocab: V. S: slots.
+    mesh: the devices of the tables. vocab: V. S: slots.
     """
     adjusting = [(slot, each, wishes) for slot, each in assigned if (wishes := each.parent.request.adjustments)]
     matchers = [(slot, each.matcher) for slot, each in assigned if each.matcher is not None]
@@ -113,7 +113,7 @@ def adjusted_rows(mesh: Mesh, vocab: int, S: int, assigned: RowAssignment) -> Ad
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def empty_tables(mesh: Mesh, S: int, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """`seen_SV` and `bias_SV` of zeros, with their rows split as the logits' are."""
+    """`seen_SV` and `bias_SV` of zeros, with their rows split like those of the logits."""
     return by_rows(mesh, jnp.zeros((S, vocab), jnp.int32)), by_rows(mesh, jnp.zeros((S, vocab), jnp.float32))
 
 
@@ -127,16 +127,16 @@ def entered(
     seen_N: Array,
     bias_N: Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The tables with entries added in place.
+    """Add entries to the tables in place.
 
-    mesh: their devices. rows_N, tokens_N int32: the places. seen_N int32, bias_N float32: the amounts.
+    mesh: the devices of the tables. rows_N, tokens_N int32: the places. seen_N int32, bias_N float32: the amounts.
     """
     seen_SV = seen_SV.at[rows_N, tokens_N].add(seen_N)
     return by_rows(mesh, seen_SV), by_rows(mesh, bias_SV.at[rows_N, tokens_N].add(bias_N))
 
 
 def warm_rows(mesh: Mesh, S: int, vocab: int) -> AdjustedRows:
-    """Rows without values, to compile the programs with. mesh, S, vocab: see `adjusted_rows`."""
+    """Rows without values, for compiling the programs. mesh, S, vocab: see `adjusted_rows`."""
     entries, biases = np.zeros(_ENTRIES, np.int32), np.zeros(_ENTRIES, np.float32)
     tables = result_of(empty_tables, mesh, S, vocab)
     seen_SV, bias_SV = result_of(entered, mesh, *tables, entries, entries, entries, biases)
@@ -145,5 +145,5 @@ def warm_rows(mesh: Mesh, S: int, vocab: int) -> AdjustedRows:
 
 
 def _padded(entries: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Padded with zeros, which add nothing to token 0 of row 0."""
+    """Pad entries with zeros, which add nothing to token 0 of row 0."""
     return np.pad(entries, (0, _ENTRIES - len(entries)))

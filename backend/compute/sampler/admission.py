@@ -1,4 +1,4 @@
-"""Admission: a request is checked, and becomes the sequences that the scheduler queues."""
+"""Admission: checks a request, and turns it into the sequences that the scheduler queues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkerflow.backend.spec.constraints import KEPT_CONSTRAINTS
 
 
 class Admission:
-    """Finds a request's snapshot, stops and constraint, and bounds its tokens by the context."""
+    """Finds a request's snapshot, stops and constraint, and limits its tokens to the context."""
 
     def __init__(self, cfg: ModelConfig, model_path: str, snapshots: SnapshotCache, *, max_context: int) -> None:
         """cfg: the base model. model_path: its folder, with the tokenizer. max_context: tokens of prompt and answer."""
@@ -27,9 +27,9 @@ class Admission:
         self._matcher = lru_cache(KEPT_CONSTRAINTS)(self._new_matcher)
 
     def begin(self, request: SampleRequest) -> tuple[ActiveRequest, list[ActiveSequence]]:
-        """The request as the scheduler keeps it, and its sequences.
+        """The request in the scheduler's form, and its sequences.
 
-        UserError when the snapshot or the constraint cannot be used, or when the prompt exceeds the context.
+        UserError: the snapshot or the constraint cannot be used, or the prompt exceeds the context.
         """
         snapshot = None if request.snapshot_id is None else self._snapshots.find(request.snapshot_id)
         decoder = self._decode_text if request.stop_strings else None
@@ -61,5 +61,5 @@ class Admission:
         return load_decode(self._model_path)
 
     def _new_matcher(self, owner: str, constraint: Constraint) -> Matcher:
-        """Cached by owner: the time of an answer must not reveal constraints of other owners."""
+        """Create a matcher. Cached by owner, because the time of an answer must not reveal others' constraints."""
         return new_matcher(self._model_path, self._cfg.vocab, constraint)

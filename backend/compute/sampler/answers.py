@@ -1,15 +1,15 @@
 """Answers for the prefix cache: the next turn of a conversation begins with the last prompt and its answer.
 
 The keys and values of decoded tokens are not kept. Decode rounds differently from prefill: 97 % of them differ in their
-last bits (small-qwen3 on a CPU). A hit must not change a bit of a result. So answers are prefilled like prompts, in
-steps in which the group has nothing else to do. The next turn then prefills only its new tokens.
+last bits (small-qwen3 on a CPU). A hit must not change a bit of a result. Answers are therefore prefilled like prompts,
+in steps in which the group has nothing else to do. The next turn then prefills only its new tokens.
 
     decoding --end--> waiting --next_piece, keep--> in the prefix cache
                          '--turn: the next prompt came first, or there was no time
 
-A step computes one piece, up to the last border that all longer prompts have. Most answers are never continued. A
+A step computes one piece, up to the last border shared by all longer prompts. Most answers are never continued. A
 project may have `_FREE` answers prefilled, and `_EARNED` more for each answer that a later prompt continues. Everything
-here depends on commands and on tokens that were read, so all processes of a group do the same.
+here depends only on commands and on tokens that were read, so all processes of a group do the same.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tinkerflow.backend.compute.sampler.shapes import Shapes, at_least, prefill_
 from tinkerflow.backend.spec.commands import Int32
 
 _MOST = 64  # answers that are remembered
-_MOST_PIXELS = 2**25  # of the images of their prompts
+_MOST_PIXELS = 2**25  # in the images of their prompts
 _FREE = 8
 _EARNED = 8
 
 
 def shared_border(sizes: tuple[int, ...], tokens: int) -> int:
-    """The end of the last piece that all prompts share that begin with so many tokens. sizes: of pieces, ascending."""
+    """The end of the last piece shared by all prompts with the same first `tokens` tokens. sizes: of pieces, rising."""
     borders = accumulate(prefill_pieces(sizes, tokens + 2 * sizes[-1], tokens + 4 * sizes[-1]))
     return max((border for border in borders if border <= tokens), default=0)
 
@@ -43,7 +43,7 @@ def shared_border(sizes: tuple[int, ...], tokens: int) -> int:
 class FinishedAnswer:
     """A finished sequence. tokens_T: its prompt and its tokens, up to the last border. begin: the prompt's last border.
 
-    waiting: whether it is still to be prefilled.
+    waiting: whether it has yet to be prefilled.
     """
 
     parent: ActiveRequest
@@ -56,14 +56,14 @@ class Answers:
     """The last answers of one sampler, newest last."""
 
     def __init__(self, pool: PagePool, shapes: Shapes) -> None:
-        """None. pool: the pages. shapes: the sizes of pieces and rows."""
+        """Start without answers. pool: the pages. shapes: the sizes of pieces and rows."""
         self._pool, self._shapes = pool, shapes
         self._answers: deque[FinishedAnswer] = deque()
         self._credit: dict[str, int] = defaultdict(lambda: _FREE)  # by project
 
     @property
     def waiting(self) -> bool:
-        """Whether any answer is to be prefilled."""
+        """Whether any answer has yet to be prefilled."""
         return any(self._may_prefill(answer) for answer in self._answers)
 
     def clear(self) -> None:
@@ -71,11 +71,11 @@ class Answers:
         self._answers.clear()
 
     def drop(self, dead: Callable[[PrefixScope], bool]) -> None:
-        """Forget the answers of scopes that are dead."""
+        """Forget the answers of dead scopes."""
         self._answers = deque(answer for answer in self._answers if not dead(answer.parent.scope))
 
     def add(self, sequence: ActiveSequence) -> None:
-        """Remember a finished sequence, if the pages of its prompt do not hold all that a next turn may share."""
+        """Remember a finished sequence, unless its prompt's pages already contain all that a next turn can share."""
         sizes, tokens_T = self._shapes.pieces, sequence.all_tokens()
         begin = shared_border(sizes, len(sequence.parent.request.prompt_T) - 1)
         border = shared_border(sizes, len(tokens_T))
@@ -86,7 +86,7 @@ class Answers:
             self._answers.popleft()
 
     def turn(self, parent: ActiveRequest) -> None:
-        """Note an admitted request. If it continues an answer, its project may have more of them prefilled."""
+        """Note an admitted request. If it continues an answer, its project may have more answers prefilled."""
         prompt_T, scope, owner = parent.request.prompt_T, parent.scope, parent.request.owner
         for answer in reversed(self._answers):
             length = len(answer.tokens_T)
@@ -96,7 +96,7 @@ class Answers:
                 return
 
     def next_piece(self, alive: Callable[[PrefixScope], bool]) -> PrefillGroup | None:
-        """The next piece of the newest waiting answer, with its pages; None when no answer needs one.
+        """The next piece of the newest waiting answer, with its pages; None if no answer needs one.
 
         alive: whether requests of a scope may still come.
         """
@@ -107,7 +107,7 @@ class Answers:
         return None
 
     def keep(self, group: PrefillGroup) -> None:
-        """Keep the pages of a computed piece, and those before it, for later prompts."""
+        """Keep the pages of a computed piece, and all pages before it, for later prompts."""
         (job,) = group.jobs
         scope, border = job.parent.scope, group.start
         self._pool.keep_prefix(job.keys(scope)[: border // self._pool.page], job.table)
@@ -118,9 +118,9 @@ class Answers:
         return answer.waiting and self._credit[answer.parent.request.owner] > 0
 
     def _begin(self, answer: FinishedAnswer) -> PrefillGroup | None:
-        """None when all is in the cache already, when the prompt is not, or when there are no pages."""
+        """Begin a piece of an answer. None: the answer is already cached, its prompt is not, or pages are missing."""
         pool, parent, scope = self._pool, answer.parent, answer.parent.scope
-        last_T = np.zeros(1, np.int32)  # a job prefills all tokens but its last one
+        last_T = np.zeros(1, np.int32)  # a job prefills all tokens but the last
         tokens_T = np.concatenate([answer.tokens_T, last_T])
         job = PrefillJob(parent, tokens_T, deque(), score=False, page=pool.page, sizes=self._shapes.pieces)
         table = job.table = pool.find_prefix(job.keys(scope))

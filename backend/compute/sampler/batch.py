@@ -1,15 +1,16 @@
-"""The steps of the decode batch: the next work of the devices.
+"""The steps of the decode batch: the next work for the devices.
 
-A step prefills a bounded number of prompt tokens, or decodes one chunk for every slot (both, where there is little to
-prefill). So all steps take about the same time, and training commands and short requests between steps never wait long.
+A step prefills a bounded number of prompt tokens, or decodes one chunk for every slot (both, if there is little to
+prefill). All steps therefore take about the same time, and training commands and short requests between steps never
+wait long.
 
-Off CPUs it runs ahead: a step dispatches its chunk, and then reads the chunk of the step before. So the devices compute
-while the host distributes tokens, answers, and waits for the next command. Last tokens stay on the devices. The host
-finds the end of a sequence one chunk later, and drops tokens after the end. Where the host must read tokens first,
+Off CPUs the batch runs ahead: a step dispatches its chunk, and then reads the chunk of the previous step. The devices
+compute while the host distributes tokens, answers, and waits for the next command. Last tokens stay on the devices. The
+host finds the end of a sequence one chunk later, and drops tokens after the end. If the host must read tokens first,
 because of penalties, a constraint, or a preemption, a chunk is read before the next one is dispatched. Constrained
 sequences decode token by token within a step, and on CPUs the others still decode whole chunks. The order of all this
-follows from commands and from chunks that were read, and a chunk is always read in the same step. So the processes of a
-group agree.
+follows from commands and from chunks that were read, and a chunk is always read in the same step. The processes of a
+group therefore agree.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import SampleResult
 
 _SHORT = 4  # sequences of short requests that are decoded together
-_PREFILL_STEPS = 3  # the most steps in a row that only prefill: a fuller batch decodes for the price of this one
-_WORTH = 4  # the batch waits only if at least one sequence joins for every so many that are in it
+_PREFILL_STEPS = 3  # the most consecutive steps that only prefill: a fuller batch decodes at the cost of this one
+_WORTH = 4  # the batch waits only if at least one sequence joins for every `_WORTH` in it
 
 
 class DecodeBatch:
@@ -53,11 +54,11 @@ class DecodeBatch:
         runs_ahead: bool,
         host_decides: bool,
     ) -> None:
-        """An idle batch.
+        """Create an idle batch.
 
         scheduler: its requests. model: the devices. pool: the pages. shapes: the sizes of dispatches. chunks: gives
-        sequences their tokens. answers: to prefill for the prefix cache. drafts: None where each token is decoded by
-        itself. prefill_budget: prompt tokens, padding included, that one step prefills. runs_ahead: a chunk is
+        sequences their tokens. answers: to prefill for the prefix cache. drafts: None if each token is decoded by
+        itself. prefill_budget: the prompt tokens, including padding, that one step prefills. runs_ahead: a chunk is
         dispatched before the last one is read. host_decides: as in `Platform`; then a dispatch decodes one token or a
         whole chunk.
         """
@@ -66,24 +67,24 @@ class DecodeBatch:
         self._pool, self._shapes = pool, shapes
         self._prefill_budget, self._runs_ahead, self._host_decides = prefill_budget, runs_ahead, host_decides
         self._last_prefill: PieceScores | jax.Array | None = None  # of the last step that only prefilled
-        self._prefill_steps = 0  # in a row that only prefilled
+        self._prefill_steps = 0  # consecutive steps that only prefilled
         self._served_short = False  # in the last step
-        self.dispatched: list[ActiveRequest] = []  # the requests of the last dispatch; the newest is the last one
+        self.dispatched: list[ActiveRequest] = []  # the requests of the last dispatch, newest last
 
     def clear(self) -> None:
-        """Forget everything about steps so far."""
+        """Forget everything about earlier steps."""
         self._served_short = False
         self._chunks.clear()
         self._answers.clear()
         self.forget_dispatches()
 
     def forget_dispatches(self) -> None:
-        """The next step depends on no step before. Chunks that are not read are dropped."""
+        """Make the next step independent of all earlier steps. Unread chunks are dropped."""
         self._prefill_steps, self._last_prefill = 0, None
         self._chunks.forget_in_flight()
 
     def run_step(self, *, wait: bool) -> None:
-        """One step. wait: until the devices have computed it."""
+        """Run one step. wait: until the devices have computed it."""
         # Short requests are answered immediately, and the batch continues in the next step.
         self._served_short = not self._served_short and self._serve_short()
         if not self._served_short:
@@ -99,7 +100,7 @@ class DecodeBatch:
             self._model.snapshots.use([job.parent.snapshot])
             self._model.prefill_piece(group)
             self._answers.keep(group)
-            jax.block_until_ready(self._model.last_piece)  # a command that comes meanwhile waits for one piece alone
+            jax.block_until_ready(self._model.last_piece)  # a command that arrives meanwhile waits for only one piece
 
     # ------------------------------------------------------------------ prefill, or a chunk of the batch
     def _prefill_or_decode(self) -> None:
@@ -115,7 +116,7 @@ class DecodeBatch:
             jax.block_until_ready(before if self._runs_ahead else self._last_prefill)
 
     def _may_prefill_again(self) -> bool:
-        """Whether one more step may only prefill: many sequences join soon, or none decodes."""
+        """Whether one more step may only prefill, because many sequences join soon, or none decodes."""
         busy, group, steps = self._scheduler.slots.busy, self._scheduler.group, _PREFILL_STEPS - self._prefill_steps
         if not busy:
             return True
@@ -125,7 +126,7 @@ class DecodeBatch:
         return steps > 0 and joining * _WORTH >= busy
 
     def _prefill(self) -> int:
-        """Compute as much of the waiting prompts as a step may: how many tokens, with padding."""
+        """Compute as much of the waiting prompts as a step may. Returns the number of tokens, with padding."""
         spent, scheduler = 0, self._scheduler
         while spent < self._prefill_budget and (group := scheduler.next_group()) is not None:
             self.dispatched = [job.parent for job in group.jobs]
@@ -139,11 +140,11 @@ class DecodeBatch:
             if scheduler.group is not None:
                 scheduler.start_group(self._chunks.scope_is_alive)
             if scheduler.group is not None:
-                break  # no more free slots: the rest of the group waits
+                break  # no free slots are left: the rest of the group waits
         return spent
 
     def _decode(self) -> None:
-        """Decode one chunk of every sequence, token by token for those that need the host."""
+        """Decode one chunk of every sequence; token by token if a sequence needs the host."""
         scheduler = self._scheduler
         self.dispatched = [sequence.parent for sequence in scheduler.slots.sequences] or self.dispatched
         if any(sequence.needs_host for sequence in scheduler.slots.running):
@@ -151,10 +152,10 @@ class DecodeBatch:
         while not scheduler.reserve_pages(steps := self._steps(scheduler.slots.running)):
             self._chunks.read_in_flight()
         running = scheduler.slots.running
-        if not running:  # a group in prefill has the pages: preempted sequences begin after it
+        if not running:  # a group in prefill occupies the pages: preempted sequences start after it
             self._chunks.read_in_flight()
             return
-        self._model.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
+        self._model.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to other snapshots
         stepwise = self._stepwise(running)
         self._decode_stepwise(stepwise, steps)
         served = set(stepwise)
@@ -167,7 +168,7 @@ class DecodeBatch:
     def _decode_drafted(
         self, drafts: Drafts, sequences: list[ActiveSequence], steps: int
     ) -> tuple[list[ActiveSequence], int]:
-        """Decode with drafts, step by step, while there are any: the sequences and the steps that are left."""
+        """Decode with drafts, step by step, while there are any. Returns the remaining sequences and steps."""
         for left in range(steps, 0, -1):
             if (step := drafts.next_step(sequences)) is None:
                 return sequences, left
@@ -186,7 +187,7 @@ class DecodeBatch:
         return [], 0
 
     def _verify(self, drafts: Drafts, step: DraftedStep) -> None:
-        """Decode one token in each row of a step, and give each sequence those that are right."""
+        """Decode one token in each row of a step, and give each sequence its verified tokens."""
         decoded = self._model.read_chunk(self._model.decode_chunk(step.slots, step.rows, 1, None))
         for sequence in step.drafts:
             where = 0, step.places[sequence]
@@ -200,9 +201,9 @@ class DecodeBatch:
                 self._chunks.append(sequence, new, right)
 
     def _stepwise(self, running: list[ActiveSequence]) -> list[ActiveSequence]:
-        """The sequences that decode token by token: constrained ones, whose last token decides which may be the next.
+        """The sequences that decode token by token: constrained ones, whose last token decides which may be next.
 
-        Where a step takes as long for few rows as for many, the others go along: else they would take another step.
+        If a step takes as long for few rows as for many, the other sequences join in, or they would need another step.
         """
         constrained = [sequence for sequence in running if sequence.matcher is not None]
         alone = self._shapes.rows_are_dear or self._shapes.invariant
@@ -219,7 +220,7 @@ class DecodeBatch:
             self._chunks.read_in_flight()
 
     def _advance_matchers(self, sequences: list[ActiveSequence]) -> None:
-        """Compute the allowed next tokens of constrained sequences. A request without any is answered with an error."""
+        """Compute the allowed next tokens of constrained sequences. If there are none, the request fails."""
         for sequence in sequences:
             if sequence.matcher is None or not self._scheduler.is_active(sequence):
                 continue
@@ -230,7 +231,7 @@ class DecodeBatch:
                 self._chunks.failed.append(SampleResult(sequence.parent.id, error=error.message))
 
     def _steps(self, running: Sequence[ActiveSequence]) -> int:
-        """How many tokens to decode: until the first sequence reaches its limit, but half a chunk to a whole one."""
+        """How many tokens to decode: until the first sequence reaches its limit, within half a chunk to a whole one."""
         chunk = self._model.chunk
         if not running:
             return 1
@@ -240,11 +241,11 @@ class DecodeBatch:
         return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))
 
     def _compiled_steps(self, steps: int) -> int:
-        """The fewest steps that there is a program for, of at least `steps`."""
+        """The smallest number of steps, at least `steps`, for a compiled program."""
         return self._model.chunk if self._host_decides and (steps > 1 or self._shapes.invariant) else steps
 
     def _serve_short(self) -> bool:
-        """Decode up to `_SHORT` sequences that end within a chunk without the batch, if there is a batch.
+        """Decode up to `_SHORT` sequences that end within a chunk separately from the batch, if there is a batch.
 
         In the batch they would wait for a free slot, and then for a chunk of every sequence.
         """

@@ -1,6 +1,6 @@
 """Chunks of decoded tokens: dispatched, read, and distributed to their sequences.
 
-Off CPUs a chunk is dispatched before the chunk before it is read (`batch`).
+Off CPUs a chunk is dispatched before the previous chunk is read (`batch`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tinkerflow.backend.spec.supports import Supports
 
 
 class TokensOf(NamedTuple):
-    """N decoded tokens of one sequence on the host. finite: how many of the first logprobs are finite.
+    """N decoded tokens of one sequence on the host. finite: the number of leading logprobs that are finite.
 
-    where: their place in `decoded`, which has the most likely tokens, if any are listed.
+    where: their place in `decoded`, which contains the most likely tokens, if any are listed.
     """
 
     tokens_N: list[int]
@@ -36,7 +36,7 @@ class TokensOf(NamedTuple):
     where: tuple[int | slice, int | list[int]]
 
     def top(self, count: int) -> Candidates:
-        """The most likely tokens at the first `count` places."""
+        """The most likely tokens at the first `count` positions."""
         top_CSk, logprobs_CSk = self.decoded.top_CSk, self.decoded.top_logprobs_CSk
         assert top_CSk is not None and logprobs_CSk is not None
         return Candidates(np.asarray(top_CSk)[self.where][:count], np.asarray(logprobs_CSk)[self.where][:count])
@@ -71,14 +71,14 @@ class ChunkPipeline:
         host_decides: bool,
         weights: str,
     ) -> None:
-        """No chunk in flight. The arguments are those of `DecodeBatch`.
+        """Start with no chunk in flight. For the arguments see `DecodeBatch`.
 
         answers: gets the sequences that end. weights: names the base weights in errors.
         """
         self._scheduler, self._model, self._pool, self._shapes = scheduler, model, pool, shapes
         self._answers, self._drafts = answers, drafts
         self._runs_ahead, self._host_decides, self._weights = runs_ahead, host_decides, weights
-        self._in_flight: Chunk[ActiveSequence] | None = None  # dispatched, and not read yet
+        self._in_flight: Chunk[ActiveSequence] | None = None  # dispatched, but not read yet
         self.failed: list[SampleResult] = []
         self.streamed: list[NewTokens] = []
 
@@ -88,13 +88,13 @@ class ChunkPipeline:
         self.forget_in_flight()
 
     def forget_in_flight(self) -> None:
-        """Drop the chunk that is not read."""
+        """Drop the unread chunk."""
         self._in_flight = None
 
     def dispatch(self, sequences: Sequence[ActiveSequence], steps: int) -> None:
-        """Dispatch `steps` tokens of every sequence, and read the chunk before.
+        """Dispatch `steps` tokens of every sequence, and read the previous chunk.
 
-        Where the batch does not run ahead, the new chunk is read immediately, too.
+        If the batch does not run ahead, the new chunk is also read immediately.
         """
         alone = self._host_decides and steps < self._model.chunk
         sizes = self._shapes.slots_of_one_token if alone else self._shapes.slots
@@ -109,7 +109,7 @@ class ChunkPipeline:
             self.read_in_flight()
 
     def read_in_flight(self) -> None:
-        """Read the chunk in flight, if there is one. Then no sequence has tokens that are not read."""
+        """Read the chunk in flight, if there is one. No sequence then has unread tokens."""
         chunk, self._in_flight = self._in_flight, None
         if chunk is not None:
             self._distribute(chunk)
@@ -118,18 +118,18 @@ class ChunkPipeline:
         """Give each sequence its decoded tokens, as soon as they are computed. Sequences that end free their slots."""
         decoded, steps = self._model.read_chunk(chunk), chunk.steps
         finite_CS = np.isfinite(np.asarray(decoded.logprobs_CS)[:steps])
-        finite_S = np.where(finite_CS.all(axis=0), steps, finite_CS.argmin(axis=0)).tolist()  # tokens that are finite
+        finite_S = np.where(finite_CS.all(axis=0), steps, finite_CS.argmin(axis=0)).tolist()  # finite tokens
         tokens_SC = np.asarray(decoded.tokens_CS[:steps]).T.tolist()
         logprobs_SC = np.asarray(decoded.logprobs_CS[:steps]).T.tolist()
         for slot, sequence in chunk.slots:
             sequence.in_flight -= steps
-            if self._scheduler.is_active(sequence):  # otherwise it ended in the chunk before, or its request is gone
+            if self._scheduler.is_active(sequence):  # otherwise it ended in the previous chunk, or its request is gone
                 where = slice(steps), slot
                 new = TokensOf(tokens_SC[slot], logprobs_SC[slot], finite_S[slot], decoded, where)
                 self.append(sequence, new, steps)
 
     def append(self, sequence: ActiveSequence, new: TokensOf, right: int) -> None:
-        """Append the first `right` of the tokens to a sequence, which may end at any of them."""
+        """Append the first `right` tokens to a sequence, which may end at any of them."""
         count = min(right, sequence.parent.max_tokens - len(sequence.tokens))
         if new.finite < count:
             self._fail(sequence.parent)
@@ -144,7 +144,7 @@ class ChunkPipeline:
             if self.scope_is_alive(sequence.parent.scope):
                 self._answers.add(sequence)
         elif tainted:
-            self._scheduler.restart(sequence)  # a wrong draft left NaN where it will attend
+            self._scheduler.restart(sequence)  # a wrong draft left NaN at positions that it will attend to
         if sequence.parent.request.stream:
             self.streamed.append(sequence.new_tokens(start, top))
         if self._drafts is not None:
@@ -152,12 +152,12 @@ class ChunkPipeline:
 
     def fail_unscored(self, group: PrefillGroup) -> None:
         """Fail the requests of a prefilled group whose scores are not finite."""
-        for parent in dict.fromkeys(job.parent for job in group.jobs if job.sequences):  # else it is gone, or started
+        for parent in dict.fromkeys(job.parent for job in group.jobs if job.sequences):  # else it is gone, or running
             if parent.scores is not None and not parent.scores.finite:
                 self._fail(parent)
 
     def _fail(self, parent: ActiveRequest) -> None:
-        """Answer a request with the error that its weights gave NaN or infinity. No prompt of them stays cached."""
+        """Answer a request with the error that its weights gave NaN or infinity, and uncache their prompts."""
         name = self._weights if parent.snapshot is None else f"snapshot {parent.snapshot.snapshot_id!r}"
         text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
         self._scheduler.remove_request(parent.id, tainted=True)
@@ -165,5 +165,5 @@ class ChunkPipeline:
         self.failed.append(SampleResult(parent.id, error=text))
 
     def scope_is_alive(self, scope: PrefixScope) -> bool:
-        """Whether requests of a scope may still come: its snapshot is not dropped."""
+        """Whether requests of a scope may still arrive, because its snapshot is not dropped."""
         return self._model.snapshots.alive(scope.snapshot)

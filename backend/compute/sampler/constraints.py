@@ -1,7 +1,7 @@
-"""The tokens that a constraint allows next: a `Matcher` for each sequence, on the host, alike in every process.
+"""The tokens that a constraint allows next: a `Matcher` for each sequence, on the host, equal in all processes.
 
 A constraint decides token by token, so each token of a constrained sequence is read before the next one is dispatched.
-The end-of-text token is allowed where the text may end. Where nothing else may follow, it is the only allowed token.
+The end-of-text token is allowed wherever the text may end. If nothing else may follow, it is the only allowed token.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from tinkerflow.backend.spec.constraints import describe_error, first_lines, gra
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_WORD = 32  # tokens of one number of a mask
+_WORD = 32  # tokens per number of a mask
 
 
 class Matcher:
     """The state of one sequence in its constraint."""
 
     def __init__(self, matcher: LLMatcher, vocab: int) -> None:
-        """At the beginning of a text. vocab: of the model."""
+        """Start at the beginning of a text. vocab: of the model."""
         self._matcher = matcher
         self._taken = 0
-        self.allowed = np.zeros(words(vocab), np.uint32)  # bit v % 32 of number v // 32: token v may come next
+        self.allowed = np.zeros(words(vocab), np.uint32)  # bit v % 32 of number v // 32: token v may be next
 
     def copy(self) -> Matcher:
         """A matcher in the same state."""
         return Matcher(self._matcher.deep_copy(), len(self.allowed) * _WORD)
 
     def fresh(self) -> Matcher:
-        """A matcher of the same constraint at the beginning of a text."""
+        """A matcher for the same constraint at the beginning of a text."""
         matcher = self._matcher.deep_copy()
         matcher.reset()
         return Matcher(matcher, len(self.allowed) * _WORD)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Compute the allowed next tokens after `tokens`, all of the sequence.
+        """Compute the allowed next tokens after `tokens`, which are all tokens of the sequence.
 
-        UserError when there are none, or when they cost too much work to compute.
+        UserError: no token is allowed, or computing them costs too much work.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -60,7 +60,7 @@ class Matcher:
 
 
 def new_matcher(folder: str | Path, vocab: int, constraint: Constraint) -> Matcher:
-    """The matcher of a constraint for the tokenizer in a model's folder; UserError when it cannot be compiled.
+    """The matcher of a constraint for the tokenizer in a model's folder. UserError: the constraint cannot be compiled.
 
     vocab: of the model.
     """
@@ -77,7 +77,7 @@ def new_matcher(folder: str | Path, vocab: int, constraint: Constraint) -> Match
 
 
 def words(vocab: int) -> int:
-    """The length of a mask."""
+    """The number of words in a mask."""
     return -(-vocab // _WORD)
 
 

@@ -1,4 +1,4 @@
-"""Decode: every slot of the batch gets some more tokens, in one dispatch.
+"""Decoding: every slot of the batch gets several more tokens, in one dispatch.
 
 Letters: S slots, C tokens of a chunk, D hidden, V vocabulary, L layers.
 """
@@ -41,10 +41,10 @@ class Rows:
     tokens_S int32: the last token, which is not in the cache, if the host has read it. positions_S int32: its position
     in the sequence. tables_SW int32: the pages, as numbers in the slot's own shard of the cache. columns_S2 int32: the
     adapter's columns of the stack. uniform_CS float32: a random number for each token of the chunk. adjusted: the
-    adjustments of logits, None = no slot has any. states_S int32: the state, a number like those of pages; None in
+    adjustments of logits; None: no slot has any. states_S int32: the state, a number like those of pages; None in
     models without states. before_M int32: the last token of each slot of an earlier chunk, on the devices. from_S
-    int32: the place of the row's last token in it, -1 = it is in `tokens_S`. Both are None where the host always reads
-    tokens first. shift_S int32: the rotary position of a token minus its index, which images before it enlarge; None in
+    int32: the place of the row's last token in `before_M`; -1: in `tokens_S`. Both are None if the host always reads
+    tokens first. shift_S int32: the rotary position of a token minus its index, increased by earlier images; None in
     models without images.
     """
 
@@ -63,11 +63,11 @@ class Rows:
 
 @flax.struct.dataclass
 class Decoded:
-    """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, or None without.
+    """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, None if not listed.
 
-    last_M int32: the last token of each slot, for the `before_M` of the next chunk; None in a chunk without one.
+    last_M int32: the last token of each slot, for `before_M` of the next chunk; None in a chunk without `before_M`.
     routes_CSLk int16: the experts of the token before each token. supports: of each token, [C, S, s] and [C, S]. Both
-    are None if nobody asks.
+    are None unless requested.
     """
 
     tokens_CS: Array
@@ -80,9 +80,9 @@ class Decoded:
 
 
 def empty_rows(slots: int, pages: int, chunk: int, *, states: bool) -> Rows:
-    """Host arrays for a chunk of unused slots. All sequences begin at position 0, without images.
+    """Host arrays for a chunk of unused slots. All sequences start at position 0, without images.
 
-    pages: of a row's table. chunk: C. states: whether the model has any.
+    pages: in a row's table. chunk: C. states: whether the model has states.
     """
     return Rows(
         tokens_S=np.zeros(slots, np.int32),
@@ -96,7 +96,7 @@ def empty_rows(slots: int, pages: int, chunk: int, *, states: bool) -> Rows:
 
 
 def decided(rows: Rows, chunk: int) -> Rows:
-    """The rows with the branch of their program, which the host chooses. chunk: the most tokens of a dispatch.
+    """Choose the branch of the rows' program on the host. chunk: the most tokens of a dispatch.
 
     Adjusted logits and dispatches of fewer tokens are rare. Their programs always filter, so there are few programs.
     """
@@ -105,7 +105,7 @@ def decided(rows: Rows, chunk: int) -> Rows:
 
 
 def recording(*, routes: bool, supports: bool) -> dict[str, bool]:
-    """The last arguments of `decode`. Those that are off are left out: given defaults are another program to JAX."""
+    """The last arguments of `decode`, without those that are off, because JAX compiles given defaults separately."""
     return {name: True for name, on in (("routes", routes), ("supports", supports)) if on}
 
 
@@ -123,15 +123,15 @@ def decode(
     routes: bool = False,
     supports: bool = False,
 ) -> tuple[KVCache, Decoded]:
-    """More tokens for every slot: the cache, updated in place, and the tokens [C, S], replicated.
+    """Decode more tokens for every slot: the cache, updated in place, and the tokens [C, S], replicated.
 
     cfg, mesh: the base model's shape, and the devices. chunk: C, the most tokens of a slot. top: how many of the most
-    likely tokens to list at each position, 0 = none.
+    likely tokens to list at each position; 0: none.
     params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
-    cache must be too. rows: the start of each of the S slots. steps: int32 scalar, tokens to decode, at most C; the
-    rest are 0. None: C tokens. On CPUs, each token that nobody needs costs a step. On GPUs, a loop whose turns only
-    the device knows makes the host wait for the whole chunk. routes, supports: whether the experts and the supports of
-    tokens are returned.
+    cache must also be by layer. rows: the start of each of the S slots. steps: int32 scalar, tokens to decode, at most
+    C; the remaining tokens are 0. None: C tokens. On CPUs, each unneeded token costs a step. On GPUs, a loop whose
+    number of turns only the device knows makes the host wait for the whole chunk. routes, supports: whether to return
+    the experts and the supports of tokens.
     """
 
     def step(i: jax.Array, state: tuple[KVCache, States, jax.Array, AdjustedRows | None, Decoded]) -> Any:
@@ -140,7 +140,7 @@ def decode(
         inputs = StepInputs(last_S[:, None], start_S, rows.tables_SW, rows.columns_S2, shift_S=shift_S)
         cache, states, x_S1D, experts_S1Lk = run_layers(cfg, mesh, params, lora, cache, states, inputs, routes)
         logits_SV = unembedded(mesh, params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
-        # With unsplit rows on each device, drawing a token needs no collectives.
+        # If each device has whole rows, drawing a token needs no collectives.
         logits_SV = by_rows(mesh, logits_SV)
         wanted_SV = logits_SV if adjust is None else adjusted(logits_SV, adjust)
         drawn, own = (logits_SV, rows.choice, rows.uniform_CS[i], wanted_SV), None
@@ -153,7 +153,7 @@ def decode(
         if top:
             values_Sk, top_Sk = jax.lax.top_k(logits_SV, top)
             chosen_S = jnp.take_along_axis(logits_SV, next_S[:, None], axis=-1)[:, 0]
-            spread_S = chosen_S - logprob_S  # a listed token has exactly the logprob of a sampled one
+            spread_S = chosen_S - logprob_S  # a listed token has exactly the logprob of a sampled token
             token = Decoded(next_S, logprob_S, top_Sk.astype(jnp.int32), values_Sk - spread_S[:, None])
         if experts_S1Lk is not None:
             token = replace(token, routes_CSLk=experts_S1Lk[:, 0])
@@ -189,5 +189,5 @@ def decode(
 
 
 def _pooled() -> bool:
-    """Whether the matrices of linear attention stay in their pool: kernels change them there for a token."""
+    """Whether linear-attention matrices stay in their pool, where kernels update them for a token."""
     return platform().kernels is not None

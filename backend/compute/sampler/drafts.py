@@ -2,18 +2,18 @@
 
     earlier text --next_step--> more rows of a step --accept--> one or more tokens of each sequence
 
-There is no draft model. The last `_GRAM` tokens of a sequence are looked up in the text of its prompt and of all
-samples of that prompt, also those of earlier requests of the same owner (suffix decoding, arXiv 2411.04975). A draft
-token is a row of the usual decode program. It has the page table of its sequence and the next position. Each layer
-writes the keys and values of all rows before it attends, so a row sees those of the rows before it.
+There is no draft model. The last `_GRAM` tokens of a sequence are looked up in its prompt and in all samples of the
+prompt, including earlier requests of the same owner (suffix decoding, arXiv 2411.04975). A draft token is a row of the
+usual decode program, with the page table of its sequence and the next position. Each layer writes the keys and values
+of all rows before it attends, so a row sees the keys and values of the rows before it.
 
 Row i is drawn with the random number that plain decoding would use there. Tokens are accepted while they equal the
-draft. The first other token is accepted too, because its row saw the right text. Unused random numbers are given back.
-So the tokens are those of plain decoding, and in a step of as many rows the logprobs are, too, bit for bit. Drafts may
-make a step larger. That changes the last bits of logprobs, as other requests in the batch do, and another token may be
-drawn where those bits decide. The next tokens overwrite the keys and values of rejected rows.
+draft. The first token that differs is also accepted, because its row saw the right text. Unused random numbers are
+given back. The tokens therefore equal those of plain decoding, and so do the logprobs, bit for bit, in a step of as
+many rows. Drafts may make a step larger. Like other requests in the batch, this changes the last bits of logprobs, and
+another token may be drawn where those bits decide. The next tokens overwrite the keys and values of rejected rows.
 
-Everything here depends on commands and on tokens that were read, so all processes of a group do the same.
+Everything here depends only on commands and on tokens that were read, so all processes of a group do the same.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from tinkerflow.backend.spec.commands import Float32
 
 MOST_DRAFTED = 7  # tokens of one sequence in a step
 _GRAM = 3  # tokens that must be equal before a draft
-_MOST_KEPT = 2**18  # tokens of all texts
+_MOST_KEPT = 2**18  # tokens in all texts
 _STEP = 9  # rows that cost as much as the rest of a step (small-qwen3 on 2 cores: 31 CPU-ms for 1 row, 52 for 8)
-_DISPATCH = 0.5  # the rows that cost as much as one more dispatch (36.1 CPU-ms for a token alone, 34.7 in a chunk)
-_MOST_LOST = 1.6  # tokens whose cost wrong drafts may lose for each sequence of the batch
-_REGAINED = 0.01  # tokens, for each decoded token. So 512 tokens without luck cost as much as 519.
-_FORGOTTEN = 64  # tokens without a draft, after which a sequence is as hopeful as at first
+_DISPATCH = 0.5  # rows that cost as much as one more dispatch (36.1 CPU-ms for a token alone, 34.7 in a chunk)
+_MOST_LOST = 1.6  # the cost, in tokens, that wrong drafts may lose for each sequence of the batch
+_REGAINED = 0.01  # tokens per decoded token. 512 tokens without luck thus cost as much as 519.
+_FORGOTTEN = 64  # tokens without a draft after which a sequence's tally starts again
 
 Gram = tuple[int, ...]
 
 
 class PromptTexts:
-    """The text of a prompt and of its samples, with the place after each run of `_GRAM` tokens."""
+    """The texts of a prompt and its samples, with the place after each run of `_GRAM` tokens."""
 
     def __init__(self, prompt: list[int]) -> None:
-        """Only the prompt."""
+        """Start with only the prompt."""
         self._texts: dict[tuple[str, int] | None, list[int]] = {None: prompt}
         self._places: dict[Gram, tuple[list[int], int]] = {}
         self.size = len(prompt)
         self._index(prompt, _GRAM)
 
     def add(self, sequence: ActiveSequence) -> None:
-        """Add the tokens of a sample that are new since the last call."""
+        """Add the tokens of a sample since the last call."""
         prompt = self._texts[None]
         begin = prompt[-_GRAM:]
         text = self._texts.setdefault((sequence.parent.id, sequence.index), begin)
@@ -62,7 +62,7 @@ class PromptTexts:
         self._index(text, start)
 
     def after(self, gram: Gram, most: int) -> list[int]:
-        """The tokens after the last place of a gram, at most `most`. At the end of its text they repeat from there."""
+        """At most `most` tokens after the last place of a gram. Beyond the end of the text, the draft is repeated."""
         found = self._places.get(gram)
         if found is None:
             return []
@@ -77,15 +77,15 @@ class PromptTexts:
 
 
 class DraftTexts:
-    """The texts of prompts, by owner. The prompt that was not used for longest makes room."""
+    """The texts of prompts, by owner. The least recently used prompt is dropped first."""
 
     def __init__(self) -> None:
-        """None."""
+        """Start without texts."""
         self._texts: OrderedDict[tuple[str, bytes], PromptTexts] = OrderedDict()
         self._size = 0
 
     def add(self, sequence: ActiveSequence) -> PromptTexts:
-        """The texts for a sequence, with its tokens so far."""
+        """The texts for a sequence, including its tokens so far."""
         request = sequence.parent.request
         key = request.owner, request.prompt_T.tobytes()
         texts = self._texts.pop(key, None)
@@ -101,9 +101,9 @@ class DraftTexts:
 
 @dataclass
 class DraftTally:
-    """The newest draft tokens of one sequence that had a chance, and those that were accepted.
+    """The numbers of one sequence's recent draft tokens that had a chance, and of accepted draft tokens.
 
-    tokens: how many the sequence had at its last draft.
+    tokens: the sequence's number of tokens at its last draft.
     """
 
     drafted: int = 0
@@ -112,13 +112,13 @@ class DraftTally:
 
     @property
     def rate(self) -> float:
-        """The probability that the next draft token is accepted, if those before it are."""
+        """The probability that the next draft token is accepted, if all earlier ones are."""
         return (self.accepted + 3) / (self.drafted + 4)
 
 
 @dataclass
 class DraftRow:
-    """A row of a step: one token of a sequence, at a position of its own. See `requests.DecodeRow`."""
+    """A row of a step, with one token of a sequence at its own position. See `requests.DecodeRow`."""
 
     parent: ActiveRequest
     table: PageTable
@@ -130,17 +130,17 @@ class DraftRow:
     matcher: None = None
 
     def draw(self, count: int) -> Float32:
-        """The row's random number: count is 1."""
+        """The row's random number. count: 1."""
         assert count == 1, "a draft is verified in a step of one token"
         return self.number
 
 
 @dataclass
 class DraftedStep:
-    """One step of some sequences with their drafts. slots: rows of the dispatch. rows: by slot, ascending.
+    """One step of several sequences with their drafts. slots: rows of the dispatch. rows: by slot, ascending.
 
     places: the slots of each sequence, in the order of its positions. numbers: the random numbers of these rows.
-    row_cost: of each draft token, as that of so many tokens without drafts.
+    row_cost: the cost of each draft token, in tokens without drafts.
     """
 
     slots: int
@@ -155,17 +155,17 @@ class Drafts:
     """The drafts of one sampler. drafted, accepted: tokens so far."""
 
     def __init__(self, shapes: Shapes, pool: PagePool) -> None:
-        """Nothing is drafted yet. shapes: the sizes of dispatches. pool: the pages."""
+        """Start without drafts. shapes: the sizes of dispatches. pool: the pages."""
         self._shapes, self._pool = shapes, pool
         self._texts = DraftTexts()
         self._tallies: WeakKeyDictionary[ActiveSequence, DraftTally] = WeakKeyDictionary()
-        self._budget = 0.0  # tokens whose cost wrong drafts may lose
+        self._budget = 0.0  # the cost, in tokens, that wrong drafts may lose
         self.drafted = self.accepted = 0
 
     def note(self, sequence: ActiveSequence, new: int) -> None:
         """Remember the `new` last tokens of a sequence for later drafts."""
         self._budget += _REGAINED * new
-        if not sequence.parent.request.images:  # the same tokens stand for other images
+        if not sequence.parent.request.images:  # equal tokens may represent different images
             self._texts.add(sequence)
 
     def next_step(self, sequences: Sequence[ActiveSequence]) -> DraftedStep | None:
@@ -186,12 +186,12 @@ class Drafts:
         return self._with_rows(step) if any(step.drafts.values()) else None
 
     def accept(self, step: DraftedStep, sequence: ActiveSequence, tokens: list[int]) -> int:
-        """How many of the tokens drawn in a sequence's rows are those of plain decoding."""
-        draft = step.drafts[sequence]  # at every row but the first, the token that it assumed
+        """The number of tokens drawn in a sequence's rows that equal those of plain decoding."""
+        draft = step.drafts[sequence]  # for every row but the first, the token that it assumed
         right = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
         if draft:
             tally = self._tallies[sequence]
-            tally.drafted += min(right + 1, len(draft))  # those after the first wrong token had no chance
+            tally.drafted += min(right + 1, len(draft))  # tokens after the first wrong one had no chance
             tally.accepted += right
             tally.tokens = len(sequence.tokens)
             self._budget += right - len(draft) * step.row_cost
@@ -213,11 +213,11 @@ class Drafts:
         return texts.after(tuple(last), most)
 
     def _planned(self, sequences: Sequence[ActiveSequence], found: dict[ActiveSequence, list[int]]) -> DraftedStep:
-        """The size of step with the most expected tokens for its cost, and the drafts that it has room for, if any."""
+        """The size of step with the most expected tokens for its cost, with the drafts that fit, if any."""
         shards = range(self._pool.shards)
         here = [sum(sequence.table.shard == shard for sequence in sequences) for shard in shards]
         sizes = [size for size in self._shapes.slots if size >= len(shards) * max(here)] or [self._shapes.slots[-1]]
-        # A token is accepted only with all those before it. So the i-th token of a draft is worth rate ** i.
+        # A token is accepted only with all earlier ones, so the i-th token of a draft is worth rate ** i.
         worth = [
             (self._tallies[sequence].rate ** (i + 1), -order, sequence)
             for order, (sequence, draft) in enumerate(found.items())

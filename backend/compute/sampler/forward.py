@@ -1,6 +1,6 @@
 """The forward pass over the KV cache, for decode and prefill: tokens of several sequences go through all layers.
 
-Letters: S rows, Q tokens of each, W pages of a row's table, D hidden, V vocabulary, L layers.
+Letters: S rows, Q tokens per row, W pages of a row's table, D hidden, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width
 from tinkerflow.backend.compute.sampler.states import States, state_of, with_layer
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8
 
-# From layer to layer, with hidden states, the layer's number, and the experts of all layers so far.
+# Passed from layer to layer, with hidden states, the layer's number, and the experts of all layers so far.
 Carry = tuple[KVCache, States, jax.Array, jax.Array, jax.Array | None]
 
 
@@ -48,10 +48,10 @@ Carry = tuple[KVCache, States, jax.Array, jax.Array, jax.Array | None]
 class StepInputs:
     """The tokens of one step, and the place of each row in the cache.
 
-    tokens_SQ int32: Q tokens of each row. start_S int32: the position of the first of them. tables_SW int32: each row's
-    pages. columns_S2 int32: each row's columns of the stack. valid_S int32: how many of its tokens its state includes,
-    None = all. shift_S int32: the rotary position of a token minus its index (`decode.Rows`), None = 0. images: those
-    among the tokens, and the rotary positions of all tokens; None = no images here, and shift_S applies.
+    tokens_SQ int32: Q tokens per row. start_S int32: the position of each row's first token. tables_SW int32: each
+    row's pages. columns_S2 int32: each row's columns of the stack. valid_S int32: how many of its tokens the row's
+    state includes; None: all. shift_S int32: the rotary position of a token minus its index (`decode.Rows`); None: 0.
+    images: the images among the tokens, and the rotary positions of all tokens; None: no images, and shift_S applies.
     """
 
     tokens_SQ: Array
@@ -75,11 +75,11 @@ def run_layers(
 ) -> tuple[KVCache, States, jax.Array, jax.Array | None]:
     """The cache with the tokens' keys and values, the states after them, and their final hidden states [S, Q, D].
 
-    Then the experts of the tokens, int16 [S, Q, L, k], -1 in layers without experts; None unless `routes`.
+    The last result is the tokens' experts, int16 [S, Q, L, k], -1 in layers without experts; None unless `routes`.
     Hidden states are in the weights' dtype. The cache is carried through the loop over layers, so it is never copied.
     Between layers every device has the hidden states of all rows, but only its own part of the matrices. cfg, mesh,
-    params: the base model and its devices. lora: the stack of adapters. cache: its pages. states: of the rows, from
-    `gather_states`. inputs: the tokens. routes: whether their experts are wanted; the model must have some.
+    params: the base model and its devices. lora: the stack of adapters. cache: the pages. states: of the rows, from
+    `gather_states`. inputs: the tokens. routes: whether to return their experts; requires a model with experts.
     """
     tokens_SQ, start_S, tables_SW, images = inputs.tokens_SQ, inputs.start_S, inputs.tables_SW, inputs.images
     one, rows = sampling_mesh(mesh), cache_mesh(mesh, cfg.split_heads)
@@ -138,27 +138,27 @@ def run_layers(
 
 
 def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
-    """The matrices that are used in place, without a copy of each layer's.
+    """The matrices that are used in place, without a copy of each layer's matrix.
 
-    On one GPU these are all. On TPUs they are those of experts, which XLA would copy for the kernel; quantized ones are
-    widened there, a layer at a time.
+    On one GPU these are all. On TPUs they are the matrices of experts, which XLA would otherwise copy for the kernel.
+    Quantized ones are widened on TPUs, a layer at a time.
     """
     if not platform().kernels:
         return frozenset()
     stacks = params.layers
-    assert not isinstance(stacks, tuple)  # only CPUs have weights by layer
+    assert not isinstance(stacks, tuple)  # only CPUs use weights by layer
     if platform() is not TPU:
         names = stacks.keys() & projections(cfg).keys() if mesh.size == 1 else set()
-        return frozenset(names - {"kv_b"})  # `latent_attention` multiplies by head
+        return frozenset(names - {"kv_b"})  # `latent_attention` multiplies it head by head
     experts = EXPERT_MATRICES if cfg.experts else ()
     return frozenset(name for name in experts if not isinstance(stacks[name], Int8 | FourBit))
 
 
 def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:
-    """Logits float32 [S, Q, V] of final hidden states, each row with its own columns of the stack's `pair`.
+    """Logits float32 [S, Q, V] of final hidden states, with each row's own columns of the stack's `pair`.
 
-    The devices of `mesh` split V: a caller that needs unsplit rows moves logits, and not the unembedding. params: the
-    base model. pair: None without a stack. x_SQD: in the weights' dtype. columns_S2 int32.
+    The devices of `mesh` split V: a caller that needs unsplit rows moves logits, not the unembedding. params: the
+    base model. pair: None without a stack. x_SQD: in the weights' dtype. columns_S2 int32: each row's columns.
     """
     logits = unembed(params, x_SQD)
     if pair is not None:
@@ -170,5 +170,5 @@ def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Arr
 
 
 def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: KVCache) -> KVCache:
-    """The cache with its sharding pinned, as the next step expects it."""
+    """The cache with its sharding pinned to the one that the next step expects."""
     return by_mixer(cfg, mesh, cache, jax.lax.with_sharding_constraint)

@@ -1,13 +1,13 @@
 """Sampling from models with all parameters trained, in addition to the base model and adapters.
 
-Such a model has its own weights, so a batch cannot contain its rows and those of another model. A second sampler, with
-its own KV cache, has the weights of one snapshot at a time. The other snapshots are on the host, in the dtype of the
-base weights.
+Such a model has its own weights, so a batch cannot contain rows of several models. A second sampler, with its own KV
+cache, holds the weights of one snapshot at a time. The other snapshots are on the host, in the dtype of the base
+weights.
 
 Requests wait in one queue, which projects share fairly by sequences (`FairQueue`). Requests for the weights on the
 devices join the batch when it has a free slot, as long as no request waits for other weights. Then the batch ends, and
-the weights change to those of the first request in the queue. A project waits for at most one batch of each other
-project, for any number of their requests. Each step of the group's sampler is a step of both samplers.
+the weights of the first request in the queue are loaded. A project waits for at most one batch of each other project,
+for any number of their requests. Each step of the group's sampler is a step of both samplers.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 
 log = logging.getLogger(__name__)
 
-_Shards = list[tuple[jax.Device, npt.NDArray[Any]]]  # of an array: the part of each device of this process
+_Shards = list[tuple[jax.Device, npt.NDArray[Any]]]  # of an array: the part on each device of this process
 
 
 @dataclass(eq=False)
 class _HostWeights:
-    """The weights of one snapshot on the host: the arrays of a `Params`, in their order, and their optimizer steps."""
+    """The weights of one snapshot on the host: the arrays of a `Params`, in order, and their optimizer steps."""
 
     arrays: list[_Shards]
     step: int
@@ -66,13 +66,14 @@ class _Waiting:
 
 
 class FullModelSampler:
-    """Snapshots of full models by id, the queue, and the sampler. Call it on every process alike."""
+    """Snapshots of full models by id, the queue, and the sampler. All processes must make the same calls."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh, base: Params, make: Callable[[Params], Sampler] | None) -> None:
-        """No snapshots.
+        """Start without snapshots.
 
-        cfg, mesh: the model's shape and its devices. base: the base model's weights: their dtype, and those that are
-        never trained. make: a sampler of a model with other weights; None: the devices have no memory for one.
+        cfg, mesh: the model's shape and its devices. base: the base model's weights, which give the dtype, and the
+        weights that are never trained. make: makes a sampler of a model with other weights; None: the devices have no
+        memory for one.
         """
         self._cfg, self._mesh, self._base, self._make = cfg, mesh, base, make
         self._snapshots: dict[str, _HostWeights] = {}
@@ -85,7 +86,7 @@ class FullModelSampler:
     def publish(self, snapshot_id: str, weights: Params, step: int = 0) -> None:
         """Keep a copy of float32 weights (on the devices or the host), after `step` optimizer steps.
 
-        ConflictError when the id is used; UserError when a weight is not finite, or the group has no memory to sample.
+        ConflictError: the id is used. UserError: a weight is not finite, or the group has no memory to sample.
         """
         if self._make is None:
             raise UserError(NOT_SAMPLED)
@@ -97,7 +98,7 @@ class FullModelSampler:
         each = (jax.tree.leaves(tree) for tree in (weights, trained, computed))
         for array, like, kept in zip(*each, strict=True):
             placed = array if isinstance(array, jax.Array) else put(array, like.sharding)
-            copy, finite = _frozen(like.sharding, kept.dtype, placed)  # one by one: all would not fit the devices
+            copy, finite = _frozen(like.sharding, kept.dtype, placed)  # one by one: all would not fit on the devices
             if not bool(to_host(finite)):
                 raise UserError(
                     f"snapshot {snapshot_id!r}: a weight of its model is not finite; snapshots must be finite"
@@ -106,17 +107,17 @@ class FullModelSampler:
         self._snapshots[snapshot_id] = _HostWeights(copies, step)
 
     def has_snapshot(self, snapshot_id: str | None) -> bool:
-        """Whether there is a snapshot of that id."""
+        """Whether there is a snapshot with this id."""
         return snapshot_id in self._snapshots
 
     def snapshot_host_bytes(self, snapshot_id: str) -> int:
-        """The host memory of a snapshot."""
+        """The host memory of a snapshot, in bytes."""
         return self._snapshots[snapshot_id].nbytes
 
     def rename_snapshot(self, snapshot_id: str, to_id: str) -> None:
-        """Rename a snapshot, over any snapshot `to_id`: requests that sample the old `to_id` continue with this one.
+        """Rename a snapshot, replacing any snapshot `to_id`. Requests for the old `to_id` continue with this one.
 
-        Those in the batch begin again with the tokens that they have. NotFoundError when there is none to rename.
+        Requests in the batch begin again with the tokens that they have. NotFoundError: there is none to rename.
         """
         if snapshot_id not in self._snapshots:
             raise NotFoundError(f"snapshot {snapshot_id!r} is not here; publish or load it first")
@@ -129,7 +130,7 @@ class FullModelSampler:
                 self._load(new)
 
     def drop_snapshot(self, snapshot_id: str) -> None:
-        """Forget a snapshot; requests that came before finish. Unknown ids are fine."""
+        """Forget a snapshot. Earlier requests for it finish. Unknown ids are ignored."""
         self._snapshots.pop(snapshot_id, None)
         self._free_devices()
 
@@ -140,7 +141,7 @@ class FullModelSampler:
         self._free_devices()
 
     def step(self, admit: Sequence[SampleRequest], cancel: Collection[str], *, wait: bool) -> SampleProgress:
-        """One step. admit: requests for snapshots that exist. cancel: ids of requests that leave.
+        """Execute one step. admit: requests for snapshots that exist. cancel: ids of requests to remove.
 
         wait: until the devices have computed the step, as in `SampleStep`.
         """
@@ -150,7 +151,7 @@ class FullModelSampler:
         known = {ticket.item.request.request_id for ticket in self._queue}
         known |= {*(self._sampler.request_ids if self._sampler is not None else ())} - {*cancel}
         for request in admit:
-            if request.request_id not in known:  # otherwise it was sent again: one result answers both
+            if request.request_id not in known:  # otherwise it was sent twice, and one result answers both
                 waiting = _Waiting(request, self._snapshots[str(request.snapshot_id)])
                 self._queue.push(request.owner, waiting, request.num_samples)
         first, progress = self._queue.peek(), SampleProgress((), 0, 0)
@@ -168,7 +169,7 @@ class FullModelSampler:
         return progress.copy_with(finished=(*failed, *progress.finished), waiting=count)
 
     def _serve(self, weights: _HostWeights | None, free_slots: float = float("inf")) -> list[SampleRequest]:
-        """Remove the first requests for these weights from the queue, until no slot is left for another sequence."""
+        """Remove the first requests for these weights from the queue, while slots are free."""
         served: list[SampleRequest] = []
         for ticket in self._queue:
             if ticket.item.weights is weights and free_slots > 0:
@@ -206,21 +207,21 @@ class FullModelSampler:
             self._sampler, self._weights, self._busy = None, None, False
 
     def _free_devices(self) -> None:
-        """Free the memory of the devices when no request can come."""
+        """Free the devices' memory if no request can arrive."""
         if not (self._snapshots or self._queue or self._busy):
             self._sampler, self._weights = None, None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _frozen(where: Any, dtype: Any, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A copy in that dtype, and whether all of it is finite."""
+    """A copy in this dtype, and whether all of it is finite."""
     copy = jax.lax.with_sharding_constraint(jnp.array(array, dtype, copy=True), where)
     finite = jnp.all(jnp.isfinite(copy))
     return copy, jax.lax.with_sharding_constraint(finite, replicated(where.mesh))
 
 
 class GroupSampler:
-    """Both samplers: the snapshot of a request decides which of them serves it. Call it on every process alike."""
+    """Both samplers. The snapshot of a request decides which one serves it. All processes must make the same calls."""
 
     def __init__(self, adapters: Sampler, full_models: FullModelSampler) -> None:
         """adapters: serves the base model and adapters. full_models: serves models with all parameters trained."""
@@ -229,7 +230,7 @@ class GroupSampler:
     def publish(self, snapshot_id: str, trained: Trained, spec: LoraSpec, step: int) -> None:
         """Keep a copy of an adapter or of a full model, after `step` optimizer steps.
 
-        Errors are those of either sampler.
+        Errors: see `publish` of either sampler.
         """
         if isinstance(trained, Params):
             self._full_models.publish(snapshot_id, trained, step)
@@ -237,7 +238,7 @@ class GroupSampler:
             self.adapters.publish(snapshot_id, trained, spec, step)
 
     def has_snapshot(self, snapshot_id: str) -> bool:
-        """Whether there is a snapshot of that id."""
+        """Whether there is a snapshot with this id."""
         return self._full_models.has_snapshot(snapshot_id) or snapshot_id in self.adapters.snapshots
 
     def snapshot_memory(self, snapshot_id: str) -> SnapshotHeld:
@@ -247,7 +248,7 @@ class GroupSampler:
         return SnapshotHeld(self.adapters.snapshot_host_bytes(snapshot_id))
 
     def rename_snapshot(self, snapshot_id: str, to_id: str, *, recompute: bool) -> None:
-        """Rename a snapshot, over any snapshot `to_id`; NotFoundError when there is none to rename.
+        """Rename a snapshot, replacing any snapshot `to_id`. NotFoundError: there is none to rename.
 
         recompute: see `Sampler.rename_snapshot`. Requests of full models always begin again.
         """
@@ -259,7 +260,7 @@ class GroupSampler:
             self._full_models.drop_snapshot(to_id)
 
     def drop_snapshot(self, snapshot_id: str) -> None:
-        """Forget a snapshot; requests that were admitted with it finish. Unknown ids are fine."""
+        """Forget a snapshot. Requests that were admitted with it finish. Unknown ids are ignored."""
         self._full_models.drop_snapshot(snapshot_id)
         self.adapters.drop_snapshot(snapshot_id)
 
@@ -269,7 +270,7 @@ class GroupSampler:
         self.adapters.clear()
 
     def step(self, command: SampleStep) -> SampleProgress:
-        """A step of both."""
+        """Execute a step of both samplers."""
         full_models = [each for each in command.admit if self._full_models.has_snapshot(each.snapshot_id)]
         others = tuple(each for each in command.admit if not self._full_models.has_snapshot(each.snapshot_id))
         first = self.adapters.step(command.copy_with(admit=others))

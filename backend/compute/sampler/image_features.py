@@ -1,6 +1,6 @@
-"""The features of the images in a prompt that is prefilled.
+"""The features of the images in a prompt that is being prefilled.
 
-The vision tower encodes an image with the first piece that contains a token of it. Its features are dropped after its
+The vision tower encodes an image with the first piece that contains a token of it, and drops the features after the
 last token. Cached prompts need no encoding, and each image is encoded once for all samples.
 
 Letters: B rows, Q tokens of a piece, E vectors of a token, D hidden.
@@ -23,7 +23,7 @@ class ImageFeatureCache:
     """The image features of one prompt at a time: prompts with images are prefilled alone."""
 
     def __init__(self, tower: VisionTower) -> None:
-        """Empty."""
+        """Start without features."""
         self._tower = tower
         self.clear()
 
@@ -31,12 +31,12 @@ class ImageFeatureCache:
         """Forget all features."""
         self._job: PrefillJob | None = None
         self._positions_T3 = np.zeros((0, 3), np.int32)  # of the job's prompt
-        self._features: dict[int, npt.NDArray[Any]] = {}  # by where an image begins, [tokens, E, D]
+        self._features: dict[int, npt.NDArray[Any]] = {}  # by the index of an image's first token, [tokens, E, D]
 
     def piece(self, job: PrefillJob, rows: int, size: int, start: int) -> tuple[ImageFeatures | None, int]:
         """The images among tokens [start, start + size) of a prompt, and how many tokens the tower encoded for them.
 
-        None when there is no image before the piece's end. job: of the prompt. rows: of the dispatch.
+        None if there is no image before the piece's end. job: of the prompt. rows: of the dispatch.
         """
         images, end = job.parent.request.images, start + size
         if not any(image.start < end for image in images):

@@ -4,14 +4,14 @@ Letters: L layers, N pages of all shards, G key-value heads, P positions of a pa
 the decode batch, or prompts of a prefill. W pages of a row's table, H query heads, Q queries of a row, r query heads
 per key-value head.
 
-Heads come before positions, so that a page is one matrix per head: any other order makes XLA copy the operands. Keys
-have positions as their last axis, and values have them before d, each as its matmul reads it. With the same order for
-both, XLA:CPU transposed every key for every token (64 rows at 128 positions: three times the values' time, now equal).
-The cache is one array for all layers. If the loop over layers is unrolled (`params.by_layer`), each layer has its own
-array, because XLA:CPU copies a layer out of a stack before it multiplies by it. Attention stops after the
+Heads come before positions, so that a page is one matrix per head: any other order makes XLA copy the operands.
+Positions are the last axis of keys, but come before d in values, because their matmuls read them so. With the same
+order for both, XLA:CPU transposed every key for every token (64 rows at 128 positions: three times the values' time,
+now equal). The cache is one array for all layers. If the loop over layers is unrolled (`params.by_layer`), each layer
+has its own array, because XLA:CPU copies a layer out of a stack before it multiplies by it. Attention stops after the
 last page of the longest row, and pages beyond a row's end add exact zeros: a row's result does not depend on the
 lengths of other rows. On CPUs scattered pages are read as fast as contiguous rows (64 rows of 300 positions: 2.4 CPU-ms
-for a layer against 2.7).
+per layer, against 2.7).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _RUN = CPU.prefill_tokens[0]  # positions that prefill writes together: a diviso
 class KVCache:
     """Keys (rotated) [L, N, G, d, P], values [L, N, G, P, d], in the dtype of `cache_dtype`; or L of each with L = 1.
 
-    For the kernel of TPUs k has keys and values interleaved, as [L, N, P, 2 G, d], and v is None. In models with latent
-    attention k has the latent and the rotated part of a key as one head, and v, which is a part of the latent, has
-    d = 0. states: of the layers without keys; None in models without such layers, and within a dispatch. globals: the
-    same pages in the layers with the mixer "global", which have other heads; None in models without. A layer that
-    shares the keys and values of another layer has nothing here.
+    For the TPU kernel, k contains interleaved keys and values, [L, N, P, 2 G, d], and v is None. In models with latent
+    attention, k contains the latent and the rotated part of a key as one head, and v, which is a part of the latent,
+    has d = 0. states: of the layers without keys; None in models without such layers, and within a dispatch. globals:
+    the same pages in the layers with the mixer "global", which have different heads; None in models without such
+    layers. A layer that shares the keys and values of another layer stores nothing here.
     """
 
     k: Any
@@ -67,13 +67,13 @@ class KVCache:
         return KVCache(self.k, self.v) if mixer != GLOBAL or self.globals is None else self.globals
 
     def with_own(self, mixer: str, own: KVCache) -> KVCache:
-        """The same cache with other pages in the layers with this mixer."""
+        """The cache with its pages replaced in the layers with this mixer."""
         changed: KVCache = replace(self, globals=own) if mixer == GLOBAL else replace(self, k=own.k, v=own.v)
         return changed
 
 
 def cache_dtype(kv_cache: CacheFormat, dtype: str) -> str:
-    """The name of the number format of pages. kv_cache: the setting. dtype: the name of the format of activations.
+    """The name of the number format of pages. kv_cache: the setting. dtype: the name of the activations' format.
 
     float8 has four bits of exponent and three of mantissa (E4M3 of arXiv 2209.05433, which ends at 448 and has no
     infinity), and no scale, as vLLM's `fp8`.
@@ -82,9 +82,9 @@ def cache_dtype(kv_cache: CacheFormat, dtype: str) -> str:
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh, *, together: bool) -> NamedSharding:
-    """Pages over fsdp, heads over tensor, of the `cache_mesh` of these devices, also for a single layer.
+    """Pages over fsdp, heads over tensor, of the `cache_mesh` of these devices; also valid for a single layer.
 
-    cfg, mesh: the base model's shape, and the devices. together: keys and values are one array.
+    cfg, mesh: the base model's shape, and the devices. together: whether keys and values are one array.
     """
     return NamedSharding(cache_mesh(mesh, cfg.split_heads), _cache_spec(together=together))
 
@@ -92,7 +92,7 @@ def cache_sharding(cfg: ModelConfig, mesh: Mesh, *, together: bool) -> NamedShar
 def by_mixer(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, change: Callable[[jax.Array, NamedSharding], jax.Array]
 ) -> KVCache:
-    """The cache after `change` of each array of pages and its sharding. cfg, mesh: of the model. cache: its pages."""
+    """The cache after applying `change` to each array of pages, with its sharding. cfg, mesh: of the model."""
     made = cache
     for mixer in (ATTENTION,) if cache.globals is None else (ATTENTION, GLOBAL):
         own = cache.of(mixer)
@@ -125,11 +125,11 @@ def empty_cache(
     states: int = 0,
     kv_cache: CacheFormat = "full",
 ) -> KVCache:
-    """A cache of zeros. It must be zeros: a masked value is multiplied by a weight of 0, and 0 * nan is nan.
+    """A cache of zeros. Zeros are necessary: a masked value is multiplied by a weight of 0, and 0 * nan is nan.
 
     cfg, mesh: the base model's shape, and the devices. pages: N, a multiple of the fsdp axis. page: P, a multiple of
-    32. dtype: the name of the format of activations. by_layer: an array for each layer. states: of layers with linear
-    attention, a multiple of the fsdp axis. kv_cache: the format of the pages, not of the states.
+    32. dtype: the name of the activations' format. by_layer: an array per layer. states: the number of states of layers
+    with linear attention, a multiple of the fsdp axis. kv_cache: the format of the pages, not of the states.
     """
     held = cache_dtype(kv_cache, dtype)
 
@@ -161,10 +161,10 @@ def cache_shape(pool: PagePool, params: Params, kv_cache: CacheFormat) -> tuple[
 def copy_pages(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, copies: Sequence[PageCopy], *, states: bool = False
 ) -> KVCache:
-    """`cache`, updated in place, after these copies in order. One dispatch makes up to COPIES of them.
+    """Make copies in order, and return `cache`, updated in place. One dispatch makes up to COPIES of them.
 
-    cfg, mesh: the base model's shape, and the devices. copies: of pages by their numbers in the whole pool. states: of
-    states instead.
+    cfg, mesh: the base model's shape, and the devices. copies: of pages, by their numbers in the whole pool. states:
+    copy states instead.
     """
     made = copied_states if states else copied
     for begin in range(0, len(copies), COPIES):
@@ -179,7 +179,7 @@ def copy_pages(
 def copied(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> KVCache:
-    """`cache`, updated in place, with page source_N[i] copied to page into_N[i], for i < count in order.
+    """Copy page source_N[i] to page into_N[i], for i < count in order, and return `cache`, updated in place.
 
     cfg, mesh: the base model's shape, and the devices. cache: of any shape. source_N, into_N int32: numbers in the
     whole pool. count: int32 scalar.
@@ -191,7 +191,7 @@ def copied(
 def copied_states(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> KVCache:
-    """The same as `copied`, with its arguments cfg, mesh, cache, source_N, into_N and count, for states."""
+    """Like `copied`, with the same arguments cfg, mesh, cache, source_N, into_N and count, but for states."""
 
     def one(part: jax.Array, where: NamedSharding) -> jax.Array:
         return _copied(where, part, source_N, into_N, count)
@@ -240,16 +240,17 @@ def attend_cached(
     window: int | None = None,
     sinks_H: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
-    """Write k and v, unless they are None, into a layer of the cache, then attend: the new cache, and o [S, Q, H, d].
+    """Write k and v, unless None, into a layer of the cache, then attend. Returns the new cache, and o [S, Q, H, d].
 
-    Causal: query i of a row sees positions 0 .. start_S + i, and with a window the last `window` of these; pages that
-    no row's window reaches are not read (TPUs' kernel reads them). With Q > 1 all rows start together, at start_S[0].
+    Causal: query i of a row sees positions 0 .. start_S + i, and with a window only the last `window` of these. Pages
+    outside all rows' windows are not read (except by the TPU kernel). With Q > 1 all rows start together, at
+    start_S[0].
 
     mesh: the `cache_mesh`; pages and rows are split over fsdp, heads over tensor. cache: updated in place. layer:
-    its number, an int if the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's own
-    shard; 0 = none, and writes to it are dropped. start_S int32: the position of each row's first query.
+    the layer's number, an int if the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's
+    own shard; 0: none, and writes to it are dropped. start_S int32: the position of each row's first query.
     q [S, Q, H, d] and k [S, Q, G, d]: rotated. v [S, Q, G, d]; if the cache has no array of values, the first
-    dimensions of k. sinks_H: a score of each head that is part of the softmax and has no value.
+    dimensions of k. sinks_H: a score per head that is part of the softmax and has no value.
     """
     if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
         own = KVCache(cache.k[layer], cache.v[layer])
@@ -271,7 +272,7 @@ def _attend_stacked(
     window: int | None,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, Any]:
-    # Explicitly per device (shard_map): otherwise XLA gathers a cache that is written at computed places.
+    # Explicitly per device (shard_map), because XLA gathers a cache that is written at computed places.
     held = _cache_spec(together=cache.v is None)
     rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, TENSOR, None)
     local = jax.shard_map(
@@ -298,7 +299,7 @@ def _attend_local(
     v_SQGd: jax.Array | None,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, jax.Array]:
-    latents = cache.v is not None and cache.v.shape[-1] == 0  # values are a part of the latents
+    latents = cache.v is not None and cache.v.shape[-1] == 0  # values are part of the latents
     values = 0
     if k_SQGd is not None and v_SQGd is not None:
         values = v_SQGd.shape[-1] if latents else 0
@@ -322,7 +323,7 @@ def _attend_by_page(
     sinks_H: jax.Array | None = None,
     values: int = 0,
 ) -> jax.Array:
-    """The result of `paged_gpu.attend` for the same arguments. values: how many dimensions of a key are its value, if
+    """The result of `paged_gpu.attend` for the same arguments. values: how many dimensions of a key are its value if
     the cache has no array of values.
     """
     S, Q, H, d = q_SQHd.shape
@@ -334,7 +335,7 @@ def _attend_by_page(
     seen = jnp.tile(seen_SQ, (1, H // G))[:, None, :, None]
 
     def attended(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        """o of some rows, up to the end of the longest of them."""
+        """o of several rows, up to the end of the longest row."""
         q, seen, tables = rows
 
         def page(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -363,11 +364,11 @@ def _attend_by_page(
             jnp.zeros((*q.shape[:3], values), jnp.float32),
         )
         pages: Any = jnp.minimum(jnp.max(seen) // P + 1, tables.shape[1])
-        # The first page in the window cancels the contribution of pages before it (weights of exp(0)).
+        # The first page in the window cancels the contribution of earlier pages (weights of exp(0)).
         first: Any = 0
         if platform().host_decides:
             pages = tables.shape[1]  # all
-        elif window is not None:  # an unused slot of a decode step has no page, and would begin at the first page
+        elif window is not None:  # an unused slot of a decode step has no page, and would start at the first page
             here_S1 = jnp.take_along_axis(tables, jnp.min(seen, axis=(1, 2)) // P, axis=1, mode="fill", fill_value=0)
             used = (here_S1 > 0)[:, :, None, None]
             first = jnp.maximum(jnp.min(jnp.where(used, seen, jnp.max(seen))) - window + 1, 0) // P
@@ -392,7 +393,7 @@ def _written(
     k_SQGd: jax.Array,
     v_SQGd: jax.Array,
 ) -> KVCache:
-    """The cache with new keys and values at positions start_S.. of each row. Positions without a page are dropped."""
+    """The cache with new keys and values from position start_S on in each row. Positions without a page are dropped."""
     k_SQGd, v_SQGd = _stored(k_SQGd, cache.k.dtype), _stored(v_SQGd, cache.k.dtype)
     S, Q = k_SQGd.shape[:2]
     by_scatter = cache.v is None or platform().name == CUDA.name or (on_cpu() and Q == 1 and S > 1)
@@ -418,7 +419,7 @@ def _written(
 
 
 def _stored(x: jax.Array, dtype: Any) -> jax.Array:
-    """Numbers in the format of the cache; numbers beyond the largest float8 become that number, not NaN."""
+    """Convert to the format of the cache. Numbers beyond the largest float8 become that number, not NaN."""
     if dtype.itemsize == 1:
         x = jnp.clip(x, -_MOST_FLOAT8, _MOST_FLOAT8)
     return x.astype(dtype)
@@ -432,7 +433,7 @@ def _written_in_runs(
     k_SQGd: jax.Array,
     v_SQGd: jax.Array,
 ) -> KVCache:
-    """The same with an update in place for each run of positions, which is fast on CPUs.
+    """Like `_written`, with an update in place for each run of positions, which is fast on CPUs.
 
     TPUs write whole pages: for a column of a page they would transpose the cells of all layers, and again to attend.
     """

@@ -1,12 +1,12 @@
-"""Latent attention in the sampler: the cache has latents, which are never expanded to keys and values of heads.
+"""Latent attention in the sampler: the cache stores latents, which are never expanded to the heads' keys and values.
 
 A score is q . (K c) = (K^T q) . c, and the output of a head is the sum of w (V c) = V (sum of w c). The matrix that
 expands latents to keys and values is multiplied into queries and outputs instead (DeepSeek V2, arXiv 2405.04434,
-section 2.1.2). All heads share one key, and its first part is their value. An adapter of that matrix is multiplied in
+section 2.1.2). All heads share one key, whose first part is their value. An adapter of that matrix is multiplied in
 the same way; for queries its B comes first.
 
-Letters: S rows, Q tokens, H heads, K columns of the stack of adapters, c a latent's width. Of a head: p dimensions
-without rotation, r with rotation, v of its values.
+Letters: S rows, Q tokens, H heads, K columns of the stack of adapters, c a latent's width. Per head: p dimensions
+without rotation, r with rotation, v of values.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def attend_latents(
     kv_b: Weight,
     pair: LoraPair | None,
 ) -> jax.Array:
-    """The attention output of each query, [S, Q, H, v] in its dtype.
+    """The attention output of each query, [S, Q, H, v], in the dtype of queries.
 
-    latent: the shapes. mesh: splits heads over WEIGHTS, if their number is divisible. attend: over the cache, with one
-    key-value head. columns_S2 int32 and width: each row's columns of the stack, and their number. q_SQHp, q_SQHr: the
-    parts of queries without and with rotation. c_SQc: latents. k_SQr: the rotated part of keys. kv_b: the matrix
+    latent: the shapes. mesh: splits heads over WEIGHTS, if their number is divisible. attend: attends over the cache,
+    with one key-value head. columns_S2 int32, width: each row's columns of the stack, and their number. q_SQHp, q_SQHr:
+    the parts of queries without and with rotation. c_SQc: latents. k_SQr: the rotated part of keys. kv_b: the matrix
     [H * (p + v), c]. pair: of its adapters, A [K, c] and B [K, H * (p + v)].
     """
     H, p = q_SQHp.shape[2:]
@@ -52,10 +52,10 @@ def attend_latents(
         own = own_columns(columns_S2, pair, width)[:, None, None]
         keys_KHp, values_KHv = jnp.split(jnp.asarray(pair.B).reshape(-1, H, p + latent.values), (p,), axis=-1)
         low_SQHK = jnp.einsum("sqhp,khp->sqhk", q_SQHp, keys_KHp)
-        # Not a product with 0: an overflow in the columns of another row's adapter must not become NaN here.
+        # Not a product with 0, because an overflow in the columns of another row's adapter must not become NaN here.
         q_SQHK = jnp.where(own, low_SQHK, 0)
         q_SQHc = q_SQHc + pair.multiply(lambda part: jnp.einsum("sqhk,kc->sqhc", q_SQHK[..., part], pair.A[part]))
-    # `attend` scales queries by the width of its keys. The right scale is that of a head.
+    # `attend` scales queries by the width of its keys. The right scale is that of a head's dimensions.
     scale = jnp.asarray((latent.cell / (latent.plain + latent.rotary)) ** 0.5, q_SQHc.dtype)
     q = jnp.concatenate([q_SQHc, q_SQHr], axis=-1) * scale
     c_SQ1c = c_SQc[:, :, None]
@@ -76,7 +76,7 @@ def _by_heads(mesh: Mesh, x_SQHd: jax.Array) -> jax.Array:
 
 
 def _halves(kv_b: Weight, H: int, p: int, dtype: Any) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """The matrices of keys [H, p, c] and values [H, v, c]; and the scales of both, [H, p] and [H, v], or 1."""
+    """The matrices of keys [H, p, c] and values [H, v, c], and their scales, [H, p] and [H, v], or 1."""
     matrix = kv_b.dense(dtype) if isinstance(kv_b, FourBit) else kv_b
     matrix = matrix.values.astype(dtype) if isinstance(matrix, Int8) else matrix
     by_head = matrix.reshape(H, -1, matrix.shape[-1])

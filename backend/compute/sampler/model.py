@@ -1,4 +1,4 @@
-"""The sampler's work on the devices. Each method is one dispatch or a few.
+"""The sampler's work on the devices. Each method makes one dispatch or a few.
 
 Letters: B rows, Q tokens of a piece, S slots, C tokens of a chunk.
 """
@@ -61,12 +61,12 @@ class SamplerModel:
         most_ahead: int | None = None,
         tower: VisionTower | None = None,
     ) -> None:
-        """An empty cache.
+        """Create an empty cache.
 
         cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are. pool: the
         pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. kv_cache: the
-        format of the pages. host_decides: as in `Platform`. most_ahead: the most slots of a chunk, when a chunk is
-        dispatched before the last one is read; None: each chunk is read first. tower: of models with images.
+        format of the pages. host_decides: as in `Platform`. most_ahead: the most slots of a chunk, if a chunk is
+        dispatched before the last one is read; None: each chunk is read first. tower: for models with images.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self.params, self._pool, self._width = params, pool, pool.pages_for(max_context)
@@ -76,15 +76,15 @@ class SamplerModel:
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        """Begin with a cache of zeros."""
+        """Start again with a cache of zeros."""
         if self._images is not None:
             self._images.clear()
-        self.cache: KVCache | None = None  # its memory is free before the next one is made
+        self.cache: KVCache | None = None  # free its memory before the next one is made
         self.last_piece: PieceScores | jax.Array | None = None  # ready when the last prefill dispatch is computed
         self.cache = empty_cache(self.cfg, self.mesh, *cache_shape(self._pool, self.params, self._kv_cache))
 
     def replace_params(self, load: Callable[[], Params]) -> None:
-        """Begin again with the weights that `load` returns. The memory of the old ones is free when it is called."""
+        """Start again with the weights that `load` returns. The old weights are freed before the call."""
         del self.params
         self.params = load()
         self.reset_cache()
@@ -92,14 +92,14 @@ class SamplerModel:
     def prefill_piece(self, group: PrefillGroup) -> int:
         """Compute the next piece of every prompt of `group`, and advance the group by it.
 
-        Returns how many tokens that were: with padding, and with those of images that the tower encoded.
+        Returns the number of tokens, including padding, and including those of images that the tower encoded.
         """
         size, start = group.piece, group.start
         images, encoded = None, 0
         if self._images is not None and len(group.jobs) == 1:
             images, encoded = self._images.piece(group.jobs[0], group.rows, size, start)
         for job in group.jobs:
-            if job.sequences:  # otherwise its request is gone, and its row writes nothing
+            if job.sequences:  # otherwise the request is gone, and its row writes nothing
                 owned = self._pool.own_state(job.table)
                 assert owned, "there are fewer states than prompts"
         piece = replace(
@@ -127,7 +127,7 @@ class SamplerModel:
         return group.rows * size + encoded
 
     def _computed(self, widths: Widths, piece: Piece) -> PieceScores | None:
-        """Dispatch a piece: its scores on the devices. None, if none are wanted and the host knows it."""
+        """Dispatch a piece. Returns its scores on the devices; None if none are wanted and the host knows this."""
         params, lora, cache = self.params, self.snapshots.lora, self._copied_cache()
         if not self._host_decides:
             self.cache, scored = prefill(self.cfg, self.mesh, widths, params, lora, cache, piece)
@@ -145,8 +145,8 @@ class SamplerModel:
     ) -> Chunk[Row]:
         """Dispatch `steps` more tokens of every sequence.
 
-        S: slots of the dispatch; the tokens of unused ones are never read. steps: at most `chunk`; 1 or `chunk` if the
-        host decides. before: the chunk that is not read yet, with the last tokens of all sequences in flight.
+        S: slots of the dispatch; the tokens of unused slots are never read. steps: at most `chunk`; 1 or `chunk` if the
+        host decides. before: the unread chunk, which has the last tokens of all sequences in flight.
         """
         most_listed = max(sequence.parent.request.topk_sample for _, sequence in slots)
         requests = [row.parent.request for _, row in slots]
@@ -175,7 +175,7 @@ class SamplerModel:
         return to_host(replace(chunk.decoded, last_M=None))
 
     def _copied_cache(self) -> KVCache:
-        """The cache after the pool's copies."""
+        """Make the pool's copies, and return the cache."""
         assert self.cache is not None
         cache = copy_pages(self.cfg, self.mesh, self.cache, self._pool.pop_copies())
         if self._pool.states:
@@ -221,7 +221,7 @@ class SamplerModel:
         return rows if self._no_tokens_M is None else self._continued(rows, assigned, before)
 
     def _continued(self, rows: Rows, assigned: RowAssignment, before: Chunk[ActiveSequence] | None) -> Rows:
-        """The rows, with last tokens in flight from the chunk before."""
+        """The rows, with last tokens in flight taken from the previous chunk."""
         from_S = np.full(len(rows.tokens_S), -1, np.int32)
         place_of = {id(sequence): place for place, sequence in before.slots} if before is not None else {}
         for slot, sequence in assigned:

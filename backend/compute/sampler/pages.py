@@ -1,20 +1,20 @@
 """The pages of the KV cache on the host: their users, the free pages, and the prompts that they still hold.
 
-A sequence has a page table. Pages are shared by reference: the samples of one prompt, and prompts with a common
-beginning, have the same pages in their tables. A page with several users, or with a key, is copied before a sequence
-writes to it. A page keeps its key after its last user is gone, until it is reused. The least recently used page is
-reused first. So the free pages are the prefix cache.
+A sequence has a page table. Pages are shared by reference: the tables of samples of one prompt, and of prompts with a
+common beginning, contain the same pages. A page with several users, or with a key, is copied before a sequence writes
+to it. A page keeps its key after its last user is gone, until the page is reused. The least recently used page is
+reused first. The free pages are therefore the prefix cache.
 
     free --reserve--> one user --fork--> several users --release--> free (with its key, if it has one)
 
 Layers with linear attention have no pages. They keep one state for each sequence. States are in their own pool, as
-pages of one position, and belong to page tables. A table that writes positions gets its own state, and forks share it
-until then. A state with a key is that of a prompt up to some token. The pool keeps it until it is reused.
+pages of one position, and belong to page tables. A table that writes positions gets its own state; until then, forks
+share the state. A state with a key is the state of a prompt after some token. The pool keeps it until it is reused.
 
-Page 0 of each shard holds zeros and is never written. It replaces pages that a sequence does not have, and released
-pages behind the window of all layers. Pages that may hold NaN or infinity are overwritten with zeros before
-reuse. This module has no device arrays: the copies that the devices must make are in `pop_copies`. Every process of a
-group uses the same pages.
+Page 0 of each shard contains zeros and is never written. It replaces pages that a sequence does not have, and released
+pages behind the window of all layers. Pages that may contain NaN or infinity are overwritten with zeros before reuse.
+This module has no device arrays: `pop_copies` returns the copies that the devices must make. Every process of a group
+uses the same pages.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-PAGE = 128  # positions of a page: attention reads one page of each row together
+PAGE = 128  # positions of a page: attention reads one page of each row at a time
 
 
 def pages_for(positions: int, page: int = PAGE) -> int:
-    """How many pages of `page` positions hold so many positions."""
+    """How many pages of `page` positions are needed for this many positions."""
     return -(-positions // page)
 
 
 class Key(NamedTuple):
-    """The key of a page's content. scope: its users and the weights. digest: the tokens, in prefill pieces."""
+    """The key of a page's content. scope: the users and the weights. digest: of the tokens, in prefill pieces."""
 
     scope: Any
     digest: bytes
 
 
 class PageCopy(NamedTuple):
-    """Page `source` is to be copied to page `into`."""
+    """Page `source` must be copied to page `into`."""
 
     source: int
     into: int
@@ -48,9 +48,9 @@ class PageCopy(NamedTuple):
 
 @dataclass(eq=False)
 class PageTable:
-    """The pages of one sequence, in the order of its positions, and its state. All are in one shard of the pool.
+    """The pages of one sequence, in the order of its positions, and its state, all in one shard of the pool.
 
-    state: a table of one page in the pool of states; None in models without them, and before the first position.
+    state: a table of one page in the pool of states; None in models without states, and before the first position.
     """
 
     shard: int
@@ -64,11 +64,11 @@ class PagePool:
     def __init__(
         self, pages: int, *, shards: int = 1, page: int = PAGE, states: int = 0, window: int | None = None
     ) -> None:
-        """All pages free.
+        """Start with all pages free.
 
-        pages: of each shard, page 0 included; page p of shard s is number s * pages + p. shards: parts of the cache on
-        different devices. page: positions of a page. states: of each shard, page 0 included; 0 = there are none. There
-        must be enough for all sequences of a chunk. window: how many of the last tokens a query sees; None = all.
+        pages: of each shard, including page 0; page p of shard s is number s * pages + p. shards: parts of the cache on
+        different devices. page: positions of a page. states: of each shard, including page 0, enough for all sequences
+        of a chunk; 0: there are none. window: how many of the last tokens a query sees; None: all.
         """
         self._window = window
         self.pages, self.shards, self.page = pages, shards, page
@@ -80,11 +80,11 @@ class PagePool:
         if self.states:
             self.states.clear()
         numbers = (range(shard * self.pages + 1, (shard + 1) * self.pages) for shard in range(self.shards))
-        self._free = [OrderedDict[int, None].fromkeys(shard) for shard in numbers]  # the next one to be used first
+        self._free = [OrderedDict[int, None].fromkeys(shard) for shard in numbers]  # in the order of use
         self._users: dict[int, int] = {}
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
-        self._tainted: set[int] = set()  # may hold NaN or infinity
+        self._tainted: set[int] = set()  # may contain NaN or infinity
         self._copies: list[PageCopy] = []
 
     # ------------------------------------------------------------------ what it holds
@@ -95,11 +95,11 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """How many pages and states have a user."""
+        """The number of pages and states that have a user."""
         return len(self._users) + (self.states.used if self.states else 0)
 
     def free(self, shard: int) -> int:
-        """How many pages of a shard have no user."""
+        """The number of pages of a shard without a user."""
         return len(self._free[shard])
 
     def emptiest_shard(self) -> int:
@@ -107,7 +107,7 @@ class PagePool:
         return max(range(self.shards), key=self.free)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold `tokens` positions."""
+        """How many pages are needed for `tokens` positions."""
         return pages_for(tokens, self.page)
 
     def pop_copies(self) -> list[PageCopy]:
@@ -117,9 +117,9 @@ class PagePool:
 
     # ------------------------------------------------------------------ tables
     def reserve(self, table: PageTable, start: int, end: int, *, spare: int = 0) -> bool:
-        """Let the sequence write positions [start, end): missing pages are added, and shared pages are copied.
+        """Let the sequence write positions [start, end): add missing pages, and copy shared pages.
 
-        False, and nothing has changed, when fewer than `spare` pages of the shard would stay free, or no state is free.
+        False, without any change: fewer than `spare` pages of the shard would stay free, or no state is free.
         """
         first, last = start // self.page, self.pages_for(end) if start < end else 0
         shared = [
@@ -140,7 +140,7 @@ class PagePool:
         return True
 
     def fork(self, table: PageTable, shard: int) -> PageTable | None:
-        """A table of the same content: the same pages in their own shard, copies elsewhere; None without free pages."""
+        """A table with the same content: the same pages in their own shard, copies elsewhere; None: no free pages."""
         if shard == table.shard:
             for page in table.pages:
                 self._share(page)
@@ -152,29 +152,29 @@ class PagePool:
         return PageTable(shard, [copy.into for copy in copies], self._forked_state(table, shard))
 
     def truncate(self, table: PageTable, tokens: int) -> None:
-        """Release the pages after those that hold the first `tokens` positions."""
+        """Release the pages after the first `tokens` positions."""
         self.release(PageTable(table.shard, table.pages[self.pages_for(tokens) :]))
         del table.pages[self.pages_for(tokens) :]
 
     def release_outside_window(self, table: PageTable, start: int) -> None:
-        """Release the pages that no query from position `start` on sees; page 0 replaces them."""
+        """Release the pages that no query from position `start` on sees. Page 0 replaces them."""
         if self._window is None:
             return
         for place in reversed(range(max(0, start - self._window + 1) // self.page)):
             if not self._is_own(table.pages[place]):
-                return  # those before it are gone, too
+                return  # all earlier ones are also gone
             self._release(table.pages[place])
             table.pages[place] = table.shard * self.pages
 
     def release(self, table: PageTable, *, tainted_from: int | None = None) -> None:
-        """The sequence needs its pages no more.
+        """Release all pages and the state of a sequence that no longer needs them.
 
-        tainted_from: from this place in the table on, its pages may hold NaN or infinity, and lose their keys.
+        tainted_from: from this place in the table on, the pages may contain NaN or infinity, and lose their keys.
         """
         for page in filter(self._is_own, table.pages[tainted_from:] if tainted_from is not None else ()):
             self._tainted.add(page)
             self._remove_key(page)
-        # A page of a prompt is useless without the pages before it. So the first pages stay longest.
+        # A page of a prompt is useless without the earlier pages, so the first pages are kept longest.
         for page in filter(self._is_own, reversed(table.pages)):
             self._release(page)
         table.pages.clear()
@@ -182,7 +182,7 @@ class PagePool:
 
     # ------------------------------------------------------------------ states
     def own_state(self, table: PageTable) -> bool:
-        """Let the sequence write its state: a state that is shared or has a key is copied. False without a free one."""
+        """Let the sequence write its state. A shared state, or one with a key, is copied. False: no state is free."""
         state = table.state or PageTable(table.shard)
         if self.states and not self.states.reserve(state, 0, 1):
             return False
@@ -190,17 +190,17 @@ class PagePool:
         return True
 
     def fork_state(self, table: PageTable) -> PageTable:
-        """A table without pages that shares the state as it is now."""
+        """A table without pages that shares the current state."""
         return PageTable(table.shard, state=self._forked_state(table, table.shard))
 
     def release_state(self, table: PageTable) -> None:
-        """The sequence needs its state no more."""
+        """Release the state of a sequence that no longer needs it."""
         if self.states and table.state:
             self.states.release(table.state)
             table.state = None
 
     def find_state(self, key: Key, table: PageTable) -> bool:
-        """Give the table the state with `key`; False when there is none in the table's shard."""
+        """Give the table the state with `key`. False: there is none in the table's shard."""
         assert self.states, "a pool without states"
         kept = self.states.find_prefix([key])
         if kept.pages and kept.shard == table.shard:
@@ -224,7 +224,7 @@ class PagePool:
 
     # ------------------------------------------------------------------ the prefix cache
     def find_prefix(self, keys: Sequence[Key]) -> PageTable:
-        """A table of the pages that have the first of `keys`, as many as there are in one shard."""
+        """A table of the pages with the first of `keys`, as many as there are in one shard."""
         first = self._page_of.get(keys[0]) if keys else None
         if first is None:
             return PageTable(self.emptiest_shard())
@@ -240,7 +240,7 @@ class PagePool:
     def keep_prefix(self, keys: Sequence[Key], table: PageTable) -> None:
         """Give the table's first pages these keys. `find_prefix` finds them until they are reused.
 
-        Pages that will be zeroed when their users are gone get no key.
+        Pages that will be zeroed after their last user get no key.
         """
         for key, page in zip(keys, table.pages, strict=False):
             if self._page_of.get(key) == page or page in self._tainted:
@@ -251,11 +251,11 @@ class PagePool:
             self._page_of[key], self._key_of[page] = page, key
 
     def last_page_is_kept(self, table: PageTable) -> bool:
-        """Whether the table's last page has a key: a sequence that writes to it gets a copy."""
+        """Whether the table's last page has a key, so that a sequence that writes to it gets a copy."""
         return bool(table.pages) and table.pages[-1] in self._key_of
 
     def drop_keys(self, dead: Callable[[Any], bool], *, tainted: bool = False) -> None:
-        """Drop the keys of scopes that are dead. tainted: their pages may hold NaN or infinity."""
+        """Drop the keys of dead scopes. tainted: their pages may contain NaN or infinity."""
         if self.states:
             self.states.drop_keys(dead, tainted=tainted)
         for page in [page for key, page in self._page_of.items() if dead(key.scope)]:
@@ -265,7 +265,7 @@ class PagePool:
                 self._clean(page)
 
     def _is_own(self, page: int) -> bool:
-        """Whether it is one of the table's own, and not page 0."""
+        """Whether a page is one of the table's own, and not page 0."""
         return page % self.pages > 0
 
     def _writable(self, page: int) -> bool:

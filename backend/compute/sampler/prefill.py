@@ -1,4 +1,4 @@
-"""Prefill: a piece of several prompts goes through the model and into their pages, in one dispatch.
+"""Prefill: computes a piece of several prompts, and writes it into their pages, in one dispatch.
 
 A prompt that several samples share is computed once, and their page tables contain its pages.
 
@@ -31,20 +31,19 @@ from tinkerflow.backend.compute.sampler.sampling import Choice, sample
 from tinkerflow.backend.compute.sampler.states import gather_states, scatter_states
 from tinkerflow.backend.compute.training.logprobs import MOST_LOGITS, chunk_size
 
-_OF_TRAINING = 4  # on CPUs, a quarter of the logits of training exist at a time: caches are small
-_ROWS = 256  # on other devices, positions whose logits exist at a time: the KV cache takes the memory
+_OF_TRAINING = 4  # on CPUs, a quarter of training's logits exist at a time, because caches are small
+_ROWS = 256  # on other devices, positions whose logits exist at a time, because the KV cache takes the memory
 
 
 @flax.struct.dataclass
 class Piece:
-    """Tokens [start, start + Q) of every row's prompt, zeros after its end.
+    """Tokens [start, start + Q) of every row's prompt, with zeros after its end.
 
     tokens_BQ int32; start int32 scalar; tables_BW int32: the rows' pages; columns_B2 int32: the rows' adapters. score:
     bool scalar, whether any score of these tokens is wanted. queries: the tokens to score. Both are None for `fill`.
-    states_B int32: the rows'
-    states. valid_B int32: how many of the tokens belong to the row. Both are None in models without states. images: the
-    images among these tokens, and the rotary positions of all tokens after the first image; None if no image begins
-    before the end of the piece.
+    states_B int32: the rows' states. valid_B int32: how many of the tokens belong to the row. Both are None in models
+    without states. images: the images among these tokens, and the rotary positions of all tokens after the first image;
+    None if no image begins before the end of the piece.
     """
 
     tokens_BQ: Array
@@ -59,9 +58,9 @@ class Piece:
 
 
 def empty_piece(widths: Widths, rows: int, tokens: int, pages: int, *, states: bool) -> Piece:
-    """Host arrays for a first piece of `rows` rows and `tokens` tokens each, without prompts and images.
+    """Host arrays for a first piece of `rows` rows with `tokens` tokens each, without prompts and images.
 
-    widths: of the program. pages: of a row's table. states: whether the model has any.
+    widths: of the program. pages: in a row's table. states: whether the model has states.
     """
     return Piece(
         tokens_BQ=np.zeros((rows, tokens), np.int32),
@@ -79,11 +78,12 @@ def empty_piece(widths: Widths, rows: int, tokens: int, pages: int, *, states: b
 def prefill(
     cfg: ModelConfig, mesh: Mesh, widths: Widths, params: Params, lora: Lora, cache: KVCache, piece: Piece
 ) -> tuple[KVCache, PieceScores]:
-    """The cache, updated in place, with the piece's keys and values, and its scores, replicated (zeros unless `score`).
+    """Prefill a piece. Returns the cache, updated in place, and the scores, replicated (zeros unless `score`).
 
     cfg, mesh: the base model's shape, and the devices. widths: how many scores of each kind the program computes.
     params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
-    cache must be too. piece: the tokens of B rows; a row past its prompt's end writes keys that no query attends to.
+    cache must also be by layer. piece: the tokens of B rows. A row past its prompt's end writes keys that no query
+    attends to.
     """
     queries = piece.queries
     assert queries is not None
@@ -101,7 +101,7 @@ def prefill(
 def fill(
     cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, cache: KVCache, piece: Piece
 ) -> tuple[KVCache, jax.Array]:
-    """`prefill` without scores, where the host decides: the cache, and final hidden states [B, Q, D] for `score`.
+    """`prefill` without scores, if the host decides. Returns the cache, and final hidden states [B, Q, D] for `score`.
 
     cfg, mesh, params, lora, cache, piece: see `prefill`.
     """
@@ -140,9 +140,9 @@ def score_piece(
     columns_B2: Array,
     queries: PieceQueries,
 ) -> PieceScores:
-    """The scores at every position of a piece, a few positions at a time: all logits of a prompt never exist.
+    """The scores at every position of a piece, a few positions at a time: a prompt's logits never exist all together.
 
-    Q is a power of two. mesh: rows are split over it. widths: how many of each score the program computes. params,
+    Q is a power of two. mesh: splits the rows. widths: how many scores of each kind the program computes. params,
     lora: the unembedding and the stack's pair for it. x_BQD: final hidden states. columns_B2 int32: each row's columns
     of the stack. queries: as wide as `widths`.
     """
@@ -150,7 +150,7 @@ def score_piece(
     def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> PieceScores:
         x_BcD, next_Bc, targets_BcK, uniform_BcA = part
         logits = unembedded(mesh, params, lora.unembed, x_BcD, columns_B2)
-        if widths != PLAIN:  # whole rows on each device: top-k and draws need no collectives
+        if widths != PLAIN:  # with whole rows on each device, top-k and draws need no collectives
             logits = by_rows(mesh, logits)
         total_Bc1 = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         scores = PieceScores((_pick(logits, next_Bc[..., None]) - total_Bc1)[..., 0])

@@ -1,4 +1,4 @@
-"""Prefill on the host: jobs, each a prompt and the sequences that continue it, and groups of jobs in one dispatch."""
+"""Prefill on the host: jobs (a prompt and the sequences that continue it), and groups of jobs in one dispatch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tinkerflow.backend.spec.commands import Int32
 class PrefillJob:
     """Sequences that continue the same tokens. All but the last token are prefilled; the last is decode's first input.
 
-    score: the request wants scores of the prompt that are still to be computed. page: positions of a page. sizes: of
-    the pieces in which it may be prefilled. table, row: its pages and its row in a group, once it is in one.
-    cached_tokens: how many of its tokens these pages held before. state_branch: how many tokens have cached pages, but
-    possibly no state. There a state is kept for the next prompt. kept_states: states after so many tokens, which
+    score: whether the request wants prompt scores that have yet to be computed. page: positions of a page. sizes: of
+    the pieces in which the job may be prefilled. table, row: its pages and its row in a group, once it is in one.
+    cached_tokens: how many tokens these pages already contained. state_branch: how many tokens have cached pages, but
+    possibly no state. A state is kept there for the next prompt. kept_states: states after this many tokens, which
     other prompts may continue.
     """
 
@@ -41,37 +41,37 @@ class PrefillJob:
 
     @property
     def length(self) -> int:
-        """How many tokens to prefill."""
+        """The number of tokens to prefill."""
         return len(self.tokens_T) - 1
 
     @property
     def positions(self) -> int:
-        """For how many positions it needs pages when it begins: after a preemption, for all up to its limit."""
+        """How many positions need pages when the job begins: after a preemption, all up to its limit."""
         return max((sequence.most_cached for sequence in self.sequences if sequence.preempted), default=self.length)
 
     @property
     def alone(self) -> bool:
-        """Whether it has its own group. Other jobs would wait for a long prompt, for images or for prompt scores."""
+        """Whether it needs its own group. Other jobs would wait for a long prompt, for images or for prompt scores."""
         parent, long = self.parent, self.length > SHORT_PROMPT
         return long or bool(parent.request.images) or (self.score and widths_for([self]) != PLAIN)
 
     @property
     def capacity(self) -> int:
-        """The positions of the pages that hold its prompt."""
+        """The positions in the pages of its prompt."""
         return pages_for(self.length, self.page) * self.page
 
     @cached_property
     def borders(self) -> list[int]:
-        """Where its pieces begin and end when it goes alone: from 0 to its length, or a little beyond."""
+        """Where its pieces begin and end if it is prefilled alone: from 0 to its length, or a little beyond."""
         return [0, *accumulate(prefill_pieces(self.sizes, self.length, self.capacity))]
 
     @cached_property
     def digests(self) -> list[bytes]:
-        """For each page of a prompt that goes alone: a digest of the page before, its tokens, images, and their pieces.
+        """For each page of a prompt that is prefilled alone: a digest of the previous page, tokens, images, and pieces.
 
-        Together with the weights, these decide the content of a page: every token up to the page's end, and the pieces
-        in which they are computed. A cached page has exactly the bits that would be computed, and the rest of the
-        prompt is computed in the same pieces. A result does not depend on the content of the cache.
+        Together with the weights, these determine the content of a page: every token up to the page's end, and the
+        pieces in which the tokens are computed. A cached page has exactly the bits that would be computed, and the rest
+        of the prompt is computed in the same pieces. A result does not depend on the content of the cache.
         """
         tokens_T: Int32 = self.tokens_T[: self.length]
         digests, digest = [], b""
@@ -84,7 +84,7 @@ class PrefillJob:
 
     @cached_property
     def state_digests(self) -> Mapping[int, bytes]:
-        """For each border: a digest of the tokens before it and their pieces, which decide the state there."""
+        """For each border: a digest of all earlier tokens and their pieces, which determine the state there."""
         digests, digest = {0: b""}, b"state"
         for start, stop in pairwise(self.borders):
             piece, here_T = [(start, stop)], self.tokens_T[start : min(stop, self.length)]
@@ -95,7 +95,7 @@ class PrefillJob:
     def keeps_state(self, border: int) -> bool:
         """Whether to keep the state at a border for other prompts.
 
-        These are the state at the last border that a longer prompt with this beginning also has, and the state where
+        These are the state at the last border shared by a longer prompt with this beginning, and the state where
         prompts seem to branch.
         """
         longer = {0, *accumulate(prefill_pieces(self.sizes, 2 * self.length + self.sizes[-2], 4 * self.capacity))}
@@ -106,7 +106,7 @@ class PrefillJob:
         return [Key(scope, digest) for digest in self.digests]
 
     def ends_within(self, tokens: int) -> bool:
-        """Whether its sequences end within this number of tokens of one dispatch."""
+        """Whether its sequences end within this number of tokens in one dispatch."""
         return all(each.remaining <= tokens and each.matcher is None for each in self.sequences)
 
     def wants_scores(self, start: int, end: int) -> bool:
@@ -119,23 +119,23 @@ class PrefillJob:
 class PrefillGroup:
     """Jobs that are prefilled together. rows: of the dispatch.
 
-    scope: the requests that may share the prompt's pages, as of its begin; None when the shapes in which it is computed
-    depend on other jobs.
+    scope: the requests that may share the prompt's pages, as of the group's start; None if the shapes in which the
+    prompt is computed depend on other jobs.
     """
 
     jobs: list[PrefillJob]
     rows: int
     scope: PrefixScope | None
-    start: int = 0  # tokens of every row that are computed
+    start: int = 0  # computed tokens of every row
 
     @property
     def remaining(self) -> int:
-        """Tokens that the longest row still lacks."""
+        """The number of tokens that the longest row still lacks."""
         return max((job.length for job in self.jobs), default=0) - self.start
 
     @property
     def widths(self) -> Widths:
-        """The scores that its program computes besides logprobs. Only a job that goes alone wants any."""
+        """The scores that its program computes besides logprobs; none unless a job is prefilled alone."""
         return widths_for(self.jobs)
 
     @property
@@ -146,15 +146,15 @@ class PrefillGroup:
         return prefill_piece(first.sizes, alone=alone, start=self.start, remaining=self.remaining, capacity=capacity)
 
     def begin(self, cached_tokens: int) -> None:
-        """The first tokens of each prompt are in its pages already."""
+        """Begin the group. The first tokens of each prompt are already in its pages."""
         self.start = cached_tokens
         for job in self.jobs:
             job.cached_tokens = cached_tokens
-            if job.parent.cache_hit_tokens is None:  # otherwise it was preempted, and is prefilled again
+            if job.parent.cache_hit_tokens is None:  # otherwise it was preempted, and is being prefilled again
                 job.parent.cache_hit_tokens = cached_tokens
 
     def advance(self, tokens: int, scored: PieceScores | None) -> None:
-        """A piece of this size is computed. scored: its scores on the host; None if no job wants any."""
+        """Record a computed piece of this size. scored: its scores on the host; None if no job wants any."""
         for job in self.jobs:
             end = min(self.start + tokens, job.length)
             if scored is not None and job.wants_scores(self.start, end):
@@ -170,5 +170,5 @@ def widths_for(jobs: list[PrefillJob]) -> Widths:
 
 
 def scope_for(jobs: list[PrefillJob]) -> PrefixScope | None:
-    """The requests that may share the pages of these jobs; None when they are computed in shapes of their own."""
+    """The requests that may share the pages of these jobs; None if the jobs are computed in special shapes."""
     return jobs[0].parent.scope if len(jobs) == 1 and widths_for(jobs) == PLAIN else None

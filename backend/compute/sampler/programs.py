@@ -36,17 +36,17 @@ from tinkerflow.backend.spec.commands import CacheFormat, LoraSpec
 
 _PLAIN = 0  # columns for the base model alone
 _WIDTHS = (RANK_COLUMNS, rank_columns(RANK_COLUMNS + 1))
-_WIDE = 4  # the distance of programs for several adapters in one batch from the most common programs
+_WIDE = 4  # how far programs for several adapters in one batch are from the most common programs
 
 
 @dataclass(frozen=True)
 class SamplerPrograms:
     """The programs of one sampler.
 
-    shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
+    shapes: its sizes. params: the weights. pool: its pages. chunk: tokens per decode dispatch. max_context: positions
     of a sequence. usual: the shape of most adapters. accelerated: whether a chunk is dispatched before the last one is
     read, and the base model alone has programs without adapters. host_decides: as in `Platform`. kv_cache: the format
-    of the pages. routes, supports: whether the experts and the supports of tokens are recorded. tower: of models with
+    of the pages. routes, supports: whether the experts and the supports of tokens are recorded. tower: for models with
     images.
     """
 
@@ -68,7 +68,7 @@ class SamplerPrograms:
     def all(self) -> Iterator[Program]:
         """All programs that do not depend on an adapter's shape.
 
-        The commonest come first: a prompt alone, and decode of one sequence and of all, with the columns of an adapter.
+        The most common come first: a prompt alone, and decode of one sequence and of all, with an adapter's columns.
         """
         alone, *more = self.shapes.rows
         least, *larger, largest = self.shapes.pieces
@@ -110,7 +110,7 @@ class SamplerPrograms:
     def _recordings(
         self, filters: bool | None = None, chunk: int | None = None
     ) -> Iterator[tuple[str, dict[str, bool]]]:
-        """What a variant of decode may record. Supports are recorded only where the program filters."""
+        """The recordings that a variant of decode may make. Supports are recorded only if the program filters."""
         if self.routes:
             yield "experts", {"routes": True}
         if self.supports and (filters or chunk == 1 or not self.host_decides):
@@ -123,14 +123,14 @@ class SamplerPrograms:
 
     @property
     def _variants(self) -> dict[str, dict[str, Any]]:
-        """The usual programs of decode by their names, the commonest first."""
+        """The usual programs of decode by their names, most common first."""
         if not self.host_decides:
             return {"decode": {}}
         one = {"decode of one token": {"chunk": 1}} if self.chunk > 1 else {}
         return {"decode": {}, "decode with filters": {"filters": True}, **one}
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
-        """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
+        """The programs that publish and sample an adapter of this shape. `adapter` needs no values."""
         widths, of = widths_of(self.cfg, spec), f"rank {spec.rank}"
         publish = partial(result_of, frozen, self.mesh, widths, self._dtype, adapter)
         yield Program(f"publish, {of}", 0, publish)
@@ -138,7 +138,7 @@ class SamplerPrograms:
             make = partial(self._place, width, spec, publish)
             yield Program(f"publish into {width} columns, {of}", self._distance(0, width), make)
 
-    # ------------------------------------------------------------------ one of each, as model.py calls them
+    # ------------------------------------------------------------------ one program of each kind, called as in model.py
     def _prefill(self, rows: int, size: int, width: int, tower: VisionTower | None = None) -> None:
         piece = empty_piece(PLAIN, rows, size, self._table, states=self.pool.states is not None)
         if tower is not None:
@@ -192,7 +192,7 @@ class SamplerPrograms:
         placed.lower(self.mesh, self._stack(width, spec), snapshot, columns, np.int32(0)).compile()
 
     # ------------------------------------------------------------------ shared arguments
-    # JAX has compiled programs for these already, and compiles none again.
+    # JAX has already compiled the programs for these, and compiles none again.
     def _cache(self) -> Any:
         return result_of(empty_cache, self.cfg, self.mesh, *cache_shape(self.pool, self.params, self.kv_cache))
 

@@ -1,4 +1,4 @@
-"""The pages and states of prompts in prefill: reserved for a group, and kept for other prompts that begin alike."""
+"""The pages and states of prompts in prefill: reserved for a group, and kept for prompts with the same beginning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PromptPages:
         self._shapes, self._pool, self._slots = shapes, pool, slots
 
     def begin_group(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
-        """The group of the first of these waiting jobs, as many as there are pages for; None without pages for one."""
+        """Form a group of the first of these waiting jobs, as many as there are pages for; None if for none."""
         cached, begun, emptiest = 0, 0, self._pool.emptiest_shard()
         for number, job in enumerate(jobs):
             tokens = self._reserve_prompt(job, scope_for(jobs), (emptiest + number) % self._pool.shards)
@@ -39,9 +39,9 @@ class PromptPages:
         return group
 
     def _reserve_prompt(self, job: PrefillJob, scope: PrefixScope | None, shard: int) -> int | None:
-        """Give a job its pages: how many of its tokens they hold already. None when too few pages are free.
+        """Give a job its pages. Returns how many of its tokens they already contain; None: too few pages are free.
 
-        shard: where new pages are, unless the pages of its first tokens are cached in another shard.
+        shard: for new pages, unless the pages of its first tokens are cached in another shard.
         """
         pool, cached, ends = self._pool, 0, [0]
         if scope is None:
@@ -60,7 +60,7 @@ class PromptPages:
         spare = self._slots.pages_to_spare(job.table.shard)
         spare += len(job.sequences) if self._slots.sequences and job.positions == job.length else 0
         if not pool.reserve(job.table, cached, job.positions, spare=spare) and cached % pool.page:
-            # Possibly only the copy of its last cached page needs a page. That page is computed again.
+            # Possibly only the copy of the last cached page needs a page. Then that page is computed again.
             cached = max(end for end in ends if end <= cached // pool.page * pool.page)
             if pool.states and not (cached and scope and self._find_state(job, scope, cached)):
                 pool.release_state(job.table)
@@ -74,7 +74,7 @@ class PromptPages:
         return self._pool.find_state(Key(scope, job.state_digests[end]), job.table)
 
     def keep_state(self, group: PrefillGroup) -> None:
-        """Remember the state that a group's prompt has now, if other prompts may continue it."""
+        """Remember the current state of a group's prompt, if other prompts may continue it."""
         if self._pool.states and group.scope is not None and group.remaining > 0:
             (job,) = group.jobs
             if job.keeps_state(group.start):
@@ -83,16 +83,16 @@ class PromptPages:
     def keep_prompt(self, job: PrefillJob, scope: PrefixScope) -> None:
         """Keep the pages and states of a prefilled prompt for other requests of `scope`."""
         keys = job.keys(scope)
-        if job.sequences[0].preempted:  # it shares only pages that it never writes
+        if job.sequences[0].preempted:  # it shares only pages that it never writes to
             keys = keys[: job.length // self._pool.page]
         self._pool.keep_prefix(keys, job.table)
         for border, table in [*job.kept_states, (job.length, job.table)]:
             self._pool.keep_state(Key(scope, job.state_digests[border]), table)
 
     def leave_group(self, job: PrefillJob, *, tainted: bool = False) -> None:
-        """Free a job in prefill. Its row stays until the group is computed, for no request and without pages.
+        """Free a job in prefill. Its row stays until the group is computed, with no request and no pages.
 
-        tainted: its pages hold NaN or infinity. Otherwise only pages that were not cached before may hold them.
+        tainted: its pages contain NaN or infinity. Otherwise only pages that were not cached before may contain them.
         """
         job.sequences.clear()
         job.score = False

@@ -3,8 +3,8 @@
 On the host. `prefill.score_piece` computes them on the devices. The number of each is padded to one of a few widths
 (`Widths`), so that few programs are compiled. Requests that want only logprobs share one program.
 
-Letters: B rows, Q tokens of a piece, k top tokens, K given tokens, A alternatives, N rows of a result (prompt tokens
-but the first).
+Letters: B rows, Q tokens of a piece, k top tokens, K given tokens, A alternatives, N rows of a result (all prompt
+tokens but the first).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tinkerflow.backend.spec.commands import NO_LOGPROB, Candidates, Float32, Pr
 
 @dataclass(frozen=True)
 class Widths:
-    """How many of each a program computes, padded; 0 = none."""
+    """How many of each kind of score a program computes, padded; 0: none."""
 
     top: int = 0
     targets: int = 0
@@ -33,9 +33,9 @@ PLAIN = Widths()
 
 @flax.struct.dataclass
 class PieceQueries:
-    """The tokens to score at every position: the token after it, given tokens, and alternatives by random numbers.
+    """The tokens to score at every position: the next token, given tokens, and alternatives drawn by random numbers.
 
-    next_BQ int32; targets_BQK int32, uniform_BQA float32 and temperature_B float32 (0 = greedy), or None without them.
+    next_BQ int32; targets_BQK int32, uniform_BQA float32 and temperature_B float32 (0: greedy), or None if not wanted.
     """
 
     next_BQ: Array
@@ -46,7 +46,7 @@ class PieceQueries:
 
 @flax.struct.dataclass
 class PieceScores:
-    """Logprobs float32 and token ids int32 by position; fields that the program's widths leave out are None."""
+    """Logprobs float32 and token ids int32 by position. Fields outside the program's widths are None."""
 
     logprobs_BQ: Array
     top: tuple[Array, Array] | None = None  # tokens_BQk, logprobs_BQk
@@ -55,15 +55,15 @@ class PieceScores:
 
 
 class PromptScores:
-    """The scores that one request wants of its prompt, as far as they are computed."""
+    """The scores that one request wants of its prompt, as far as computed."""
 
     def __init__(self, request: SampleRequest, vocab: int) -> None:
-        """No scores yet. vocab: of the base model; a list of top tokens is no longer."""
+        """Start without scores. vocab: of the base model; the longest possible list of top tokens."""
         wishes = request.prompt or PromptWishes()
         rows = len(request.prompt_T) - 1
         self._request, self._wishes = request, wishes
         self._first = 0 if wishes.last_n is None else rows - wishes.last_n  # the first row whose logprob is wanted
-        # Of every token of the prompt. The first one has no logprob: no row scores it.
+        # For every token of the prompt. The first token has no logprob, because no row scores it.
         self._logprobs_T = np.full(rows + 1, np.nan, np.float32)
         lists = (rows + 1, wishes.top)
         self._top = Candidates(np.zeros(lists, np.int32), np.full(lists, NO_LOGPROB, np.float32))
@@ -81,7 +81,7 @@ class PromptScores:
         )
 
     def reset(self) -> None:
-        """All rows are computed again."""
+        """Start again, because all rows will be recomputed."""
         self._uniforms = UniformStream(self._request.seed, ALTERNATIVES)
 
     def wants(self, start: int, end: int) -> bool:
@@ -89,7 +89,7 @@ class PromptScores:
         return end > start and (end > self._first or self.widths.targets + self.widths.alternatives > 0)
 
     def fill(self, start: int, end: int, row: int, queries: PieceQueries) -> None:
-        """Write the queries of rows [start, end) into row `row` of `queries` (on the host). Call it in order."""
+        """Write the queries of rows [start, end) into row `row` of `queries` (on the host). Call this in order."""
         count = end - start
         if (targets_NK := self._wishes.targets_TK) is not None and queries.targets_BQK is not None:
             queries.targets_BQK[row, :count, : targets_NK.shape[1]] = np.maximum(targets_NK[start:end], 0)
@@ -98,7 +98,7 @@ class PromptScores:
             queries.temperature_B[row] = normal_temperature(self._request.temperature)
 
     def add(self, start: int, end: int, row: int, scored: PieceScores) -> None:
-        """Store the computed scores of rows [start, end). They begin at position 0 of row `row` of `scored`."""
+        """Store the computed scores of rows [start, end), which begin at position 0 of row `row` of `scored`."""
         rows, count = slice(start, end), end - start
         wanted = slice(max(start, self._first), end)  # without the rows that last_n excludes
         tokens, shift = slice(wanted.start + 1, end + 1), slice(wanted.start - start, count)
@@ -143,5 +143,5 @@ def empty_queries(widths: Widths, rows: int, tokens: int) -> PieceQueries:
 
 
 def prompt_scores(request: SampleRequest, vocab: int) -> PromptScores | None:
-    """Collects the scores of a request's prompt; None when it wants none."""
+    """The collector of the scores of a request's prompt; None if it wants none."""
     return PromptScores(request, vocab) if request.prompt_logprobs or request.prompt is not None else None

@@ -1,7 +1,7 @@
-"""A sample request on the host, which is split into sequences, and whose result is built from theirs.
+"""A sample request on the host. It is split into sequences, and its result is built from their results.
 
 `wire.sample` has checked the request: its prompt fits the context, and its parameters are in range. There are no device
-arrays here, and nothing depends on time or rank. So every process of a group treats a request alike.
+arrays here, and nothing depends on time or rank, so every process of a group treats a request alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tinkerflow.backend.spec.supports import Supports
 class PrefixScope:
     """The requests of one owner and one snapshot (None: the base model), which may share cached prompts.
 
-    Sharing across owners would reveal other owners' prompts, by the time of an answer and by the reported cache hits.
+    Sharing across owners would reveal other owners' prompts, through response times and reported cache hits.
     """
 
     owner: str
@@ -47,7 +47,7 @@ class PrefixScope:
 
 @dataclass
 class BaseWeights:
-    """The weights without a snapshot, for all requests. step: their optimizer steps, None: a base model's."""
+    """The weights without a snapshot, for all requests. step: their optimizer steps; None: a base model."""
 
     step: int | None = None
 
@@ -58,9 +58,9 @@ class ActiveRequest:
 
     snapshot: kept until the request is done, even if it is dropped meanwhile; None: the base model.
     `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: of each sequence. base:
-    its weights without a snapshot. done: finished sequences by index. scores: the scores of the prompt, if the request
-    wants any. cache_hit_tokens: tokens of the prompt that were cached when its prefill began; None before.
-    rotary_shift: how much larger the rotary position of a decoded token is than its index, because of images.
+    the weights without a snapshot. done: finished sequences by index. scores: the scores of the prompt, if the request
+    wants any. cache_hit_tokens: tokens of the prompt that were cached when its prefill began; None before that.
+    rotary_shift: how much a decoded token's rotary position exceeds its index, because of images.
     """
 
     request: SampleRequest
@@ -79,7 +79,7 @@ class ActiveRequest:
 
     @property
     def step(self) -> int | None:
-        """The optimizer steps of its weights; None: a base model's."""
+        """The optimizer steps of its weights; None: a base model."""
         return (self.snapshot or self.base).step
 
     @property
@@ -101,8 +101,9 @@ class ActiveRequest:
     def image_key(self, start: int, end: int, pieces: Sequence[tuple[int, int]]) -> bytes:
         """The images that affect the keys and values at positions [start, end) of the prompt, for a digest.
 
-        These are the images that begin there. Pieces with images run another program, so the digest has them, too.
-        pieces: (start, end) of the prefill pieces that compute these positions. Empty without images up to there.
+        These are the images that begin there. Pieces with images run a different program, so the digest also covers
+        which pieces have images. pieces: (start, end) of the prefill pieces that compute these positions. Empty if
+        there are no images up to there.
         """
         with_images = [any(image.start < stop for image in self.request.images) for _, stop in pieces]
         if not any(with_images):
@@ -118,7 +119,7 @@ class ActiveRequest:
         return [(image.start, digest(image.pixels_HWC)) for image in self.request.images]
 
     def result(self) -> SampleResult | None:
-        """The request's result when all of its sequences are done."""
+        """The request's result once all its sequences are done; None before."""
         if len(self.done) < self.request.num_samples:
             return None
         sequences = tuple(self.done[index] for index in range(self.request.num_samples))
@@ -130,12 +131,12 @@ class ActiveRequest:
 class ActiveSequence:
     """Sample `index` of a request, with its tokens so far.
 
-    top: candidates at every token so far, k or more for a token. routes, supports, weights: as in its result. table:
-    its pages, while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk
-    is decoded. Before, they might hold NaN. unverified_from: no chunk was decoded from the pages of its table from this
-    place on, so they might hold NaN; None after a chunk. preempted: the sequence had to leave its slot before its end.
-    matcher: its state in the request's constraint, if any. in_flight: tokens that the devices were asked for and that
-    the host has not read. The sequence may have ended before them.
+    top: candidates at every token so far, at least k per token. routes, supports, weights: as in the result. table:
+    the pages, while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk
+    is decoded. Before that, they may contain NaN. unverified_from: no chunk was decoded from the table's pages from
+    this place on, so they may contain NaN; None after a chunk. preempted: the sequence had to leave its slot before its
+    end. matcher: the state in the request's constraint, if any. in_flight: tokens that were requested from the devices
+    and that the host has not read. The sequence may have ended before them.
     """
 
     parent: ActiveRequest
@@ -157,17 +158,17 @@ class ActiveSequence:
 
     @property
     def remaining(self) -> int:
-        """How many tokens the devices may still be asked for."""
+        """How many tokens may still be requested from the devices."""
         return self.parent.max_tokens - len(self.tokens) - self.in_flight
 
     @property
     def cached(self) -> int:
-        """How many of its tokens the cache holds after the dispatches so far: all but the last."""
+        """How many of its tokens the cache contains after the dispatches so far: all but the last."""
         return len(self.parent.request.prompt_T) + len(self.tokens) + self.in_flight - 1
 
     @property
     def ended(self) -> bool:
-        """Whether it has all of its tokens."""
+        """Whether it has all its tokens."""
         return self.index in self.parent.done
 
     @property
@@ -178,7 +179,7 @@ class ActiveSequence:
 
     @property
     def most_cached(self) -> int:
-        """How many of its tokens the cache holds when it reaches its limit."""
+        """How many of its tokens the cache contains when it reaches its limit."""
         return len(self.parent.request.prompt_T) + self.parent.max_tokens - 1
 
     @property
@@ -187,9 +188,9 @@ class ActiveSequence:
         return self.tokens[-1] if self.tokens else int(self.parent.request.prompt_T[-1])
 
     def reset(self, *, again: bool) -> None:
-        """Drop its pages, and forget the dispatches that the host has not read.
+        """Drop its pages, and forget dispatches that the host has not read.
 
-        again: forget its tokens, too, unless they are of other weights. It draws the same ones from the same numbers.
+        again: also forget its tokens, unless they come from other weights. Equal random numbers draw the same ones.
         """
         steps: set[int | None] = {step for _, step in self.weights}
         if again and (steps or {None}) == {self.parent.step}:
@@ -206,7 +207,7 @@ class ActiveSequence:
         return self.uniforms.draw(count)
 
     def all_tokens(self) -> Int32:
-        """The prompt and every token so far."""
+        """The prompt and all tokens so far."""
         return np.concatenate([self.parent.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
 
     def append(
@@ -217,10 +218,10 @@ class ActiveSequence:
         routes_Nn: Int16 | None = None,
         supports: Supports | None = None,
     ) -> bool:
-        """Append decoded tokens up to the end of the sequence; True when it has ended.
+        """Append decoded tokens up to the end of the sequence. Returns whether it has ended.
 
-        tokens, logprobs: of one chunk. top: the candidates at each of the tokens, when the request wants some.
-        routes_Nn, supports: the experts behind each of them, and their supports, likewise.
+        tokens, logprobs: of one chunk. top: the candidates at each of the tokens, if the request wants any.
+        routes_Nn, supports: the experts behind each token, and the tokens' supports, likewise.
         """
         self.unverified_from = None
         if top is not None:
@@ -250,7 +251,7 @@ class ActiveSequence:
         return True
 
     def new_tokens(self, start: int, top: Candidates | None) -> NewTokens:
-        """The tokens from `start` on, for a request that streams. top: the candidates there, possibly more of them."""
+        """The tokens from `start` on, for a streaming request. top: the candidates there, possibly more than wanted."""
         done, length = self.parent.done.get(self.index), len(self.tokens) - start
         if top is not None:
             k = self.parent.request.topk_sample
@@ -283,23 +284,23 @@ class DecodeRow(Protocol):
 
     @property
     def parent(self) -> ActiveRequest:
-        """Its request."""
+        """The row's request."""
 
     @property
     def table(self) -> PageTable:
-        """Its pages."""
+        """The row's pages."""
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of its sequence so far."""
+        """The tokens of the row's sequence so far."""
 
     @property
     def last_token(self) -> int:
-        """Its input."""
+        """The row's input token."""
 
     @property
     def cached(self) -> int:
-        """The position of its input."""
+        """The position of the input token."""
 
     @property
     def in_flight(self) -> int:
@@ -307,10 +308,10 @@ class DecodeRow(Protocol):
 
     @property
     def matcher(self) -> Matcher | None:
-        """The state of its sequence in a constraint, if any."""
+        """The state of the row's sequence in a constraint, if any."""
 
     def draw(self, count: int) -> Float32:
-        """Its next `count` random numbers."""
+        """The row's next `count` random numbers."""
 
 
 RowAssignment = Sequence[tuple[int, DecodeRow]]  # (slot, the row in it), ascending

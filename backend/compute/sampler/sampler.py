@@ -3,8 +3,8 @@
     request --admit--> Scheduler --next_group--> prefill --start_group--> decode, chunk by chunk --> result
                            '--next_short_group--> served without the batch in one chunk -----------'
 
-`Sampler.step` executes one command. The step admits and cancels requests, runs one step of the batch (`batch`), and
-returns the results of the requests that are done.
+`Sampler.step` executes one command. Each step admits and cancels requests, runs one step of the batch (`batch`), and
+returns the results of finished requests.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BUDGET_PIECES = 2  # of the largest size, whose tokens one step prefills at mos
 
 
 class Sampler:
-    """Snapshots, and the batch that samples from them and from the base model. Call it on every process alike."""
+    """Snapshots, and the batch that samples from them and the base model. All processes must make the same calls."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Sampler:
         tower: VisionTower | None = None,
         weights: str = "the base model",
     ) -> None:
-        """An idle sampler.
+        """Create an idle sampler.
 
         cfg, params: the base model. mesh: the devices of `params`. config: slots, chunk, context and the number of
-        resident snapshots. pages: of each shard of the KV cache, the page of zeros included. states: how many
+        resident snapshots. pages: of each shard of the KV cache, including the page of zeros. states: how many
         sequences' states each shard holds for layers with linear attention. snapshot_bytes: how much of each device
         resident snapshots may use; None: no limit. page: positions of a page, a multiple of 32. prefill_budget: prompt
-        tokens, padding included, that one step prefills; None: as many as two of the largest pieces have. tower: of
+        tokens, including padding, that one step prefills; None: the tokens of two of the largest pieces. tower: for
         models with images. weights: names `params` in errors.
         """
         self._cfg, self._config = cfg, config
@@ -86,7 +86,7 @@ class Sampler:
         max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
         host_decides = platform().host_decides
-        runs_ahead = not on_cpu()  # on CPUs, decoding after an end costs more than the host's work
+        runs_ahead = not on_cpu()  # on CPUs, decoding beyond an end costs more than the host's work
         self._programs = partial(
             SamplerPrograms,
             cfg,
@@ -128,7 +128,7 @@ class Sampler:
             kv_cache=config.kv_cache,
             tower=tower,
         )
-        # Linear attention cannot go back to the state before a wrong draft, nor a dispatch that is not read yet.
+        # Linear attention cannot return to the state before a wrong draft, nor can an unread dispatch.
         may_draft = config.drafts and not states and not runs_ahead
         self.drafts = Drafts(shapes, self._pool) if may_draft else None
         self._answers = Answers(self._pool, shapes)
@@ -150,7 +150,7 @@ class Sampler:
     # ------------------------------------------------------------------ what it holds
     @property
     def decoding(self) -> list[tuple[str, int]]:
-        """The request and the number of tokens so far of every sequence in a slot, in the order of their joining."""
+        """The request and the number of tokens so far of every sequence in a slot, in the order of joining."""
         return [(each.parent.id, len(each.tokens)) for each in self._scheduler.slots.sequences]
 
     @property
@@ -160,46 +160,46 @@ class Sampler:
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of all requests that are not done."""
+        """The ids of all unfinished requests."""
         return self._scheduler.request_ids
 
     @property
     def free_slots(self) -> int:
-        """How many more sequences would have a slot immediately."""
+        """How many more sequences would get a slot immediately."""
         return self._config.sample_slots - self._scheduler.wanted_slots()
 
     # ------------------------------------------------------------------ warm-up
     def programs(self) -> Iterator[Program]:
-        """The programs that requests may need, independent of adapters."""
+        """The programs that requests may need, except those that depend on adapters."""
         return self._programs(params=self._model.params).all()
 
     def publishing_programs(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
-        """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
+        """The programs that publish and sample an adapter of this shape. `adapter` needs no values."""
         return self._programs(params=self._model.params).publishing(spec, adapter)
 
     # ------------------------------------------------------------------ snapshots
     def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec, step: int = 0) -> None:
         """Keep a copy of an adapter (on the devices or the host), after `step` optimizer steps, for sampling.
 
-        ConflictError when the id is used; UserError when a weight is not finite.
+        ConflictError: the id is used. UserError: a weight is not finite.
         """
         self.snapshots.publish(snapshot_id, lora, spec, step)
 
     def snapshot_host_bytes(self, snapshot_id: str) -> int | None:
-        """The host memory of a snapshot once it is evicted from the devices; None where none is evicted."""
+        """The host memory of a snapshot once it is evicted from the devices; None if none is ever evicted."""
         return None if self.snapshots.most_resident is None else self.snapshots.find(snapshot_id).nbytes
 
     def rename_snapshot(self, snapshot_id: str, to_id: str, *, recompute: bool = False) -> None:
-        """Rename a snapshot, over any snapshot `to_id`: requests that sample the old `to_id` continue with this one.
+        """Rename a snapshot, replacing any snapshot `to_id`. Requests for the old `to_id` continue with this one.
 
-        recompute: also the keys and values that they have. NotFoundError when there is none to rename.
+        recompute: whether to recompute their keys and values. NotFoundError: there is none to rename.
         """
-        self._chunks.read_in_flight()  # these tokens are of the old weights
+        self._chunks.read_in_flight()  # these tokens come from the old weights
         self._scheduler.switch_snapshot(self.snapshots.rename(snapshot_id, to_id), recompute=recompute)
         self._drop_dead_prefixes()
 
     def drop_snapshot(self, snapshot_id: str) -> None:
-        """Forget a snapshot; requests that were admitted with it finish. Unknown ids are fine."""
+        """Forget a snapshot. Requests that were admitted with it finish. Unknown ids are ignored."""
         self.snapshots.drop(snapshot_id)
         self._drop_dead_prefixes()
 
@@ -208,7 +208,7 @@ class Sampler:
             drop(lambda scope: not self._chunks.scope_is_alive(scope))
 
     def clear(self) -> None:
-        """Forget all snapshots, all requests and cached prompts; programs stay compiled."""
+        """Forget all snapshots, requests and cached prompts. Programs stay compiled."""
         self.snapshots.clear()
         self._scheduler.clear()
         self._batch.clear()
@@ -216,9 +216,9 @@ class Sampler:
         self._become_idle()
 
     def replace_weights(self, load: Callable[[], Params], step: int) -> None:
-        """Sample from the weights that `load` returns, after `step` optimizer steps. The old ones are freed before it.
+        """Sample from the weights that `load` returns, after `step` optimizer steps. The old ones are freed before.
 
-        Requests begin again with the tokens that they have; nothing stays that was computed with other weights.
+        Requests begin again with the tokens that they have. All results of other weights are dropped.
         """
         self._chunks.read_in_flight()
         self.admission.base.step = step
@@ -228,7 +228,7 @@ class Sampler:
 
     # ------------------------------------------------------------------ a step
     def step(self, command: SampleStep) -> SampleProgress:
-        """Admit, cancel, prefill or decode. A request that cannot be served is answered by its own `error`.
+        """Admit, cancel, prefill or decode. A request that cannot be served is answered with its own `error`.
 
         If the command finds the sampler idle, prefill a piece of an answer for the prefix cache.
         """
@@ -256,10 +256,10 @@ class Sampler:
         return SampleProgress(tuple(finished), scheduler.active, scheduler.waiting, streamed, self._answers.waiting)
 
     def _fail_step(self, failure: str) -> None:
-        """Answer the requests whose step failed. Without memory, only the newest of them; the others wait again.
+        """Answer the requests whose step failed. If memory ran out, only the newest of them; the others wait again.
 
         No request is answered if all requests of the dispatch are answered or cancelled. The cache is lost with its
-        donated buffers. The snapshots stay.
+        donated buffers. The snapshots are kept.
         """
         if OUT_OF_MEMORY in failure:
             failed = [parent.id for parent in self._batch.dispatched if self._scheduler.has_request(parent.id)][-1:]
@@ -279,7 +279,7 @@ class Sampler:
 
     def _admit(self, request: SampleRequest) -> None:
         if self._scheduler.has_request(request.request_id):
-            return  # sent again: one result answers both
+            return  # sent twice: a single result answers both
         try:
             parent, sequences = self.admission.begin(request)
         except UserError as error:
@@ -289,7 +289,7 @@ class Sampler:
         self._answers.turn(parent)
 
     def _become_idle(self) -> None:
-        """Reset all state that depends on past requests, so that the shapes of later ones depend on them alone."""
+        """Reset all state that depends on past requests, so that the shapes of later ones do not depend on it."""
         self._forget_dispatches()
         self._scheduler.reset_shares()
 

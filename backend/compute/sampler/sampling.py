@@ -1,4 +1,4 @@
-"""From logits to tokens and logprobs: greedy, temperature, top-k, top-p, each row with its own random number.
+"""From logits to tokens and logprobs: greedy, temperature, top-k, top-p and min-p, with a random number per row.
 
 A token is drawn by inverting the cumulative distribution at one uniform number from the host (`UniformStream`), and the
 thresholds of top-k and top-p are found by bisection over the bits of a float32. Nothing is sorted, no noise of
@@ -26,22 +26,22 @@ from tinkerflow.backend.spec.supports import MOST_SUPPORTED
 _TINY = float(np.finfo(np.float32).tiny)  # devices may flush smaller numbers to 0
 _COLUMNS = 128
 _WIDTHS = (8, 32, 128)
-ALTERNATIVES = 2**63  # the index of the random numbers of a prompt's alternative tokens: no sample has it
-_BATCH = 128  # random numbers to generate together: fewer cost the same
+ALTERNATIVES = 2**63  # the index of the random numbers for a prompt's alternative tokens; no sample has this index
+_BATCH = 128  # random numbers generated together; fewer cost the same
 _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 
 
 @flax.struct.dataclass
 class Choice:
-    """How each row draws: temperature_S float32, 0 = greedy; top_k_S int32, -1 = off; top_p_S float32, 1 = off.
+    """How each row draws: temperature_S float32, 0: greedy; top_k_S int32, -1: off; top_p_S float32, 1: off.
 
-    min_p_S float32, 0 = off: the least probability a token may have, as a share of the most likely token's (Nguyen et
+    min_p_S float32, 0: off: the least probability a token may have, as a share of the most likely token's (Nguyen et
     al., arXiv 2407.01082).
 
     A temperature above 0 and a top_p are normal numbers: see `normal_temperature` and `normal_top_p`.
 
     filters: whether the program draws tokens and applies top-k, top-p and min-p, or only draws. None: the devices find
-    out whether a row needs either. The tokens are the same.
+    out whether any row needs either. The tokens are the same.
     """
 
     temperature_S: Array
@@ -52,21 +52,21 @@ class Choice:
 
     @property
     def row_filters(self) -> Any:
-        """Whether each row has a top-k, a top-p or a min-p: bool [S], on the host if the rows are there."""
+        """Whether each row has a top-k, a top-p or a min-p: bool [S], on the host if the rows are on the host."""
         return (self.top_k_S >= 0) | (self.top_p_S < 1) | (self.min_p_S > 0)
 
     @property
     def any_filter(self) -> Any:
-        """Whether any row has a filter: a bool scalar, on the host if the rows are there."""
+        """Whether any row has a filter: a bool scalar, on the host if the rows are on the host."""
         return self.row_filters.any()
 
 
 @flax.struct.dataclass
 class SupportRows:
-    """The tokens that each row was drawn from; see `spec.supports`.
+    """The tokens from among which each row was drawn; see `spec.supports`.
 
-    tokens_Ss int32: their ids, s = MOST_SUPPORTED, -1 = no more. A row of -1 is the whole vocabulary, or more than s
-    tokens. log_mass_S float32: the log of their probability under the full untempered softmax; 0 of a row of -1.
+    tokens_Ss int32: their ids, s = MOST_SUPPORTED, padded with -1. A row of only -1 is the whole vocabulary, or more
+    than s tokens. log_mass_S float32: the log of their probability under the full untempered softmax; 0 for such a row.
     """
 
     tokens_Ss: Array
@@ -76,16 +76,16 @@ class SupportRows:
 class UniformStream:
     """The random numbers of one sequence: number i decides token i, independently of the batch.
 
-    Philox with key (seed, sample index): the same numbers on every machine and in every release of NumPy.
+    Philox with the key (seed, sample index) gives equal numbers on every machine and in every release of NumPy.
     """
 
     def __init__(self, seed: int, index: int) -> None:
-        """`seed` of up to 64 bits, negative ones as two's complement; `index` of the sample in its request."""
+        """seed: up to 64 bits; negative numbers as two's complement. index: of the sample in its request."""
         self._bits = np.random.Philox(key=(seed & (2**64 - 1)) | index << 64)
-        self._ready = np.zeros(0, np.float32)  # generated, and not returned yet
+        self._ready = np.zeros(0, np.float32)  # generated, but not returned yet
 
     def draw(self, count: int) -> Float32:
-        """The next `count` numbers, float32 in (0, 1): never 0 or 1, which are outside of every token's share."""
+        """The next `count` numbers, float32 in (0, 1): never 0 or 1, which are outside every token's share."""
         if len(self._ready) < count:
             raw = self._bits.random_raw(max(count, _BATCH)) >> np.uint64(41)
             new = np.asarray((raw.astype(np.float64) + 0.5) * 2.0**-23, np.float32)
@@ -94,29 +94,29 @@ class UniformStream:
         return drawn
 
     def give_back(self, numbers: Float32) -> None:
-        """Return the last numbers that were drawn: they are drawn again next."""
+        """Give back the last numbers drawn, so that they are drawn again next."""
         self._ready = np.concatenate([numbers, self._ready])
 
 
 def normal_temperature(temperature: float) -> float:
-    """The temperature, or 0 (greedy) where it is too small for a normal float32."""
+    """The temperature, or 0 (greedy) if it is too small for a normal float32."""
     return temperature if temperature >= _TINY else 0.0
 
 
 def normal_top_p(top_p: float) -> float:
-    """The top_p, at least the smallest normal float32, which still keeps the most likely token."""
+    """The top_p, raised to at least the smallest normal float32, which still keeps the most likely token."""
     return max(top_p, _TINY)
 
 
 def width_for(wanted: int) -> int:
-    """A list of `wanted` tokens at each position, padded to one of few widths: 0, 8, 32, 128, then powers of 2."""
+    """The padded width for a list of `wanted` tokens at each position: 0, 8, 32, 128, then powers of 2."""
     if wanted == 0:
         return 0
     return next((width for width in _WIDTHS if width >= wanted), 1 << (wanted - 1).bit_length())
 
 
 def greedy_choice(rows: int) -> Choice:
-    """Host arrays for `rows` rows that all decode greedily, as unused slots do."""
+    """Host arrays for `rows` rows that all decode greedily, like unused slots."""
     return Choice(
         temperature_S=np.zeros(rows, np.float32),
         top_k_S=np.full(rows, -1, np.int32),
@@ -128,10 +128,10 @@ def greedy_choice(rows: int) -> Choice:
 def sample(
     logits_SV: jax.Array, choice: Choice, uniform_S: jax.Array, wanted_SV: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32 [S] and their logprobs float32 [S], the latter of the full untempered softmax of `logits_SV`.
+    """Tokens int32 [S] and their logprobs float32 [S] under the full untempered softmax of `logits_SV`.
 
     Temperature is applied first, then min-p, then top-k, then top-p to the remaining tokens. choice: of each row.
-    uniform_S: its random number. wanted_SV: the logits to draw from, None = `logits_SV`.
+    uniform_S: each row's random number. wanted_SV: the logits to draw from; None: `logits_SV`.
     """
     tokens_S, logprobs_S, _ = _sample(logits_SV, choice, uniform_S, wanted_SV, supports=False)
     return tokens_S, logprobs_S
@@ -140,7 +140,7 @@ def sample(
 def sample_with_supports(
     logits_SV: jax.Array, choice: Choice, uniform_S: jax.Array, wanted_SV: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, SupportRows]:
-    """The result of `sample`, and the tokens that each row was drawn from. Rows that filter nothing have all tokens."""
+    """The result of `sample`, and the tokens from among which each row was drawn (all tokens without a filter)."""
     tokens_S, logprobs_S, supports = _sample(
         logits_SV, replace(choice, filters=True), uniform_S, wanted_SV, supports=True
     )
@@ -159,7 +159,7 @@ def _sample(
 
     def weighted() -> jax.Array:
         temperature_S = jnp.where(choice.temperature_S > 0, choice.temperature_S, 1.0)
-        # The maximum is subtracted before the division: a tiny temperature must not cause inf - inf.
+        # The maximum is subtracted before the division, because a tiny temperature must not cause inf - inf.
         weights_SV = jnp.exp((wanted_SV - best_S) / temperature_S[:, None])
         if choice.filters is None:
             weights_SV = jax.lax.cond(choice.any_filter, lambda w: filtered(w, choice), lambda w: w, weights_SV)
@@ -186,7 +186,7 @@ def _sample(
 
 
 def _supports(weights_SV: jax.Array, choice: Choice, logits_SV: jax.Array, spread_S: jax.Array) -> SupportRows:
-    """weights_SV: after the filters. logits_SV: less their maximum. spread_S: their log-sum-exp."""
+    """weights_SV: after the filters. logits_SV: minus their maximum. spread_S: their log-sum-exp."""
     fits_S = jnp.sum(weights_SV > 0, axis=-1) <= MOST_SUPPORTED
     restricted_S = choice.row_filters & (choice.temperature_S > 0) & fits_S
     kept_Ss, tokens_Ss = jax.lax.top_k(weights_SV, min(MOST_SUPPORTED, weights_SV.shape[1]))
@@ -199,9 +199,9 @@ def _supports(weights_SV: jax.Array, choice: Choice, logits_SV: jax.Array, sprea
 
 
 def filtered(weights_SV: jax.Array, choice: Choice) -> jax.Array:
-    """Weights with 0 below min_p, then outside the top k, then outside the smallest set that holds top_p of the rest.
+    """Set to 0: weights below min_p, then outside the top k, then outside the smallest set with top_p of the rest.
 
-    weights_SV: in [0, 1], 1 of the most likely token. Weights equal to the last one kept are kept too.
+    weights_SV: in [0, 1], 1 for the most likely token. Weights equal to the last one kept are also kept.
     """
     k_S = jnp.where(choice.top_k_S >= 0, choice.top_k_S, 2**31 - 1)
 
@@ -223,7 +223,7 @@ def filtered(weights_SV: jax.Array, choice: Choice) -> jax.Array:
 def invert(weights_SV: jax.Array, wanted_S: jax.Array) -> jax.Array:
     """The token whose share of the sum over tokens contains wanted_S, in [0, total): int32 [S], never of weight 0.
 
-    First by columns of the folded weights, then within the column, so that no running sum is longer than the columns.
+    Searches the columns of the folded weights, then within the column, so that running sums stay short.
     """
     if weights_SV.shape[1] <= _COLUMNS:
         return _crossing(weights_SV, wanted_S)[0]
@@ -234,13 +234,13 @@ def invert(weights_SV: jax.Array, wanted_S: jax.Array) -> jax.Array:
 
 
 def _crossing(weights_Sn: jax.Array, wanted_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first entry where the running sum exceeds wanted_S, and the sum before it; never an entry of weight 0."""
+    """The first entry at which the running sum exceeds wanted_S, and the sum before it; never an entry of weight 0."""
     n = weights_Sn.shape[1]
     # A small matmul: jnp.cumsum becomes a dozen kernels, and costs more to compile than everything else here.
     sums_Sn = jnp.matmul(weights_Sn, jnp.triu(jnp.ones((n, n), jnp.float32)), precision=jax.lax.Precision.HIGHEST)
     place_Sn = jnp.arange(n, dtype=jnp.int32)
     beyond_Sn = (weights_Sn > 0) & (sums_Sn > wanted_S[:, None])
-    # After rounding the last sum may be slightly below wanted_S: then the last entry with weight is right.
+    # After rounding, the last sum may be slightly below wanted_S. Then the last entry with weight is right.
     last_S = jnp.max(jnp.where(weights_Sn > 0, place_Sn, 0), axis=-1)
     entry_S = jnp.minimum(jnp.min(jnp.where(beyond_Sn, place_Sn, n), axis=-1), last_S)
     before_S = jnp.take_along_axis(sums_Sn - weights_Sn, entry_S[:, None], axis=-1)[:, 0]
@@ -248,7 +248,7 @@ def _crossing(weights_Sn: jax.Array, wanted_S: jax.Array) -> tuple[jax.Array, ja
 
 
 def _fold(weights_SV: jax.Array) -> jax.Array:
-    """[S, V] -> [S, r, c], padded with zeros: sums over r vectorise, a sum over V does not."""
+    """[S, V] -> [S, r, c], padded with zeros, because sums over r vectorise but a sum over V does not."""
     S, V = weights_SV.shape
     return jnp.pad(weights_SV, ((0, 0), (0, -V % _COLUMNS))).reshape(S, -1, _COLUMNS)
 
@@ -262,12 +262,12 @@ def _keep(weights_Src: jax.Array, threshold_S: jax.Array) -> jax.Array:
 
 
 def _bits(weights: jax.Array) -> jax.Array:
-    """Floats that are not negative as int32, in the same order."""
+    """Nonnegative floats as int32, in the same order."""
     return jax.lax.bitcast_convert_type(weights, jnp.int32)
 
 
 def _highest_threshold(weights_Src: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The bits of the highest threshold at which enough(weights >= threshold), by row; 0 when none is."""
+    """The bits of the highest threshold at which enough(weights >= threshold), by row; 0 if there is none."""
     bits_Src = _bits(weights_Src)
 
     def refine(step: jax.Array, bits_S: jax.Array) -> jax.Array:

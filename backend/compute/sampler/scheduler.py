@@ -1,23 +1,24 @@
-"""Which requests are prefilled, decode in a slot, or are done: the sampler's state on the host, without device arrays.
+"""The sampler's state on the host, without device arrays: which requests wait, are prefilled, decode, or are done.
 
     waiting --next_group--> prefilling --start_group--> decoding in a slot --append--> finished
      | ^---------------------- reserve_pages (no page is free) --'              ^
      '--next_short_group--> done within a chunk, without the batch -------------'
 
-A prompt is prefilled when its pages are free, and one more for each sequence that decodes. Sequences get pages as they
+A prompt is prefilled when its pages are free, plus one for each sequence that decodes. Sequences get pages as they
 grow. When pages run out, the youngest sequence returns to the queue. It joins again when all pages up to its limit are
 free, and reserves them. No sequence is preempted twice. Its tokens so far are prefilled, or drawn again if results must
-not depend on the batch (`Shapes.invariant`): decode rounds differently from prefill.
+not depend on the batch (`Shapes.invariant`), because decode rounds differently from prefill.
 
-Projects share the slots fairly (`waiting`). All decisions depend on commands and on tokens that were read, so every
-process of a group makes the same ones.
+Projects share the slots fairly (`waiting`). All decisions depend only on commands and on tokens that were read, so
+every process of a group makes the same decisions.
 
 Three schedulers share a worker group fairly, each at its own level. The pool (`CommandScheduler`) divides the devices
 between training and sampling, and training between projects: a step of the sampler follows a micro-batch. The engine
 (`flows/sampling_runner.py`) selects the waiting requests that the sampler receives when there are more than it accepts:
 each project gets an equal number of places. This scheduler gives the slots of the decode batch to admitted requests.
-The engine's places keep a project with a long queue from filling the sampler before requests of others arrive. The
-slots are then shared by sequences, which the engine does not count. Neither of the two considers training.
+The engine's places keep a project with a long queue from filling the sampler before other projects' requests arrive.
+The slots are then shared by sequences, which the engine does not count. Neither the engine nor this scheduler considers
+training.
 """
 
 from __future__ import annotations
@@ -43,40 +44,40 @@ class Scheduler:
     """All requests: waiting, in prefill, or decoding."""
 
     def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool, fits: Fits = lambda _: True) -> None:
-        """No requests. shapes: of dispatches. max_slots: the most sequences that decode. pool: the pages.
+        """Start without requests. shapes: of dispatches. max_slots: the most sequences that decode. pool: the pages.
 
-        fits: whether a batch may have these snapshots (None: the base model), if it must be invariant.
+        fits: whether an invariant batch may contain these snapshots (None: the base model).
         """
         self._shapes, self._max_slots, self._pool, self._fits = shapes, max_slots, pool, fits
         self._requests: dict[str, ActiveRequest] = {}
         self.waiting_jobs = WaitingJobs()
         self.group: PrefillGroup | None = None
-        self._short_group: PrefillGroup | None = None  # short requests, until its sequences decode
+        self._short_group: PrefillGroup | None = None  # short requests, until their sequences decode
         self.slots = DecodeSlots(shapes, max_slots, pool)
         self._prompts = PromptPages(shapes, pool, self.slots)
 
     # ------------------------------------------------------------------ what it holds
     @property
     def active(self) -> int:
-        """Requests with a sequence in a slot."""
+        """The number of requests with a sequence in a slot."""
         return len({sequence.parent for sequence in self.slots.sequences})
 
     @property
     def waiting(self) -> int:
-        """Requests without a sequence in a slot yet."""
+        """The number of requests without a sequence in a slot."""
         return len(self._requests) - self.active
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of all requests that are not done, oldest first."""
+        """The ids of all unfinished requests, oldest first."""
         return list(self._requests)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a request of that id is not done."""
+        """Whether there is an unfinished request with this id."""
         return request_id in self._requests
 
     def is_active(self, sequence: ActiveSequence) -> bool:
-        """Whether the sequence needs its decoded tokens: not if it has ended or is removed."""
+        """Whether the sequence needs its decoded tokens, because it has neither ended nor been removed."""
         return self._requests.get(sequence.parent.id) is sequence.parent and not sequence.ended
 
     def snapshots(self) -> list[AdapterSnapshot | None]:
@@ -95,7 +96,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ coming and going
     def admit(self, parent: ActiveRequest, sequences: list[ActiveSequence]) -> None:
-        """Queue sequences of a request that have the same tokens so far."""
+        """Queue sequences of a request with equal tokens so far."""
         self._requests[parent.id] = parent
         score = parent.scores is not None and not sequences[0].tokens
         self.waiting_jobs.add(self._job(sequences[0].all_tokens(), deque(sequences), score=score))
@@ -105,9 +106,9 @@ class Scheduler:
         return PrefillJob(sequences[0].parent, tokens_T, sequences, score=score, page=page, sizes=sizes)
 
     def remove_request(self, request_id: str, *, tainted: bool = False) -> None:
-        """Forget a request and free its slots and pages; unknown ids are fine.
+        """Forget a request and free its slots and pages. Unknown ids are ignored.
 
-        tainted: its pages hold NaN or infinity. Otherwise only pages without a decoded chunk may hold them.
+        tainted: its pages contain NaN or infinity. Otherwise only pages without a decoded chunk may contain them.
         """
         if (parent := self._requests.pop(request_id, None)) is None:
             return
@@ -123,9 +124,9 @@ class Scheduler:
         self._end_group_without_sequences()
 
     def switch_snapshot(self, snapshot: AdapterSnapshot, *, recompute: bool = False) -> None:
-        """From now on every request that samples a snapshot of this id samples `snapshot`.
+        """Make every request that samples a snapshot with this id sample `snapshot` from now on.
 
-        recompute: they are prefilled again with their tokens, of which none may be in flight.
+        recompute: whether to prefill them again with their tokens. No token may be in flight then.
         """
         for parent in self._requests.values():
             if parent.snapshot is not None and parent.snapshot.snapshot_id == snapshot.snapshot_id:
@@ -134,7 +135,7 @@ class Scheduler:
                     self._prefill_again(parent)
 
     def _prefill_again(self, parent: ActiveRequest) -> None:
-        """Let the sequences of a request that have pages wait again, before all others: their project has paid."""
+        """Requeue the sequences of a request that have pages, ahead of all others: their project has already paid."""
         decoding = [sequence for sequence in self.slots.sequences if sequence.parent is parent]
         again = [self._job(sequence.all_tokens(), deque([sequence]), score=False) for sequence in decoding]
         prefilling = [job for job in self.group.jobs if job.parent is parent and job.sequences] if self.group else []
@@ -146,7 +147,7 @@ class Scheduler:
             self.waiting_jobs.add_preempted(job)
 
     def clear(self) -> list[str]:
-        """Forget all requests and the content of the pages; returns the ids of the requests."""
+        """Forget all requests and the content of the pages. Returns the ids of the requests."""
         request_ids = self.request_ids
         self._requests.clear()
         self.waiting_jobs.clear()
@@ -155,7 +156,7 @@ class Scheduler:
         return request_ids
 
     def requeue_all(self) -> None:
-        """Let all requests wait again, oldest first, with their tokens so far. The pages are empty."""
+        """Requeue all requests, oldest first, with their tokens so far. All pages are emptied."""
         groups = [group for group in (self.group, self._short_group) if group]
         jobs = [*self.waiting_jobs, *(job for group in groups for job in group.jobs)]
         sequences = [*self.slots.sequences, *(each for job in jobs for each in job.sequences)]
@@ -176,12 +177,12 @@ class Scheduler:
                 self.admit(parent, new)
 
     def reset_shares(self) -> None:
-        """Let all projects begin alike, when there are no requests. Cached prompts stay."""
+        """Reset the shares of all projects, when there are no requests. Cached prompts are kept."""
         assert not self._requests and not self._pool.used, "a request that is gone has left pages"
         self.waiting_jobs.clear()
 
     def pop_finished(self) -> list[SampleResult]:
-        """The results of requests whose sequences are all done; the scheduler forgets these requests."""
+        """Remove the requests whose sequences are all done, and return their results."""
         results = [result for parent in self._requests.values() if (result := parent.result())]
         for result in results:
             del self._requests[result.request_id]
@@ -189,7 +190,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ prefill
     def next_group(self) -> PrefillGroup | None:
-        """The group in prefill. If there is none, and a slot and pages are free, a new one from the queue's head."""
+        """The group in prefill; if there is none, and a slot and pages are free, a new group from the queue's head."""
         if self.group is not None or not self.waiting_jobs or (free := self.slots.free) < 1:
             return self.group
         jobs = [*islice(self.waiting_jobs, self._shapes.most_prompts)]
@@ -200,8 +201,8 @@ class Scheduler:
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
         """Waiting requests with short prompts and at most `most_tokens` tokens, which overtake and need no slot.
 
-        At most `most_sequences` sequences, and as many as a shard has slots, because all may be in one. None when no
-        such request waits, or when there is no other request.
+        At most `most_sequences` sequences, and as many as a shard has slots, because all may be in one shard. None if
+        no such request is waiting, or if there are no other requests.
         """
         short = [job for job in self.waiting_jobs if not job.alone and job.ends_within(most_tokens)]
         if len(short) == len(self.waiting_jobs) and not self.slots.busy:
@@ -217,14 +218,14 @@ class Scheduler:
         return group
 
     def keep_state(self) -> None:
-        """Remember the state that the group's prompt has now, if other prompts may continue it."""
+        """Remember the current state of the group's prompt, if other prompts may continue it."""
         if self.group is not None:
             self._prompts.keep_state(self.group)
 
     def start_group(self, alive: Callable[[PrefixScope], bool]) -> None:
-        """Give free slots to the sequences of the prefilled group; when all have one, the group ends.
+        """Give free slots to the sequences of the prefilled group. When all have one, the group ends.
 
-        alive: whether requests of a scope may still come. Its prompt is then kept for them.
+        alive: whether requests of a scope may still arrive. The prompt is then kept for them.
         """
         group = self.group
         assert group is not None, "no group is in prefill"
@@ -242,7 +243,7 @@ class Scheduler:
         self._end_group_without_sequences()
 
     def start_short_group(self, group: PrefillGroup) -> list[ActiveSequence]:
-        """Let the sequences of a short group decode a chunk, in which they end. Those without pages wait again."""
+        """Start the sequences of a short group, which end within a chunk. Sequences without pages wait again."""
         self._short_group = None
         pool, started = self._pool, []
         for job in group.jobs:
@@ -266,9 +267,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ decode
     def reserve_pages(self, steps: int) -> bool:
-        """Give each sequence pages for `steps` more tokens; the youngest wait again where pages run out.
+        """Give each sequence pages for `steps` more tokens. If pages run out, the youngest sequences wait again.
 
-        False: call it again when all tokens are read, because they may show that a sequence has ended.
+        False: call this again when all tokens are read, because they may show that a sequence has ended.
         """
         preempted = self.slots.reserve_pages(steps, [*self._requests.values()])
         for sequence in preempted or ():
@@ -276,7 +277,7 @@ class Scheduler:
         return preempted is not None
 
     def restart(self, sequence: ActiveSequence) -> None:
-        """Let a sequence wait again whose pages may hold NaN after its tokens so far."""
+        """Requeue a sequence whose pages may contain NaN after its tokens so far."""
         sequence.unverified_from = min(sequence.unverified_from or sequence.cached, sequence.cached) // self._pool.page
         self.slots.remove(sequence)
         self._requeue(sequence)
@@ -301,7 +302,7 @@ def _fitting(jobs: list[PrefillJob], free: int) -> int:
 
 
 def _first_within(jobs: list[PrefillJob], most_sequences: int, most_jobs: int) -> list[PrefillJob]:
-    """The first jobs that have at most so many sequences together."""
+    """The first jobs that fit: at most `most_sequences` sequences together, and at most `most_jobs` jobs."""
     chosen: list[PrefillJob] = []
     for job in jobs:
         if len(job.sequences) <= most_sequences and len(chosen) < most_jobs:

@@ -1,7 +1,7 @@
-"""The few shapes of the sampler's programs: how many slots, and how many tokens of a prompt in one dispatch.
+"""The few shapes of the sampler's programs: the numbers of slots, and of prompt tokens, in one dispatch.
 
-Sizes grow by factors of four, because each costs a compilation. On CPUs, where a few rows keep the devices busy, an
-unused slot costs time: there slots grow by factors of two.
+Sizes grow by factors of four, because each costs a compilation. On CPUs, where a few rows already keep the devices
+busy, an unused slot costs time, so slots grow by factors of two.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from tinkerflow.backend.compute.platforms import CPU, RANK_COLUMNS
 
-SHORT_PROMPT = 128  # prompts up to this many tokens are prefilled together, longer ones alone
+SHORT_PROMPT = 128  # prompts of up to this many tokens are prefilled together, longer prompts alone
 PREFILL_ROWS = (1, 4, 16)
-INVARIANT_COLUMNS = 128  # of the smallest stack of a batch-invariant sampler: four adapters of rank 32
-LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of the tokens before it
+INVARIANT_COLUMNS = 128  # in the smallest stack of a batch-invariant sampler: four adapters of rank 32
+LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of all earlier tokens
 _FACTOR = 4
-_FEW_SLOTS = 4  # a step of two slots takes nearly as long
+_FEW_SLOTS = 4  # a step of two slots takes nearly as long as a step of four
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes in use by one sampler, ascending. `slots` and `rows` are multiples of the mesh's fsdp axis.
+    """The sizes that one sampler uses, ascending. `slots` and `rows` are multiples of the mesh's fsdp axis.
 
     pieces: tokens of a row in one prefill dispatch: `Platform.prefill_tokens`. rows_are_dear: every row of a step costs
-    time, used or not. invariant: slots and rows have one size, and each prompt is prefilled alone. So the bits of a
+    time, used or not. invariant: slots and rows have one size, and each prompt is prefilled alone, so the bits of a
     result do not depend on other requests.
     """
 
@@ -41,13 +41,13 @@ class Shapes:
 
     @property
     def slots_of_one_token(self) -> tuple[int, ...]:
-        """The sizes of a dispatch of one token where that has its own programs: every second one, with the largest."""
+        """The sizes of a one-token dispatch, if that has its own programs: every second size, including the largest."""
         return self.slots[::-2][::-1]
 
     def together(self, prompts: int) -> int:
         """How many of `prompts` prompts to prefill together: all, unless more than an eighth of the rows would be idle.
 
-        On CPUs 16 rows of 32 tokens take 700 CPU-ms, 4 take 204 and one 83, and a prompt alone has larger pieces.
+        On CPUs 16 rows of 32 tokens take 700 CPU-ms, 4 take 204 and one 83; and a prompt alone gets larger pieces.
         """
         prompts = min(prompts, self.most_prompts)
         if not self.rows_are_dear or 8 * prompts >= 7 * at_least(self.rows, prompts):
@@ -63,10 +63,10 @@ def make_shapes(
     rows_are_dear: bool = False,
     invariant: bool = False,
 ) -> Shapes:
-    """The sizes of one sampler.
+    """Make the sizes of one sampler.
 
-    max_slots: the most sequences that decode together, rounded up to a multiple of fsdp. fsdp: devices that rows are
-    split over. pieces, rows_are_dear, invariant: as in `Shapes`.
+    max_slots: the most sequences that decode together, rounded up to a multiple of fsdp. fsdp: the number of devices
+    that share the rows. pieces, rows_are_dear, invariant: as in `Shapes`.
     """
     slots = _ladder(1, max_slots)
     if rows_are_dear and max_slots > _FEW_SLOTS:
@@ -80,15 +80,16 @@ def make_shapes(
 def prefill_piece(sizes: tuple[int, ...], *, alone: bool, start: int, remaining: int, capacity: int) -> int:
     """How many tokens of each prompt to compute next: one of `sizes`, at most `capacity` or the smallest.
 
-    sizes: ascending. alone: whether no other prompt goes with it. start: the number of computed tokens. remaining: the
-    number of tokens to compute. capacity: positions of its pages for them.
+    sizes: ascending. alone: whether no other prompt is in the dispatch. start: the number of computed tokens.
+    remaining: the number of tokens left to compute. capacity: positions of the prompt's pages for them.
 
     A prompt is computed in pieces of several sizes, with little padding. The next piece has the smallest size that
-    holds all remaining tokens if it costs no more than full pieces, otherwise the largest full size. On CPUs each piece
-    costs as much as 32 more tokens (1x32 takes 83 CPU-ms, 1x64 124, 1x128 209). So the second size is cheaper than
-    twice the first, and larger pieces should be three quarters full. Large pieces come late, so a prompt and its
-    continuation have the same borders except the last few, and the continuation can begin with the cached pages of the
-    prompt. Prompts that go together always use the smallest size: each ends within one piece of the others' borders.
+    covers all remaining tokens if it costs no more than full pieces, otherwise the largest full size. On CPUs each
+    piece costs as much as 32 more tokens (1x32 takes 83 CPU-ms, 1x64 124, 1x128 209). The second size is therefore
+    cheaper than twice the first, and larger pieces should be three quarters full. Large pieces come late, so a prompt
+    and its continuation have the same borders except the last few, and the continuation can start with the cached pages
+    of the prompt. Prompts in one dispatch always use the smallest size: each ends within one piece of the others'
+    borders.
     """
     least = sizes[0]
     if not alone or remaining <= least:
@@ -103,7 +104,7 @@ def prefill_piece(sizes: tuple[int, ...], *, alone: bool, start: int, remaining:
 def prefill_pieces(sizes: tuple[int, ...], tokens: int, capacity: int) -> list[int]:
     """The sizes of all pieces of a prompt that is prefilled alone.
 
-    sizes: ascending. tokens: of the prompt. capacity: positions of its pages.
+    sizes: ascending. tokens: of the prompt. capacity: the positions of its pages.
     """
     pieces: list[int] = []
     while (start := sum(pieces)) < tokens:
@@ -116,7 +117,7 @@ def prefill_pieces(sizes: tuple[int, ...], tokens: int, capacity: int) -> list[i
 def rank_columns(ranks: int) -> int:
     """The width of a stack of adapters whose padded ranks sum to `ranks`: 32, 128, 512 and so on.
 
-    Never 0: on CPUs the base model alone uses none of 32 columns, which costs a few per cent, but no programs.
+    Never 0: on CPUs the base model alone uses none of 32 columns, which costs a few percent, but no extra programs.
     """
     width = RANK_COLUMNS
     while width < ranks:

@@ -1,4 +1,4 @@
-"""The sequences that decode: the slot and the pages of each, and which of them wait again when pages run out."""
+"""The sequences that decode: their slots and pages, and which sequences wait again when pages run out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DecodeSlots:
     """The sequences that decode, in the order in which they joined."""
 
     def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool) -> None:
-        """No sequences.
+        """Start without sequences.
 
         shapes: the sizes of dispatches. max_slots: the most sequences that decode together. pool: the pages.
         """
@@ -23,30 +23,30 @@ class DecodeSlots:
 
     @property
     def running(self) -> list[ActiveSequence]:
-        """The sequences of the next chunk, which need more tokens than the devices were asked for."""
+        """The sequences of the next chunk, which need more tokens than were requested from the devices."""
         return [sequence for sequence in self.sequences if sequence.remaining > 0]
 
     @property
     def busy(self) -> int:
-        """How many slots the next chunk needs."""
+        """The number of slots that the next chunk needs."""
         return len(self.running)
 
     @property
     def free(self) -> int:
-        """How many more sequences may decode."""
+        """The number of further sequences that may decode."""
         return self._max_slots - self.busy
 
     @property
     def each_shard(self) -> int:
-        """Slots of each shard of the cache."""
+        """The number of slots of each shard of the cache."""
         return self._shapes.slots[-1] // self._pool.shards
 
     def assign(
         self, sequences: Sequence[ActiveSequence], sizes: Sequence[int] | None = None
     ) -> tuple[int, SlotAssignment]:
-        """The slots of a dispatch for these sequences: how many there are, and the slot of each sequence.
+        """Assign slots for a dispatch of these sequences. Returns the number of slots, and the slot of each sequence.
 
-        sizes: how many there may be; None: as many as in any dispatch.
+        sizes: the possible numbers of slots; None: as in any dispatch.
         The slots of a shard are contiguous, with the longest sequences first: CPUs attend to a few neighbors at a time.
         """
         longest = sorted(sequences, key=lambda sequence: -sequence.cached)
@@ -56,12 +56,12 @@ class DecodeSlots:
         return slots, [(shard * size + i, each) for shard, here in enumerate(shards) for i, each in enumerate(here)]
 
     def pages_to_spare(self, shard: int) -> int:
-        """How many sequences of a shard may need another page before their end."""
+        """The number of sequences of a shard that may need another page before their end."""
         here = [each for each in self.sequences if each.table.shard == shard]
         return sum(len(each.table.pages) < self._pool.pages_for(each.most_cached) for each in here)
 
     def add(self, sequence: ActiveSequence, job: PrefillJob, table: PageTable) -> None:
-        """Let a sequence decode. job: its prefilled prompt. table: a fork of the job's."""
+        """Let a sequence decode. job: its prefilled prompt. table: a fork of the job's table."""
         pool = self._pool
         sequence.table, sequence.unverified_from = table, job.cached_tokens // pool.page
         if table.shard != job.table.shard or pool.last_page_is_kept(job.table):
@@ -74,7 +74,7 @@ class DecodeSlots:
         self.sequences.append(sequence)
 
     def fork_table(self, job: PrefillJob) -> PageTable | None:
-        """A table for one of a job's sequences, in the shard where the fewest decode and a slot is free."""
+        """A table for one of a job's sequences, in the shard with a free slot in which the fewest sequences decode."""
         counts = [0] * self._pool.shards
         for sequence in self.running:
             counts[sequence.table.shard] += 1
@@ -83,10 +83,10 @@ class DecodeSlots:
         return next((table for table in tables if table is not None), None)
 
     def reserve_pages(self, steps: int, order: Sequence[ActiveRequest]) -> list[ActiveSequence] | None:
-        """Give each sequence pages for `steps` more tokens: the sequences that had to leave, where pages ran out.
+        """Give each sequence pages for `steps` more tokens. Returns the sequences that had to leave for lack of pages.
 
-        The youngest leave first, and no sequence leaves twice. order: the requests, oldest first. None, when tokens
-        must be read before, which may show that a sequence has ended.
+        The youngest leave first, and no sequence leaves twice. order: the requests, oldest first. None: tokens must be
+        read first, which may show that a sequence has ended.
         """
         for sequence in self.sequences:
             if sequence.unverified_from is None:
@@ -110,10 +110,10 @@ class DecodeSlots:
         return preempted
 
     def remove(self, sequence: ActiveSequence, *, tainted: bool = False) -> None:
-        """Free the slot and the pages of a sequence. tainted: its pages hold NaN or infinity.
+        """Free the slot and the pages of a sequence. tainted: its pages contain NaN or infinity.
 
-        Otherwise only pages without a decoded chunk may hold them, and pages that a chunk in flight writes.
-        That chunk is computed before any dispatch that uses the pages again.
+        Otherwise only pages without a decoded chunk may contain them, and pages that a chunk in flight writes. That
+        chunk is computed before any dispatch that reuses the pages.
         """
         self.sequences.remove(sequence)
         unverified = sequence.unverified_from

@@ -1,11 +1,11 @@
-"""The snapshot cache: immutable copies of adapters, and the stack of those that the batch uses.
+"""The snapshot cache: immutable copies of adapters, and the stack of the copies that the batch uses.
 
 A snapshot never changes, but its id may pass to another snapshot (`rename`). The most recently used snapshots are on
-the devices. The others are evicted to the host's memory until they are sampled again.
+the devices. The others are evicted to host memory until they are sampled again.
 
-Adapters of any ranks are concatenated along the rank axis to one wide adapter, and each row of the batch uses only the
-columns of its own (`stack_apply`). No matrices are gathered for each row, and a row of the base model uses no column.
-A new snapshot changes no shape as long as the stack has free columns for it. On a CPU with a wide stack, a row is
+Adapters of any ranks are concatenated along the rank axis into one wide adapter, and each row of the batch uses only
+its own columns (`stack_apply`). No matrices are gathered for each row, and a row of the base model uses no columns. A
+new snapshot changes no shape as long as the stack has free columns for it. On a CPU with a wide stack, a row is
 multiplied only by the blocks that contain its columns (`by_runs`). Matrices of experts have a divided rank, and fewer
 columns by the same factor (`divisor_of`), unless the experts of a snapshot in the stack have the full rank.
 
@@ -40,16 +40,17 @@ from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserErr
 from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.ranks import RankRule, expert_rank
 
-_FEW_COLUMNS = 128  # up to this number, CPUs multiply all rows by all columns: runs would cost as much
+_FEW_COLUMNS = 128  # up to this number, CPUs multiply all rows by all columns, because runs would cost as much
 _RANK_UNIT = 8  # ranks are padded to multiples, so that snapshots have few shapes
-Widths = tuple[int, int]  # columns of most matrices, and of experts'
+Widths = tuple[int, int]  # columns of most matrices, and of experts' matrices
 
 
 @dataclass(eq=False)
 class AdapterSnapshot:
-    """One published adapter. A request that has it continues to sample it after it was dropped from the cache.
+    """One published adapter. A request with this snapshot continues to sample it after it is dropped from the cache.
 
-    widths: how many columns of the stack it needs. lora: on the devices or on the host, with the scale folded into B,
+    widths: the columns of the stack that it needs. lora: on the devices or on the host, with the scale folded into B,
+    the rank padded with zeros to `widths`, in the dtype of the base weights. step: the optimizer steps of its weights.
     the rank padded with zeros to `widths`, in the dtype of the base weights. step: the optimizer steps of its weights.
     """
 
@@ -60,18 +61,18 @@ class AdapterSnapshot:
 
     @property
     def columns(self) -> int:
-        """Columns of the stack that it needs, for matrices that are not of experts."""
+        """The columns of the stack that it needs for matrices other than those of experts."""
         return self.widths[0]
 
     @property
     def nbytes(self) -> int:
-        """Its bytes on each device, or on the host."""
+        """The number of its bytes on each device, or on the host."""
         return _bytes(self.lora)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns [start, end) of the stack that belong to a snapshot; (0, 0) is the base model, which has none."""
+    """The columns [start, end) of a snapshot in the stack; (0, 0) is the base model, which has none."""
 
     start: int
     end: int
@@ -89,7 +90,7 @@ class _Stack:
 
 
 class SnapshotCache:
-    """Snapshots by id, and the stack. Processes of a group that make the same calls have the same."""
+    """Snapshots by id, and the stack. Equal in all processes of a group, which make the same calls."""
 
     def __init__(
         self,
@@ -104,14 +105,15 @@ class SnapshotCache:
         plain: bool = False,
         invariant: bool = False,
     ) -> None:
-        """An empty cache.
+        """Create an empty cache.
 
-        cfg: the base model of the adapters. mesh: every device has all of the stack. dtype: the name of the number
-        format of snapshots. by_layer: the stack has separate arrays for each layer, as the weights do
+        cfg: the base model of the adapters. mesh: every device has the whole stack. dtype: the name of the number
+        format of snapshots. by_layer: whether the stack has separate arrays for each layer, like the weights
         (`params.by_layer`). most_resident: how many snapshots stay on the devices; None: all. most_bytes: the memory of
-        each device for them and the stack, unless the batch needs more; None: any. usual: the shape of most adapters,
-        for an empty stack; None: their experts have the full rank. plain: the base model has programs without a stack,
-        for batches without snapshots. invariant: the stack's shape is that of each snapshot alone, see `fits`.
+        each device for them and the stack, unless the batch needs more; None: unlimited. usual: the shape of most
+        adapters, for an empty stack; None: their experts have the full rank. plain: the base model has programs without
+        a stack, for batches without snapshots. invariant: the stack has the shape that each snapshot needs alone; see
+        `fits`.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._usual = divisor_of(cfg, usual) if usual else 1
@@ -121,15 +123,15 @@ class SnapshotCache:
         self._most_bytes = most_bytes
         self._plain = plain and not invariant
         self._invariant = invariant
-        self._unit = RANK_COLUMNS if invariant else 1  # a snapshot begins at a multiple, as it does alone
+        self._unit = RANK_COLUMNS if invariant else 1  # a snapshot starts at a multiple of this, as it does alone
         # The cached snapshots on the devices, least recently used first.
         self._resident: dict[AdapterSnapshot, None] = {}
 
     def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec, step: int = 0) -> None:
         """Keep a copy of `lora` (of shape `spec`, on the devices or on the host, after `step` steps) as `snapshot_id`.
 
-        ConflictError when the id is used: snapshots never change. UserError when a weight is not finite: in a shared
-        batch it would affect the rows of other requests.
+        ConflictError: the id is used, and snapshots never change. UserError: a weight is not finite, and in a shared
+        batch would affect the rows of other requests.
         """
         if snapshot_id in self._snapshots:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
@@ -146,11 +148,11 @@ class SnapshotCache:
         self._evict_except({snapshot, *self._stack.places})
 
     def __contains__(self, snapshot_id: str) -> bool:
-        """Whether there is a snapshot of that id."""
+        """Whether there is a snapshot with this id."""
         return snapshot_id in self._snapshots
 
     def rename(self, snapshot_id: str, to_id: str) -> AdapterSnapshot:
-        """Give a snapshot another id, over any snapshot of that id; NotFoundError when there is none to rename."""
+        """Rename a snapshot, replacing any snapshot `to_id`. NotFoundError: there is none to rename."""
         old = self.find(snapshot_id)
         moved = replace(old, snapshot_id=to_id)
         if old in self._resident:
@@ -161,7 +163,7 @@ class SnapshotCache:
         return moved
 
     def drop(self, snapshot_id: str) -> None:
-        """Forget a snapshot, if there is one. It stays in the stack until its columns are needed."""
+        """Forget a snapshot, if it exists. It stays in the stack until its columns are needed."""
         if (snapshot := self._snapshots.pop(snapshot_id, None)) is not None:
             self._resident.pop(snapshot, None)
 
@@ -171,7 +173,7 @@ class SnapshotCache:
         self._resident.clear()
 
     def find(self, snapshot_id: str) -> AdapterSnapshot:
-        """The snapshot of that id; NotFoundError when it was never published, or dropped."""
+        """The snapshot with this id. NotFoundError: never published, or dropped."""
         try:
             return self._snapshots[snapshot_id]
         except KeyError:
@@ -180,7 +182,7 @@ class SnapshotCache:
             ) from None
 
     def alive(self, snapshot: AdapterSnapshot | None) -> bool:
-        """Whether later requests may sample it, because it was neither dropped nor replaced. Always true of None."""
+        """Whether later requests may sample it, because it was neither dropped nor replaced. Always true for None."""
         return snapshot is None or self._snapshots.get(snapshot.snapshot_id) is snapshot
 
     @property
@@ -190,7 +192,7 @@ class SnapshotCache:
 
     @property
     def lora(self) -> Lora:
-        """The stack: A [.., K, in] and B [.., K, out], or tuples of them by layer; without pairs while it has no K."""
+        """The stack: A [.., K, in] and B [.., K, out], or tuples of these by layer; without pairs while it has no K."""
         return self._stack.lora
 
     @property
@@ -199,20 +201,20 @@ class SnapshotCache:
         return self._stack.width
 
     def columns(self, snapshot: AdapterSnapshot | None) -> Columns:
-        """The columns of `snapshot` (None: the base model). `use` must have been called with it last."""
+        """The columns of `snapshot` (None: the base model). The last call of `use` must have included it."""
         return BASE if snapshot is None else self._stack.places[snapshot]
 
     def fits(self, snapshots: Collection[AdapterSnapshot | None]) -> bool:
-        """Whether an invariant batch may have these snapshots (None: the base model).
+        """Whether an invariant batch may contain these snapshots (None: the base model).
 
-        Its stack must be the stack that each of them has alone, so that the bits of its rows are the same.
+        The batch's stack must have the shape that each snapshot needs alone, so that the bits of its rows are the same.
         """
         distinct = [snapshot for snapshot in dict.fromkeys(snapshots) if snapshot is not None]
         alone = [self._shape([snapshot]) for snapshot in distinct] + [self._shape([])] * (None in snapshots)
         return {*alone} <= {self._shape(distinct)}
 
     def use(self, wanted: Collection[AdapterSnapshot | None]) -> None:
-        """Put every snapshot of `wanted` into the stack; other snapshots stay while they do not need its columns.
+        """Put every snapshot of `wanted` into the stack. Other snapshots stay while their columns are not needed.
 
         Without snapshots the stack is empty, or absent if the base model has programs without one.
         """
@@ -220,13 +222,13 @@ class SnapshotCache:
         if ordered or not self._plain:
             self._fill(list(ordered))
         for snapshot in ordered:
-            if snapshot in self._resident:  # it becomes the most recently used
+            if snapshot in self._resident:  # make it the most recently used
                 del self._resident[snapshot]
                 self._resident[snapshot] = None
         self._evict_except(ordered)
 
     def reset_stack(self) -> None:
-        """Empty the stack when there are no requests, so that the shapes of later requests depend on them alone."""
+        """Empty the stack when there are no requests, so that later shapes depend on later requests alone."""
         self._stack = _Stack()
 
     def _fill(self, ordered: list[AdapterSnapshot]) -> None:
@@ -249,7 +251,7 @@ class SnapshotCache:
     def _rebuild(self, snapshots: list[AdapterSnapshot]) -> None:
         width, divisor = self._shape(snapshots)
         widths = width, width // divisor
-        self._stack = _Stack()  # its memory is free before the next one is made
+        self._stack = _Stack()  # free its memory before the next one is made
         stack = empty_stack(self._cfg, self._mesh, widths, self._dtype, self._by_layer, self._invariant)
         self._stack = _Stack(width, divisor, stack)
         start = 0
@@ -273,7 +275,7 @@ class SnapshotCache:
         stack.places[snapshot] = Columns(start, start + snapshot.columns)
 
     def _evict_except(self, used: Collection[AdapterSnapshot]) -> None:
-        """Evict the least recently used snapshots that are not in `used`, until the others are within the limits."""
+        """Evict the least recently used snapshots outside `used`, until the others are within the limits."""
         if self.most_resident is None:
             return
         held = _bytes(self._stack.lora) + sum(snapshot.nbytes for snapshot in self._resident)
@@ -294,7 +296,7 @@ def _on_host(lora: Lora) -> bool:
 
 
 def widths_of(cfg: ModelConfig, spec: LoraSpec) -> Widths:
-    """How many columns of the stack a snapshot of that shape needs: a multiple of `_RANK_UNIT`, divided for experts."""
+    """The columns of the stack that a snapshot of this shape needs: a multiple of `_RANK_UNIT`, divided for experts."""
     columns = _columns(spec)
     return columns, columns // divisor_of(cfg, spec)
 
@@ -305,9 +307,9 @@ def usual_spec(cfg: ModelConfig, rule: RankRule) -> LoraSpec:
 
 
 def divisor_of(cfg: ModelConfig, spec: LoraSpec) -> int:
-    """How many times fewer columns an adapter has for experts, a power of two.
+    """By what factor an adapter has fewer columns for experts, a power of two.
 
-    It is at most the number of a token's experts and _RANK_UNIT, and 1 where the rank of experts is divided by less.
+    At most the number of a token's experts and _RANK_UNIT, and 1 if the rank of experts is divided by less.
     """
     power = 1 << min(cfg.experts_per_token, _RANK_UNIT).bit_length() >> 1
     return power if power and spec.expert_rank and spec.expert_rank * power <= _columns(spec) else 1
@@ -328,8 +330,8 @@ def _divisor(widths: Widths) -> int:
 def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool = False) -> LoraApply:
     """The `LoraApply` in which row b uses columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs.
 
-    width: columns of the stack; None = as many as each pair has. A pair with a divided width has a part of them.
-    one_device: the rows are not split over several. Then, and with a width, a pair may be `OfLayer`.
+    width: columns of the stack; None: as many as each pair has. A pair with a divided width has a part of them.
+    one_device: the rows are not split over several devices. If so, and with a width, a pair may be `OfLayer`.
     """
     updates, in_place = None, None
     if width is not None and one_device:
@@ -354,7 +356,7 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
                 return own.multiply(lambda columns: own_BTK[..., columns] @ own.B[columns])
             A, B = (OfLayer(part, pair.layer) if isinstance(pair, OfLayer) else part for part in (whole.A, whole.B))
             own_MK = jnp.where(own_BK[groups.batch_M], groups.dot_transposed(x, A), 0)
-            if isinstance(B, OfLayer):  # kernels add the columns in order, where zeros change no bit
+            if isinstance(B, OfLayer):  # kernels add the columns in order, so zeros change no bit
                 return groups.dot(own_MK, B)
             return whole.multiply(lambda columns: groups.dot(own_MK[:, columns], B[:, columns]))
 
@@ -371,7 +373,7 @@ def own_columns(columns_B2: Array, pair: LoraPair, width: int | None = None) -> 
 
 
 def _gap(stack: _Stack, columns: int, unit: int) -> int | None:
-    """The first place in the stack where `columns` are free, a multiple of `unit`."""
+    """The first place in the stack with `columns` free columns, a multiple of `unit`."""
     start = 0
     for place in sorted(stack.places.values(), key=lambda place: place.start):
         if place.start - start >= columns:
@@ -382,7 +384,7 @@ def _gap(stack: _Stack, columns: int, unit: int) -> int | None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def frozen(mesh: Mesh, widths: Widths, dtype: str, lora: Lora) -> tuple[Lora, jax.Array]:
-    """The copy for a snapshot, and whether all of its weights are finite (bool scalar).
+    """Make the copy for a snapshot. Also returns whether all its weights are finite (bool scalar).
 
     widths: the padded ranks. dtype: the name of the copy's format. lora: an adapter on the devices, float32.
     """
@@ -407,7 +409,7 @@ def empty_stack(cfg: ModelConfig, mesh: Mesh, widths: Widths, dtype: str, by_lay
     """A stack of zeros: an adapter of all parts of the model.
 
     cfg, mesh: the base model's shape, and the devices. widths: columns, K. dtype: the name of the number format.
-    by_layer: with separate arrays for each layer (`params.by_layer`). invariant: it has blocks, see `LoraPair`.
+    by_layer: whether each layer has separate arrays (`params.by_layer`). invariant: use blocks, see `LoraPair`.
     """
 
     def zeros(stack: tuple[int, ...], size: int) -> Any:  # an array, or by layer a tuple of arrays
@@ -427,9 +429,9 @@ def empty_stack(cfg: ModelConfig, mesh: Mesh, widths: Widths, dtype: str, by_lay
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
 def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Array) -> Lora:
-    """The stack, updated in place, with a snapshot in columns [start, start + columns).
+    """Put a snapshot into columns [start, start + columns), and return the stack, updated in place.
 
-    mesh: every device has all of the stack. snapshot: made by `frozen`; projections that it does not adapt become zero
+    mesh: every device has the whole stack. snapshot: made by `frozen`; projections that it does not adapt become zero
     in its columns. start: int32 scalar.
     """
 
@@ -451,12 +453,12 @@ def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Arr
 
 
 def width_of(stack: Lora) -> int | None:
-    """The stack's columns, K; None before it is used."""
+    """The stack's columns, K; None before its first use."""
     return None if stack.unembed is None else int(stack.unembed.A.shape[-2])
 
 
 def _padded(array: jax.Array, columns: int) -> jax.Array:
-    """[..., rank, size] with zeros up to [..., columns, size]."""
+    """Pad [..., rank, size] with zeros to [..., columns, size]."""
     return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, columns - array.shape[-2]), (0, 0)])
 
 

@@ -1,9 +1,9 @@
-"""The states of layers with linear attention on the devices, one for each sequence, in a pool like that of pages.
+"""The states of layers with linear attention on the devices, one per sequence, in a pool like the pool of pages.
 
 A dispatch gathers the states of its rows from the pool, carries them through its layers and tokens, and scatters them
-back. In decode on GPUs and TPUs, the matrices stay in the pool (`delta_rule.Pooled`), where kernels change them.
+back. In decode on GPUs and TPUs, the matrices stay in the pool (`delta_rule.Pooled`), where kernels update them.
 
-Letters: L layers with states, N states of all shards, S rows, and those of `delta_rule`.
+Letters: L layers with states, N states of all shards, S rows, and the letters of `delta_rule`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.layers import DELTA
 from tinkerflow.backend.compute.models.layers.delta_rule import DeltaState, Pooled, empty_state
 
-# Of gathered rows: [L, S, ...], or L of [S, ...] by layer. None in models without states.
+# States of gathered rows: [L, S, ...], or by layer L of [S, ...]. None in models without states.
 States = DeltaState | tuple[DeltaState, ...] | None
 
 
@@ -34,7 +34,7 @@ def empty_pool(cfg: ModelConfig, mesh: Mesh, states: int, dtype: str) -> DeltaSt
 
 
 def pool_sharding(cfg: ModelConfig, mesh: Mesh) -> DeltaState:
-    """States over fsdp, heads over tensor where the axis divides the key heads: a sharding for each array."""
+    """A sharding for each array: states over fsdp, and heads over tensor if the axis divides the key heads."""
     assert cfg.delta is not None
     mesh = cache_mesh(mesh, cfg.split_heads)
     heads = TENSOR if cfg.delta.key_heads % mesh.shape[TENSOR] == 0 else None
@@ -43,7 +43,7 @@ def pool_sharding(cfg: ModelConfig, mesh: Mesh) -> DeltaState:
 
 
 def pin_pool(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None) -> DeltaState | None:
-    """The pool with its sharding pinned, as the next step expects it."""
+    """The pool with its sharding pinned to the one that the next step expects."""
     if pool is None:
         return None
     pinned: DeltaState = jax.lax.with_sharding_constraint(pool, pool_sharding(cfg, mesh))
@@ -60,11 +60,11 @@ def gather_states(
     by_layer: bool,
     pooled: bool = False,
 ) -> States:
-    """The states of some rows; zeros where `fresh_S`, for a row that has no token yet.
+    """The states of the rows; zeros where `fresh_S`, for a row without tokens yet.
 
-    cfg, mesh: the base model's shape, and the devices. pool: None in models without states. states_S int32: their
-    numbers in the row's own shard; 0 = none. fresh_S: bool. by_layer: an array for each layer. pooled: the matrices
-    stay in the pool; then not by layer.
+    cfg, mesh: the base model's shape, and the devices. pool: None in models without states. states_S int32: the states'
+    numbers in the row's own shard; 0: none. fresh_S: bool. by_layer: whether to return an array for each layer. pooled:
+    the matrices stay in the pool; then not by layer.
     """
     if pool is None:
         return None
@@ -95,15 +95,15 @@ def scatter_states(
 ) -> DeltaState | None:
     """The pool, updated in place, with the rows' states. Rows without a state in the pool are dropped.
 
-    cfg, mesh: of the model. pool: None in models without states. rows: of `gather_states`. states_S int32: the place of
-    each row's state in the pool; 0 = none.
+    cfg, mesh: of the model. pool: None in models without states. rows: from `gather_states`. states_S int32: the place
+    of each row's state in the pool; 0: none.
     """
     if pool is None or rows is None:
         return None
 
     def local(part: jax.Array, own: jax.Array, states_S: jax.Array) -> jax.Array:
         outside_S = part.shape[1] + jnp.arange(len(states_S), dtype=jnp.int32)
-        # Declared unique: otherwise a GPU sorts all numbers of all states to add them up in a fixed order.
+        # Declared unique, or a GPU would sort all numbers of all states to add them up in a fixed order.
         places_S = jnp.where(states_S == 0, outside_S, states_S)
         return part.at[:, places_S].set(own, mode="drop", unique_indices=True)
 
@@ -126,9 +126,9 @@ def scatter_states(
 
 
 def state_of(rows: DeltaState | tuple[DeltaState, ...], place: Any, fresh_S: jax.Array) -> DeltaState:
-    """The rows' states in a layer. place: the layer's number among those with states; an int if the rows are by layer.
+    """The rows' states in a layer. place: its number among layers with states; an int if the rows are by layer.
 
-    fresh_S: bool, whether a row has no token yet.
+    fresh_S: bool, whether a row has no tokens yet.
     """
     if isinstance(rows, tuple):
         return rows[place]

@@ -1,7 +1,7 @@
 """The end of a sequence: at a stop token, or when its text contains a stop string. Host only, no JAX.
 
 A stop string may begin in one token and end in another, and a character may span several tokens. The text of new
-tokens is the text that decoding adds to the text of the tokens before them.
+tokens is the text that decoding adds to the text of all earlier tokens.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from tinkerflow.backend.core.errors import UserError
 
 Decode = Callable[[Sequence[int]], str]
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of a part of a character
-_MOST_PENDING = 64  # tokens of one unfinished character at most, so that garbage stays cheap
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
+_MOST_PENDING = 64  # the most tokens of one unfinished character, so that garbage stays cheap
 
 
 class StopDetector:
     """Finds the end of one sequence in its tokens as they are decoded."""
 
     def __init__(self, tokens: frozenset[int], strings: tuple[str, ...], decode: Decode | None) -> None:
-        """`decode` turns tokens into text, special tokens included; None is fine without `strings`."""
+        """decode: turns tokens into text, including special tokens; may be None without `strings`."""
         self._tokens = tokens
         self._strings = strings
         self._decode = decode
         self._window = max((len(string) for string in strings), default=1) - 1
-        self._settled: list[int] = []  # tokens with their text in _text; the context in which later ones decode
-        self._pending: list[int] = []  # tokens after them, which may end within a character
-        self._text = ""  # the last part of the text of all settled tokens, as long as a match may reach back
+        self._settled: list[int] = []  # tokens whose text is in _text; the context in which later tokens are decoded
+        self._pending: list[int] = []  # later tokens, which may end within a character
+        self._text = ""  # the end of the text of all settled tokens, as far as a match may reach back
 
     def fresh(self) -> StopDetector:
-        """A detector of the same ends that has read no token."""
+        """A detector for the same stops that has read no tokens."""
         return StopDetector(self._tokens, self._strings, self._decode)
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """Read the next tokens up to one that ends the sequence: how many these are, or None when none ends it."""
+        """Read the next tokens up to one that ends the sequence. Returns how many were read; None if none ends it."""
         if not self._strings and self._tokens.isdisjoint(tokens):
             return None  # without decoding each token
         return next((count for count, token in enumerate(tokens, 1) if self.ends_with(token)), None)
 
     def ends_with(self, token: int) -> bool:
-        """Read the next token; True when it is a stop token or completes a stop string."""
+        """Read the next token. Returns whether it is a stop token or completes a stop string."""
         if token in self._tokens:
             return True
         if not self._strings or self._decode is None:
@@ -59,7 +59,7 @@ class StopDetector:
 
 
 def load_decode(folder: str | Path) -> Decode:
-    """The decoder of the tokenizer in a model's folder; UserError when there is none that can be read."""
+    """The decoder of the tokenizer in a model's folder. UserError: no readable tokenizer."""
     import tokenizers
 
     path = Path(folder) / "tokenizer.json"

@@ -1,10 +1,10 @@
-"""The queue of jobs that wait for prefill: projects share it fairly, by sequences.
+"""The queue of jobs that wait for prefill. Projects share it fairly, by sequences.
 
-All sequences count alike (`FairQueue`): a project that asks for many waits behind the requests that other projects send
-meanwhile. Requests of one project are served in the order in which they came, with two exceptions. A request for few
-tokens may overtake (`Scheduler.next_short_group`). An interactive request goes before its project's batch requests. It
-gets the place of the first of them, and they move back. No batch request is overtaken by more than `MOST_OVERTAKING`
-sequences, so none waits for ever. A project gets no more than its share by declaring its requests interactive.
+All sequences count alike (`FairQueue`): a project that requests many waits behind the requests that other projects send
+meanwhile. Requests of one project are served in the order of arrival, with two exceptions. A request for few tokens may
+overtake (`Scheduler.next_short_group`). An interactive request goes ahead of its project's batch requests. It takes the
+place of the first of them, and they move back. No batch request is overtaken by more than `MOST_OVERTAKING` sequences,
+so none waits forever. A project cannot increase its share by declaring its requests interactive.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillJob
 from tinkerflow.backend.compute.sampler.requests import ActiveRequest
 from tinkerflow.backend.core.fairness import FairQueue, Ticket
 
-MOST_OVERTAKING = 256  # sequences that go before a batch request that came earlier
+MOST_OVERTAKING = 256  # sequences that may go ahead of an earlier batch request
 
 
 class WaitingJobs:
-    """Jobs in the order in which they are served: first preempted sequences, then the fair queue."""
+    """Jobs in the order of service: first preempted sequences, then the fair queue."""
 
     def __init__(self) -> None:
-        """Empty."""
+        """Create an empty queue."""
         self.clear()
 
     def clear(self) -> None:
-        """Forget all jobs, and which projects were served."""
+        """Forget all jobs, and all service given to projects."""
         self._queue: FairQueue[PrefillJob] = FairQueue()
         self._tickets: dict[PrefillJob, Ticket[PrefillJob]] = {}
         self._preempted: list[PrefillJob] = []
-        self._overtaken: dict[PrefillJob, int] = {}  # sequences that came later and went before
+        self._overtaken: dict[PrefillJob, int] = {}  # later sequences that went ahead
 
     def __iter__(self) -> Iterator[PrefillJob]:
-        """The jobs, first the one that is served next."""
+        """The jobs in the order of service."""
         yield from self._preempted
         yield from (ticket.item for ticket in self._queue)
 
@@ -41,7 +41,7 @@ class WaitingJobs:
         return len(self._preempted) + len(self._queue)
 
     def add(self, job: PrefillJob) -> None:
-        """Queue a job by its project's share, and by its priority."""
+        """Queue a job according to its project's share and its priority."""
         overtaken = self._overtaken_by(job)
         before = self._tickets[overtaken[0]] if overtaken else None
         count = len(job.sequences)
@@ -50,11 +50,11 @@ class WaitingJobs:
             self._overtaken[other] = self._overtaken.get(other, 0) + count
 
     def add_preempted(self, job: PrefillJob) -> None:
-        """Queue a sequence that had to leave its slot, before all others: its project has paid for it."""
+        """Queue a sequence that had to leave its slot, ahead of all others, because its project has already paid."""
         self._preempted.insert(0, job)
 
     def serve(self, jobs: Collection[PrefillJob]) -> None:
-        """Remove jobs that are prefilled now. Their projects pay for them."""
+        """Remove jobs that are now prefilled. Their projects pay for them."""
         for job in jobs:
             if (ticket := self._tickets.pop(job, None)) is not None:
                 self._queue.serve(ticket)
@@ -70,7 +70,7 @@ class WaitingJobs:
             self._overtaken.pop(job, None)
 
     def _overtaken_by(self, job: PrefillJob) -> list[PrefillJob]:
-        """The batch jobs of its project that an interactive job goes before, in their order."""
+        """The batch jobs of the same project that an interactive job overtakes, in order."""
         request, count = job.parent.request, len(job.sequences)
         overtaken: list[PrefillJob] = []
         if request.priority == "interactive":

@@ -1,1 +1,1 @@
-"""Starts worker processes on this machine, or on hosts whose agents joined the group."""
+"""Starts worker processes on this machine, or on hosts whose agents have joined the group."""

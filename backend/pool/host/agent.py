@@ -1,11 +1,11 @@
-"""The agent of a host joins a group, starts and ends processes for the driver, and joins again after a loss.
+"""The agent of a host: joins a group, starts and ends processes for the driver, and rejoins after a loss.
 
-When the driver closes the connection, it has most likely ended. The agent keeps its processes for the next driver,
+When the driver closes the connection, it has most likely ended. The agent keeps the processes for the next driver,
 which finds the base model in their memory. Processes that no driver takes over are ended after HostConfig.keep_seconds.
 (A driver that did not end recognizes its processes, and starts new ones.)
 
-When the driver is silent, the state of its processes is unknown. The agent kills them before it offers the host's
-capacity again. No process outlives the agent.
+When the driver is silent, it is unknown what its processes have executed. The agent kills them before it offers the
+host's capacity again. No process outlives the agent.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class HostConfig:
     """The group that a host's agent joins, and the capacity that it offers.
 
     driver, port: the address of the group's driver.
-    secret: the secret of the group.
+    secret: the group's secret.
     processes: how many worker processes the host can run.
-    log_dir: the folder of worker-<rank>.log, the workers' logs; None = workers write to our stderr.
-    compile_cache_dir: the folder for compiled programs on this host; "" = the folder that the driver names.
+    log_dir: the folder of the workers' logs, worker-<rank>.log; None: workers write to our stderr.
+    compile_cache_dir: the folder for compiled programs on this host; "": the folder that the driver names.
     longest_pause: the longest pause in seconds between two attempts to join.
-    keep_seconds: how long processes wait for the next driver. Meanwhile they occupy memory of the devices.
-    platform: the setting.
+    keep_seconds: how long processes wait for the next driver. Meanwhile they occupy device memory.
+    platform: the setting of that name.
     leave_seconds: how long processes may run after the agent is cancelled, so that their driver can save models.
     """
 
@@ -81,7 +81,7 @@ async def serve_group(config: HostConfig, say: Callable[[str], None]) -> None:
 
     When cancelled, notify the driver, wait until it has saved the state of its processes, and end them.
 
-    say: gets lines for people. UserError when the driver has another secret or other software.
+    say: called with lines for people. UserError: the driver has a different secret or different software.
     """
     where = f"{config.driver}:{config.port}"
     processes = HostProcesses(config)
@@ -127,7 +127,7 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
 
 
 def doubt_about_name(address: str) -> str:
-    """A warning if other hosts, which use `address`, will probably not reach this host's processes; else ""."""
+    """A warning if other hosts, which use `address`, probably cannot reach this host's processes; else ""."""
     name = socket.gethostname()
     try:
         found = socket.gethostbyname(name)
@@ -142,7 +142,7 @@ def doubt_about_name(address: str) -> str:
 
 
 async def _join(config: HostConfig, agent: str, processes: HostProcesses) -> tuple[LoopLink, float]:
-    """Connect, and make an offer. Returns the connection, and the seconds after which a silent peer is lost."""
+    """Connect, and make an offer. Returns the connection, and the seconds after which a silent peer counts as lost."""
     pod = await asyncio.to_thread(place_in_pod)
     link = await _connect(config)
     try:
@@ -179,7 +179,7 @@ async def _connect(config: HostConfig) -> LoopLink:
 class _Worker:
     """A worker that runs on this host.
 
-    salt, plan: of its generation. number: the driver's number for it; None = it has no driver. doomed: whether this
+    salt, plan: of its generation. number: the driver's number for it, or None without a driver. doomed: whether this
     agent has killed it.
     """
 
@@ -211,7 +211,7 @@ class HostProcesses:
         )
 
     async def serve(self, conversation: Conversation, address: str) -> str:
-        """Obey the driver at the other end of `conversation` until it is lost. Returns the reason of the loss.
+        """Obey the driver at the other end of `conversation` until it is lost. Returns the reason for the loss.
 
         address: of this host, in the driver's network.
         """
@@ -234,7 +234,7 @@ class HostProcesses:
             case TakeOver():
                 self._send(self._take_over(message))
             case Signal():
-                for worker in self._watches:  # without a match, the process has ended
+                for worker in self._watches:  # if none matches, the process has ended
                     if worker.number == message.process:
                         worker.child.signal(message.number)
             case _:
@@ -246,7 +246,7 @@ class HostProcesses:
 
     async def _spawn(self, asked: Spawn) -> LocalWorker:
         """Start a process. First end the processes without a driver that have the same plan, or all processes without
-        a driver if capacity is missing otherwise. OSError when the start fails.
+        a driver if capacity would be missing otherwise. OSError: the start fails.
         """
         if self._leaving:
             raise OSError("the host is about to end")
@@ -271,7 +271,7 @@ class HostProcesses:
         return Ended(asked.process, "has ended", crashed=False)
 
     def leave(self) -> bool:
-        """Keep the processes of a driver that has ended for keep_seconds. Returns whether there are any."""
+        """Keep the processes for keep_seconds after their driver has ended. Returns whether there are any."""
         for worker in self._watches:
             worker.number = None
         if self._expiry is not None:
@@ -280,7 +280,7 @@ class HostProcesses:
         return bool(self._watches)
 
     async def give_notice(self) -> None:
-        """Notify the driver that its processes must end, and wait up to leave_seconds until it has ended them."""
+        """Notify the driver that its processes must end, and wait up to leave_seconds for it to end them."""
         self._leaving = True
         serving = [(worker, watch) for worker, watch in self._watches.items() if worker.number is not None]
         for worker, _ in serving:

@@ -1,4 +1,4 @@
-"""Finds the accelerators of this host without JAX. A process that opens a device with JAX takes it from the workers."""
+"""Finds this host's accelerators without JAX, because a process that opens a device with JAX takes it from workers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 Name = Literal["cpu", "cuda", "tpu"]
 NAMES: dict[str, Name] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # by JAX's name
 _GOOGLE = "0x1ae0"  # the PCI vendor id of TPUs and of other Google devices
-_TPUS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}  # v2 to v7, as jax.hardware_utils has it
-_METADATA = "http://{host}/computeMetadata/v1/instance/attributes/agent-worker-number"  # of a virtual machine of GCE
+_TPUS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}  # v2 to v7, as in jax.hardware_utils
+_METADATA = "http://{host}/computeMetadata/v1/instance/attributes/agent-worker-number"  # of a GCE virtual machine
 _METADATA_SECONDS = 5.0
 
 
@@ -35,7 +35,7 @@ def accelerator(root: Path = Path("/")) -> Name:
 def expected(asked: str, environ: Mapping[str, str]) -> Name:
     """The kind of devices that JAX will open: the setting `asked`, else JAX_PLATFORMS, else the host's best.
 
-    UserError when JAX_PLATFORMS has a name that JAX does not know.
+    UserError: JAX_PLATFORMS contains a name that JAX does not know.
     """
     if asked != "auto":
         return NAMES.get(asked) or accelerator()
@@ -49,14 +49,14 @@ def expected(asked: str, environ: Mapping[str, str]) -> Name:
 
 
 def seen(root: Path = Path("/")) -> str:
-    """The accelerator of this host, for people, such as "an NVIDIA device (/dev/nvidia0)"; "" = none."""
+    """The accelerator of this host, for people, such as "an NVIDIA device (/dev/nvidia0)"; "": none."""
     if found := nvidia_devices(root):
         return f"an NVIDIA device ({found[0]})"
     return f"{chips} TPU chip(s)" if (chips := tpu_chips(root)) else ""
 
 
 def nvidia_devices(root: Path = Path("/")) -> list[str]:
-    """The device files of NVIDIA GPUs. Without device files, the path of nvidia-smi if the program exists."""
+    """The device files of NVIDIA GPUs. If there are none, the path of the program nvidia-smi, if it exists."""
     files = sorted((f for f in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)), key=_natural)
     if not files and root == Path("/") and (program := shutil.which("nvidia-smi")):
         return [program]
@@ -64,7 +64,7 @@ def nvidia_devices(root: Path = Path("/")) -> list[str]:
 
 
 def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """How many NVIDIA GPUs a process with these environment variables sees; 0 = unknown."""
+    """How many NVIDIA GPUs a process with these environment variables can use; 0: unknown."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([one for one in visible.split(",") if one.strip() and not one.startswith("-")])
@@ -72,7 +72,7 @@ def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def tpu_chips(root: Path = Path("/")) -> int:
-    """How many TPU chips are on this host's bus."""
+    """The number of TPU chips on this host's bus."""
     count = 0
     for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
         if vendor.read_text().strip() == _GOOGLE:
@@ -81,7 +81,7 @@ def tpu_chips(root: Path = Path("/")) -> int:
 
 
 def place_in_pod(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[int, ...]:
-    """(slice, worker) of a TPU host, which determines the order of ranks; () on any other host.
+    """(slice, worker) of a TPU host, which determine the order of ranks; () on any other host.
 
     The values come from the variables that GKE sets, or else from the metadata server of the virtual machine.
     """
@@ -92,9 +92,9 @@ def place_in_pod(environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 
 
 def share(mine: int, processes: int, gpus: int) -> list[int]:
-    """The ordinals of the GPUs of process `mine`, where `processes` processes share `gpus` GPUs.
+    """The ordinals of the GPUs of process `mine`, one of `processes` processes that share `gpus` GPUs.
 
-    UserError when the GPUs cannot be shared equally.
+    UserError: the GPUs cannot be shared equally.
     """
     if gpus % processes:
         raise UserError(

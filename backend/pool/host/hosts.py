@@ -1,9 +1,9 @@
 """The driver's view of the hosts that joined its group. Each host is the connection of an agent (agent.py).
 
-When a host is lost, the driver considers its processes as ended. They may run until the agent notices the loss, but
-their connections are closed, so they have no effect. When a driver ends, the agents keep its processes, and offer them
-to the next driver together with their free capacity. The next driver takes over a group if all of its processes live
-and have its plan.
+When a host is lost, the driver considers its processes ended. They may run until the agent notices the loss, but their
+connections are closed, so they have no effect. When a driver ends, the agents keep its processes, and offer them to the
+next driver together with their free capacity. The next driver takes over a group if all of its processes are alive and
+have the driver's plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class HostProcess:
-    """A worker on a host that joined."""
+    """A worker on a host that has joined."""
 
     def __init__(self, host: Host, started: Spawned, ending: asyncio.Future[Ending]) -> None:
         """ending: resolved when the host reports the end of the process, or when the host is lost."""
@@ -51,7 +51,7 @@ class HostProcess:
         self._ending = ending
 
     def signal(self, number: int) -> None:
-        """Have the host send a signal to the process."""
+        """Make the host send a signal to the process."""
         self._host.conversation.send(Signal(self._number, number))
 
     async def ended(self) -> Ending:
@@ -63,7 +63,7 @@ class HostSlot:
     """Capacity for one process on a host, or a process that an earlier driver left there."""
 
     def __init__(self, host: Host, held: OrphanedWorker | None = None) -> None:
-        """Reserve capacity on `host`. held: the process to take over; None = start a new process."""
+        """Reserve capacity on `host`. held: the process to take over; None: start a new process."""
         self.host, self.name, self.capacity = host.offer.agent, host.offer.host, host.offer.processes
         self._host = host
         self._held = held
@@ -71,7 +71,7 @@ class HostSlot:
         host.taken += 1
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
-        """Start the process or take it over. OSError when this fails or the host is lost meanwhile."""
+        """Start the process or take it over. OSError: a failure, or the host was lost meanwhile."""
         return await self._host.spawn(launch, rank, self._held)
 
     def release(self) -> None:
@@ -106,7 +106,7 @@ class Host:
 
     @property
     def taken_out(self) -> str:
-        """Why no more processes are started on the host; "" if they are."""
+        """Why no more processes may be started on the host; "" if they may."""
         return self.site.taken_out.get(self.offer.agent, "")
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Host:
         return f"{self.offer.host}: {text if self.taken_out else self.free}"
 
     async def spawn(self, launch: Launch, rank: int, held: OrphanedWorker | None = None) -> WorkerProcess:
-        """Start a process, or take over the process `held`. OSError when this fails or the host is lost meanwhile."""
+        """Start a process, or take over the process `held`. OSError: a failure, or the host was lost meanwhile."""
         if self.conversation.over is not None:
             raise OSError(f"host {self.offer.host} is lost: {self.conversation.over}")
         number, loop = next(self.site.numbers), asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class Host:
         ending = self._endings[number] = loop.create_future()
         self.site.launched.add(launch.salt)
         if held is None:
-            self.held = [held for held in self.held if held.plan != launch.plan]  # the agent first ends the others
+            self.held = [held for held in self.held if held.plan != launch.plan]  # the agent first ends these
             self.conversation.send(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
         else:
             self.conversation.send(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
@@ -135,7 +135,7 @@ class Host:
             del self._starting[number]
 
     async def serve(self) -> str:
-        """Exchange messages until the host is lost. Returns the reason of the loss."""
+        """Exchange messages until the host is lost. Returns the reason for the loss."""
         try:
             return await self.conversation.run(self._handle)
         finally:
@@ -150,7 +150,7 @@ class Host:
         match message:
             case Spawned() if (starting := self._starting.get(message.process)) is not None and not starting.done():
                 starting.set_result(message)
-            case Spawned():  # the start was cancelled, and the process has been killed
+            case Spawned():  # the start was cancelled, and the process was killed
                 log.info("a process of host %s arrived too late", self.offer.host)
             case Ended() if message.process in self._endings:
                 ending = Ending(f"{message.how} (on host {self.offer.host})", message.crashed)
@@ -163,13 +163,13 @@ class Host:
 
 
 class Hosts:
-    """All hosts that joined at one address, as a Site. Created by `listen`. Use it in the event loop of that call."""
+    """All hosts that joined at one address, as a Site. Created by `listen`; to be used in that call's event loop."""
 
     def __init__(self, listener: socket.socket, secret: bytes, silence: float) -> None:
         """Use `listen`."""
         self.address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
-        self.launched: set[bytes] = set()  # salts of this driver's generations, whose processes are not taken over
+        self.launched: set[bytes] = set()  # salts of this driver's generations; their processes are not taken over
         self.numbers = itertools.count(1)  # the numbers of new processes
         self.taken_out: dict[str, str] = {}  # by agent, also while it is lost
         self._listener = listener
@@ -184,15 +184,14 @@ class Hosts:
     async def listen(cls, address: str, port: int, secret: bytes, silence: float) -> Self:
         """Let hosts join at address:port (0 = a free port).
 
-        secret: the secret of the group. silence: seconds after which a silent host is lost. OSError when the address is
-        in use.
+        secret: the group's secret. silence: seconds after which a silent host is lost. OSError: the address is in use.
         """
         listener = socket.create_server((address, port))
         listener.setblocking(False)
         return cls(listener, secret, silence)
 
     async def close(self) -> None:
-        """Accept no more hosts, and disconnect all hosts. The next driver may take over their processes."""
+        """Stop accepting hosts, and disconnect all of them. The next driver may take over their processes."""
         self._door.cancel()
         tasks = {self._door, *self._connections}
         for host in self._hosts:
@@ -205,11 +204,11 @@ class Hosts:
 
     # ------------------------------------------------------------------ as a Site
     def secret(self, salt: bytes) -> bytes:
-        """The secret of a generation with this salt."""
+        """The secret of the generation with this salt."""
         return generation_secret(self._secret, salt)
 
     def missing(self, processes: int) -> str:
-        """Why so many processes cannot be started now; "" when they can be started."""
+        """Why this many processes cannot be started now; "" if they can."""
         free = sum(host.free for host in self._hosts)
         if free < processes:
             joined = ", ".join(map(str, self._in_order())) or "none has joined"
@@ -230,8 +229,7 @@ class Hosts:
     def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
         """The processes of a group that an earlier driver left, or else free slots, host by host.
 
-        TPU hosts are in the order of their pod, because JAX numbers processes by it. Other hosts are in the order of
-        their names.
+        TPU hosts are in the order of their pod, because JAX numbers processes by it. Others are sorted by their names.
         """
         if held := self._held_group(processes, plan):
             return held
@@ -251,7 +249,7 @@ class Hosts:
 
     # ------------------------------------------------------------------ for its hosts
     def notify(self) -> None:
-        """Wake `changed`, because a host joined or is lost, or capacity is released."""
+        """Wake `changed`, because a host joined or was lost, or capacity was released."""
         self._change.set()
 
     def _in_order(self) -> list[Host]:
@@ -291,7 +289,7 @@ class Hosts:
             self.notify()
 
     async def _receive_offer(self, link: LoopLink) -> Offer | None:
-        """Receive the client's offer. A host with other software gets a Refusal, and the result is None."""
+        """Receive the client's offer. A host with different software gets a Refusal, and None is returned."""
         try:
             offer = codec.decode((await link.read(LARGEST_OF_HOSTS)).body)
             if not isinstance(offer, Offer):
@@ -309,5 +307,5 @@ class Hosts:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key for names with numbers, so that host-2 comes before host-10."""
+    """A sort key for names with numbers: host-2 comes before host-10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""Starts the processes of a group on this machine. The module hosts.py starts them on the hosts that joined."""
+"""Starts the processes of a group on this machine. The module hosts.py starts them on hosts that joined."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tinkerflow.backend.supervise import ChildProcess, Ending
 from tinkerflow.backend.supervise.processes import free_port
 
 _PACKAGES = Path(tinkerflow.__file__).parents[1]
-_MALLOC = {  # C libraries without tunables ignore them
+_MALLOC = {  # C libraries without tunables ignore these
     "hugetlb": 1,  # request huge pages by madvise
     "arena_max": 1,  # use one heap
-    "mmap_max": 0,  # use the heap for large blocks, too
+    "mmap_max": 0,  # use the heap for large blocks also
     "trim_threshold": 2**60,  # keep freed memory until malloc_trim is called (worker.py)
 }
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The common parameters of the processes of one generation.
+    """The parameters shared by the processes of one generation.
 
     port: where the driver listens. salt: the generation's secret is derived from it. plan: PoolConfig.digest.
     """
@@ -47,18 +47,18 @@ class WorkerProcess(Protocol):
     coordinator: str
 
     def signal(self, number: int) -> None:
-        """Send a signal. Does nothing when the process has ended."""
+        """Send a signal. Does nothing if the process has ended."""
 
     async def ended(self) -> Ending:
-        """Wait until the process has ended or cannot be reached any more. May be called any number of times."""
+        """Wait until the process has ended or become unreachable. May be called any number of times."""
         ...
 
 
 class WorkerSlot(Protocol):
     """Reserved capacity for one process.
 
-    host: identifies the host. Processes with the same host share its devices. name: of the host, for people. capacity:
-    how many processes the host can run; 0 = any number.
+    host: identifies the host. Processes with the same host share its devices. name: the host's name for people.
+    capacity: how many processes the host can run; 0: any number.
     """
 
     host: str
@@ -66,11 +66,11 @@ class WorkerSlot(Protocol):
     capacity: int
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
-        """Start the process in this slot. OSError when this fails."""
+        """Start the process in this slot. OSError: the start failed."""
         ...
 
     def release(self) -> None:
-        """Return the capacity. Call it when the process has ended or was never started."""
+        """Return the capacity. Call this when the process has ended or was never started."""
 
     def take_out(self, why: str) -> None:
         """Start no more processes on the host, for the reason `why`, until a person restarts it."""
@@ -82,18 +82,18 @@ class Site(Protocol):
     address: str
 
     def secret(self, salt: bytes) -> bytes:
-        """The secret of a generation with this salt."""
+        """The secret of the generation with this salt."""
         ...
 
     def missing(self, processes: int) -> str:
-        """Why so many processes cannot be started now, for people; "" when they can be started."""
+        """Why this many processes cannot be started now, for people; "" if they can."""
         ...
 
     async def changed(self) -> None:
         """Wait until the result of `missing` may have changed."""
 
     def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
-        """Slots for `processes`, in the order of their ranks. Call it only while `missing` is "".
+        """Slots for `processes`, in rank order. Call this only while `missing` is "".
 
         plan: PoolConfig.digest. If an earlier driver left a complete group with the same plan, its processes are taken
         over.
@@ -113,11 +113,11 @@ class LocalWorker:
         keep: bool = False,
         platform: str = "auto",
     ) -> None:
-        """Start a worker process, which connects to the driver of `spec`. OSError when this fails.
+        """Start a worker process, which connects to the driver of `spec`. OSError: the start failed.
 
         coordinator: "address:port" that was free a moment ago, for jax.distributed.
-        log_dir: the folder of worker-<rank>.log, the worker's log; None = the worker writes to our stderr.
-        keep: whether the process outlives its driver and waits for another one. platform: the setting.
+        log_dir: the folder of the worker's log, worker-<rank>.log; None: the worker writes to our stderr.
+        keep: whether the process outlives its driver and waits for another one. platform: the setting of that name.
         """
         command = (sys.executable, "-m", "tinkerflow.backend.pool.worker")
         log = None if log_dir is None else log_dir / f"worker-{spec.rank}.log"
@@ -131,15 +131,15 @@ class LocalWorker:
             self.serve_no_other()
 
     def serve(self, spec: LaunchSpec) -> None:
-        """Have the process leave its driver and connect to the driver of `spec`."""
+        """Make the process leave its driver and connect to the driver of `spec`."""
         self._process.write(spec.to_line())
 
     def serve_no_other(self) -> None:
-        """Let the process end with its current driver."""
+        """Make the process end with its current driver."""
         self._process.close_input()
 
     def signal(self, number: int) -> None:
-        """Send a signal. Does nothing when the process has ended."""
+        """Send a signal. Does nothing if the process has ended."""
         self._process.signal(number)
 
     async def ended(self) -> Ending:
@@ -155,7 +155,7 @@ class ThisMachine:
     capacity = 0
 
     def __init__(self, log_dir: Path | None, platform: str = "auto") -> None:
-        """log_dir: the folder of worker-<rank>.log; None = workers write to our stderr. platform: the setting."""
+        """log_dir: the folder of worker-<rank>.log; None: workers write to our stderr. platform: the setting."""
         self._log_dir, self._platform = log_dir, platform
         self._taken_out = ""
 
@@ -164,11 +164,11 @@ class ThisMachine:
         return salt
 
     def missing(self, processes: int) -> str:
-        """Nothing is missing, unless the machine was taken out."""
+        """Return "", unless the machine was taken out."""
         return self._taken_out and f"this machine is taken out: {self._taken_out}; restart the service to use it again"
 
     async def changed(self) -> None:
-        """Wait for ever: a machine that was taken out does not come back."""
+        """Wait forever: a machine that was taken out is never used again."""
         await asyncio.Event().wait()
 
     def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
@@ -202,14 +202,14 @@ def generation_secret(group_secret: bytes, salt: bytes) -> bytes:
 
 
 def worker_environment(environ: Mapping[str, str], platform: str = "auto") -> dict[str, str]:
-    """The environment variables of a worker. It finds our packages, and on CPUs malloc keeps memory in huge pages.
+    """The environment variables of a worker, for finding our packages and, on CPUs, keeping memory in huge pages.
 
-    XLA's CPU client allocates the memory of each execution again. Small pages cost a sixth of a training step's CPU
-    time, and returning pages to the system costs a twelfth (tests/benchmarks/RESULTS.md). So malloc keeps freed memory,
-    and the worker returns it every few minutes. On GPUs and TPUs malloc is unchanged, because host memory is only a
-    buffer there.
+    XLA's CPU client allocates new memory in each execution. Small pages cost a sixth of a training step's CPU time, and
+    returning pages to the system costs a twelfth (tests/benchmarks/RESULTS.md). So malloc keeps freed memory, and the
+    worker returns it every few minutes. On GPUs and TPUs malloc is unchanged, because host memory is only a buffer
+    there.
 
-    environ: our environment; its own malloc tunables win. platform: the setting.
+    environ: our environment; its own malloc tunables take precedence. platform: the setting of that name.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGES), environ.get("PYTHONPATH"))))
     if expected(platform, environ) != "cpu":

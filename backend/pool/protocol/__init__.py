@@ -1,1 +1,1 @@
-"""How the driver, its workers and the agents of hosts speak to each other: messages, frames, and the handshake."""
+"""The protocol of the driver, its workers and the hosts' agents: messages, frames, and the handshake."""

@@ -1,4 +1,4 @@
-"""Messages as bytes: a header by msgspec, and the arrays as raw bytes behind it. No pickle.
+"""Messages as bytes: a msgspec header, followed by the arrays as raw bytes. No pickle.
 
     body = u32 length of the header | header | padding | array 0 | padding | array 1 | ...
 
@@ -26,7 +26,7 @@ from tinkerflow.backend.spec.pool_message import PoolMessage
 Buffer = bytes | memoryview
 AnyMessage = Command | Reply | WorkerMessage | HostMessage
 
-_ALIGNMENT = 64  # XLA on CPU can use arrays in place when they are aligned to 64 bytes
+_ALIGNMENT = 64  # XLA on CPU can use arrays in place if they are aligned to 64 bytes
 _SMALL = 65536  # bytes below which copying a buffer is cheaper than another system call
 _LENGTH = struct.Struct("!I")
 _DTYPE_KINDS = "biuf"  # bool, int, unsigned, float
@@ -34,13 +34,13 @@ _UNDECODABLE = (struct.error, msgspec.MsgspecError, ValueError, RecursionError, 
 
 
 def fingerprint() -> str:
-    """A short digest of all message types. Processes can work together only if their fingerprints are equal."""
+    """A short digest of all message types. Processes can communicate only if their fingerprints are equal."""
     classes = {kind.__name__: kind.__annotations__ for kind in _classes(AnyMessage)}
     return hashlib.sha256(repr(sorted(classes.items())).encode()).hexdigest()[:12]
 
 
 def _classes(hint: Any) -> Iterator[type]:
-    """Every message and dataclass in a type hint, and in the hints of its fields."""
+    """All messages and dataclasses in a type hint, and in the hints of their fields."""
     if isinstance(hint, type) and (issubclass(hint, PoolMessage) or is_dataclass(hint)):
         yield hint
         for inner in get_type_hints(hint).values():
@@ -50,10 +50,10 @@ def _classes(hint: Any) -> Iterator[type]:
 
 
 def encode(message: PoolMessage) -> list[Buffer]:
-    """The body of a frame for `message`, as buffers to be sent one after the other.
+    """The body of a frame for `message`, as buffers to be sent one after another.
 
-    Large arrays are not copied, so do not change them until the buffers are sent. Raises TypeError for a field that is
-    not plain data. ValueError for integers beyond 64 bits and for text that is not Unicode.
+    Large arrays are not copied, so do not change them until the buffers are sent. TypeError: a field is not plain data.
+    ValueError: an integer needs more than 64 bits, or a text is not Unicode.
     """
     arrays, end = list[memoryview](), 0
 
@@ -89,7 +89,7 @@ def encode(message: PoolMessage) -> list[Buffer]:
 
 
 def decode(body: bytes | bytearray | memoryview) -> PoolMessage:
-    """The message that `body` encodes. Raises ValueError when the bytes are not an encoded message."""
+    """The message that `body` encodes. ValueError: the bytes are not an encoded message."""
     view = memoryview(body).toreadonly()
     try:
         (length,) = _LENGTH.unpack_from(view)

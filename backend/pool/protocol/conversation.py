@@ -1,4 +1,4 @@
-"""Messages between the driver and a host's agent, for as long as both ends live."""
+"""Messages between the driver and a host's agent while both are alive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tinkerflow.backend.supervise import HeartbeatMonitor
 class Conversation:
     """One connection that carries messages and heartbeats in both directions.
 
-    The conversation ends with the connection, when the other end is silent, or by `end`.
+    The conversation ends with the connection, when the other end is silent, or through `end`.
     """
 
     def __init__(self, link: LoopLink, silence: float) -> None:
-        """link: `run` closes it at the end. silence: seconds after which a silent other end is lost."""
-        self.closed = False  # the other end closed the connection, as when its process ends
+        """link: closed at the end of `run`. silence: seconds after which a silent other end counts as lost."""
+        self.closed = False  # whether the other end closed the connection, as when its process ends
         self._link = link
         self._monitor = HeartbeatMonitor(silence, lambda: link.signs, self._beat)
         self._outbox: asyncio.Queue[PoolMessage] = asyncio.Queue()
@@ -28,7 +28,7 @@ class Conversation:
 
     @property
     def over(self) -> str | None:
-        """Why the conversation has ended; None while it goes on."""
+        """Why the conversation has ended; None while it continues."""
         return self._over.result() if self._over.done() else None
 
     def send(self, message: PoolMessage) -> None:
@@ -59,7 +59,7 @@ class Conversation:
                 task.cancel()
             try:
                 await asyncio.gather(*works, return_exceptions=True)
-            finally:  # also when this task is cancelled meanwhile
+            finally:  # also if this task is cancelled meanwhile
                 self._link.close()
 
     async def _send(self) -> str:

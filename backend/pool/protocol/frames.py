@@ -2,8 +2,8 @@
 
     frame = magic | u32 generation | u64 index | u64 length | body
 
-The body is a message that codec.py has encoded. A frame of another generation or without the magic is an error, because
-only a faulty program sends such frames. handshake.py makes the connections.
+The body is a message that codec.py has encoded. A frame of another generation, or without the magic number, is an
+error, because only a faulty program sends such frames. handshake.py makes the connections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkerflow.backend.pool.protocol.codec import Buffer
 
 MAGIC = b"TkF1"
 _HEADER = struct.Struct("!4sIQQ")
-_PIECE = 1 << 20  # bytes of one call to send
+_PIECE = 1 << 20  # bytes in one call to send
 _LARGEST = 1 << 36  # bytes of one body; the state of a large adapter is a few gigabytes
 LARGEST_OF_HOSTS = 1 << 20  # bytes of one body between a driver and an agent
 
@@ -58,12 +58,12 @@ class WorkerLink:
         self._generation = generation
 
     def read(self) -> Frame:
-        """Receive the next frame. Raises EOFError when the driver is gone, ValueError for garbage."""
+        """Receive the next frame. EOFError: the driver is gone. ValueError: garbage."""
         index, length = _parse(receive_now(self._sock, _HEADER.size), self._generation, _LARGEST)
         return Frame(index, memoryview(receive_now(self._sock, length)))
 
     def write(self, index: int, body: Sequence[Buffer]) -> None:
-        """Send one frame. Callers hold a lock."""
+        """Send one frame. Callers must hold a lock."""
         first = header(self._generation, index, body)
         if len(body) == 1:
             self._sock.sendall(first + body[0])  # one packet, one wake-up of the driver
@@ -74,11 +74,11 @@ class WorkerLink:
 
     def hang_up(self) -> None:
         """End the connection. Threads that read or write get EOFError or OSError."""
-        with contextlib.suppress(OSError):  # the connection has ended already
+        with contextlib.suppress(OSError):  # the connection has already ended
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def to_loop(self) -> LoopLink:
-        """Convert the connection for use in an event loop. Do not use this object any more."""
+        """Convert the connection for use in an event loop. This object must not be used afterwards."""
         self._sock.setblocking(False)
         return LoopLink(self._sock, self._generation, 0)
 
@@ -88,7 +88,7 @@ class WorkerLink:
 
 
 def receive_now(sock: socket.socket, size: int) -> bytearray:
-    """Receive `size` bytes from a blocking socket. EOFError when the other end has closed it."""
+    """Receive `size` bytes from a blocking socket. EOFError: the other end closed it."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -101,12 +101,12 @@ def receive_now(sock: socket.socket, size: int) -> bytearray:
 
 # ------------------------------------------------------------------ the driver's end, and an agent's: asyncio
 class LoopLink:
-    """The driver's connection to a worker or agent, or an agent's to the driver. One task may read, another write."""
+    """A connection from driver to worker or agent, or from agent to driver. One task may read, another write."""
 
     def __init__(self, sock: socket.socket, generation: int, rank: int) -> None:
-        """sock: a connected, authenticated socket that does not block."""
+        """sock: a connected, authenticated, non-blocking socket."""
         self.rank = rank
-        self.signs = 0  # signs of life: how often bytes were received, or another MiB was sent (HeartbeatMonitor)
+        self.signs = 0  # signs of life: how often bytes were received, or a MiB was sent (HeartbeatMonitor)
         self.sent = 0  # bytes
         self._sock = sock
         self._generation = generation
@@ -117,9 +117,9 @@ class LoopLink:
         return str(self._sock.getsockname()[0])
 
     async def read(self, largest: int = _LARGEST) -> Frame:
-        """Receive the next frame. Raises EOFError when the other end is gone, ValueError for garbage.
+        """Receive the next frame. EOFError: the other end is gone. ValueError: garbage.
 
-        largest: bytes of the body. Memory is allocated only after the length is checked.
+        largest: the most bytes in the body. Memory is allocated only after the length is checked.
         """
         index, length = _parse(await receive(self._sock, _HEADER.size, self._count), self._generation, largest)
         return Frame(index, memoryview(await receive(self._sock, length, self._count)))
@@ -148,12 +148,12 @@ class LoopLink:
         self.signs += 1
 
     def close(self) -> None:
-        """Close the socket. No task may read or write any more."""
+        """Close the socket. No task may read or write afterwards."""
         self._sock.close()
 
 
 async def receive(sock: socket.socket, size: int, on_bytes: Callable[[], None] = lambda: None) -> bytearray:
-    """Receive `size` bytes from a socket that does not block. EOFError when the other end has closed it."""
+    """Receive `size` bytes from a non-blocking socket. EOFError: the other end closed it."""
     loop = asyncio.get_running_loop()
     data = bytearray(size)
     view = memoryview(data)

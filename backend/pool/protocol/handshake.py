@@ -1,9 +1,9 @@
-"""Connecting a worker or a host's agent to the driver. Both ends prove that they have the same secret.
+"""Connecting a worker or a host's agent to the driver. Both ends prove that they know the same secret.
 
-A worker has the secret of its generation, and reads it from its standard input. An agent has the secret of the group,
-and connects as generation 0. The secret never crosses the socket: each side sends an HMAC-SHA256 over fresh nonces of
-both sides. The HMAC includes the role of its sender, so an attacker cannot send a proof back. Frames are neither
-encrypted nor signed, so the network between hosts must be private.
+A worker reads the secret of its generation from its standard input. An agent has the secret of the group, and connects
+as generation 0. The secret never crosses the socket: each side sends an HMAC-SHA256 over fresh nonces of both sides.
+The HMAC includes the role of its sender, so an attacker cannot send a proof back. Frames are neither encrypted nor
+signed, so the network between hosts must be private.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PROOF = 32
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """The driver that a worker shall serve. The worker reads it from standard input, because arguments are public.
+    """The driver that a worker must serve. The worker reads this from standard input, because arguments are public.
 
     host, port: where the driver listens. secret: the secret of the generation, as hex. generation, rank: of the worker.
-    parent: id of the process that started the worker. The worker ends with it.
-    compile_cache_dir: the folder for compiled programs on this host; "" = the folder that the driver names.
+    parent: the id of the process that started the worker. The worker ends with it.
+    compile_cache_dir: the folder for compiled programs on this host; "": the folder that the driver names.
     """
 
     host: str
@@ -46,17 +46,17 @@ class LaunchSpec:
     compile_cache_dir: str
 
     def to_line(self) -> bytes:
-        """Encode it as one line."""
+        """Encode the spec as one line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Self:
-        """Decode a line of `to_line`."""
+        """Decode a line from `to_line`."""
         return cls(**json.loads(line))
 
 
 def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """The proof of `role`. hello: has the generation, the rank and the worker's nonce. nonce: the driver's."""
+    """The proof of `role`. hello: contains the generation, the rank and the worker's nonce. nonce: the driver's."""
     return hmac.new(secret, role + b"|" + hello + b"|" + nonce, hashlib.sha256).digest()
 
 
@@ -66,13 +66,13 @@ def connect(host: str, port: int, secret: bytes, generation: int, rank: int, tim
     secret: the secret of the generation, or of the group if `generation` is 0.
     rank: the rank of this worker; 0 for an agent.
     timeout: seconds for the connection, and for each message of the handshake.
-    Raises PermissionError when the driver has another secret. ConnectionRefusedError: no process listens, or the driver
-    hung up because it ends or refuses this rank or generation. OSError: any other failure.
+    PermissionError: the driver has another secret. ConnectionRefusedError: no process listens, or the driver hung up
+    because it is ending or refuses this rank or generation. OSError: any other failure.
     """
     sock = socket.create_connection((host, port), timeout=timeout)
     try:
         if sock.getsockname() == sock.getpeername():  # TCP's simultaneous open: the socket connected to itself
-            # Reset the connection. Otherwise the next driver could not listen at its port for a minute.
+            # Reset the connection. Otherwise the next driver could not listen on its port for a minute.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             raise ConnectionRefusedError(f"no process listens on port {port}")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -96,7 +96,7 @@ def connect(host: str, port: int, secret: bytes, generation: int, rank: int, tim
 
 
 async def next_connection(listener: socket.socket, retry_seconds: float = 1.0) -> socket.socket:
-    """Wait for a connection on `listener` (which does not block) and accept it.
+    """Wait for a connection on `listener` (non-blocking) and accept it.
 
     `loop.sock_accept` accepts in a callback. If it is cancelled in the same iteration of the loop, the accepted socket
     is lost. This function returns immediately after it accepts.
@@ -113,13 +113,13 @@ async def next_connection(listener: socket.socket, retry_seconds: float = 1.0) -
             return listener.accept()[0]
         except (BlockingIOError, ConnectionAbortedError):
             continue  # the client has closed the connection
-        except OSError as error:  # for example too many open files, which other connections free
+        except OSError as error:  # for example too many open files, until other connections are closed
             log.warning("cannot accept a connection; trying again: %s", error)
             await asyncio.sleep(retry_seconds)
 
 
 async def accept(sock: socket.socket, secret: bytes, generation: int, ranks: int) -> LoopLink:
-    """Authenticate a connected client. Closes `sock` and raises PermissionError when the client lacks the secret."""
+    """Authenticate a connected client. PermissionError: the client lacks the secret. Any failure closes `sock`."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """The messages of the pool: between driver and worker, besides commands and replies, and between driver and host agent.
 
 In the messages of agents, `process` is a number that the driver assigns when it requests a process. The driver never
-uses a number twice.
+reuses a number.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tinkerflow.backend.spec.checkpoint import Digest
 from tinkerflow.backend.spec.commands import Command, FetchState, GroupConfig, WriteState
 from tinkerflow.backend.spec.pool_message import PoolMessage
 
-# The errors that keep their class on the way from an executor to the driver. GroupFailedError is missing: an executor
-# cannot pretend that its group failed. ContextExceededError and classes outside backend/core/errors.py are missing,
-# too: their constructors take more than a message, and no executor raises them.
+# The errors that keep their class on the way from an executor to the driver. GroupFailedError is missing, because an
+# executor cannot claim that its group failed. ContextExceededError and classes outside backend/core/errors.py are also
+# missing: their constructors take more than a message, and no executor raises them.
 _ERRORS: dict[str, type[errors.TinkerflowError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -27,11 +27,11 @@ _LONGEST_MESSAGE = 10_000
 
 
 class Start(PoolMessage, frozen=True):
-    """Driver to worker, first: how to set up.
+    """Driver to worker, first: the setup.
 
-    coordinator: "host:port" for jax.distributed; "" with one process.
+    coordinator: "host:port" for jax.distributed; "" if there is one process.
     executor: "package.module:attribute" of the class that executes commands.
-    silence: seconds after which the driver considers a silent process as stopped.
+    silence: seconds after which the driver considers a silent process stopped.
     hosts: the number of each rank's host. Ranks with the same number share that host's devices.
     groups: how many groups share a device, including this group.
     """
@@ -46,9 +46,9 @@ class Start(PoolMessage, frozen=True):
 
 
 class Rejoined(PoolMessage, frozen=True):
-    """Worker to driver, first, from a worker that has served another driver: how many commands it ever received.
+    """Worker to driver, first, if the worker has served another driver: the number of all commands ever received.
 
-    A driver sends commands only to a group that is ready. Ranks that got the same commands have equal counts.
+    A driver sends commands only to a group that is ready. Ranks that received the same commands have equal counts.
     """
 
     commands: int
@@ -92,7 +92,7 @@ class Failed(PoolMessage, frozen=True):
 
 
 class Traced(PoolMessage, frozen=True):
-    """Driver to worker: a command of a traced request. parent: the context of the request's span; None = no span."""
+    """Driver to worker: a command of a traced request. parent: the context of the request's span; None: no span."""
 
     parent: str | None
     command: Command
@@ -120,18 +120,18 @@ class Ack(PoolMessage, frozen=True):
 
 
 class TerminationNotice(PoolMessage, frozen=True):
-    """Worker to driver: the process received SIGTERM, as before its machine is preempted."""
+    """Worker to driver: the process received SIGTERM, for example before its machine is preempted."""
 
 
 class Fatal(PoolMessage, frozen=True):
-    """Worker to driver, last: why the process ends itself."""
+    """Worker to driver, last: why the process is ending itself."""
 
     failed: Failed
 
 
 @dataclass(frozen=True)
 class OrphanedWorker:
-    """A process that an earlier driver left. salt, plan: see Spawn; the last values that the process got."""
+    """A process that an earlier driver left. salt, plan: the last values that the process got; see Spawn."""
 
     pid: int
     rank: int
@@ -145,8 +145,8 @@ class Offer(PoolMessage, frozen=True):
     agent: an id that is the same in all connections of one agent.
     address: the host's address in the driver's network.
     software: the versions that must be the same on all hosts.
-    held: processes that an earlier driver left there.
-    pod: (slice, worker) of a TPU host; () of any other host.
+    held: processes that an earlier driver left on the host.
+    pod: (slice, worker) of a TPU host; () for any other host.
     """
 
     agent: str
@@ -159,7 +159,7 @@ class Offer(PoolMessage, frozen=True):
 
 
 class Welcome(PoolMessage, frozen=True):
-    """Driver to agent, in answer to an Offer. silence: seconds after which each end considers a silent peer as lost."""
+    """Driver to agent, in answer to an Offer. silence: seconds after which each end considers a silent peer lost."""
 
     silence: float
 
@@ -173,8 +173,8 @@ class Refusal(PoolMessage, frozen=True):
 class Spawn(PoolMessage, frozen=True):
     """Driver to agent: end the held processes with the same plan, then start a process of a group.
 
-    salt: the process's secret is derived from the group's secret and this salt (places.py). plan: a digest of the
-    pool's settings.
+    salt: combined with the group's secret to derive the process's secret (places.py). plan: a digest of the pool's
+    settings.
     """
 
     process: int
@@ -186,7 +186,7 @@ class Spawn(PoolMessage, frozen=True):
 
 
 class TakeOver(PoolMessage, frozen=True):
-    """Driver to agent: let a held process serve this driver. The process keeps its rank and plan."""
+    """Driver to agent: make a held process serve this driver. The process keeps its rank and plan."""
 
     process: int
     pid: int
@@ -254,7 +254,7 @@ def to_error(failed: Failed) -> errors.TinkerflowError:
 def same_outcome(one: Failed | None, other: Failed | None) -> bool:
     """Whether two ranks agree on the outcome of a command.
 
-    Errors for the user must agree in their text. Server errors need not, because their text may contain ports,
+    User errors must also agree in their text. Server errors need not, because their text may contain ports,
     addresses or a rank.
     """
     if one is None or other is None:

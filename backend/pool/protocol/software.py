@@ -1,4 +1,4 @@
-"""The versions that must be the same on all hosts of a group, and from one driver to the next."""
+"""The versions that must be equal on all hosts of a group, and from one driver to the next."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def software() -> str:
 
 @cache
 def code_version() -> str:
-    """The version of our own code and of JAX, read once in the life of the process."""
+    """The version of our own code and of JAX, read once per process."""
     root = Path(backend.__file__).parent
     return f"jax {version('jax')}, {software()}, {contents_version(root, root.rglob('*.py'))}"
 
 
 def contents_version(folder: Path, files: Iterable[Path]) -> str:
-    """A digest of the names and the content of files in `folder`. It is equal on every host that has the same files.
+    """A digest of the names and contents of files in `folder`, equal on all hosts with the same files.
 
     The digest of a file over WHOLE_BYTES covers its size and _BLOCKS blocks that are spread over the file. The weights
-    of another model differ in some of these blocks. OSError when a file cannot be read.
+    of another model differ in some of these blocks. OSError: a file cannot be read.
     """
     with ThreadPoolExecutor(16) as readers:  # reads from a network file system have a high latency
         named = sorted((str(file.relative_to(folder)), file) for file in files if not file.is_dir())
