@@ -41,7 +41,7 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 
 
 def session_of(model: str) -> str:
-    """The id of the session that created a model, taken from the model's id."""
+    """The id of the session in which a model was created, from the model's id."""
     return model.partition(":train:")[0]
 
 

@@ -59,7 +59,7 @@ async def retry(
     call: makes a new awaitable for each attempt.
     on: the error classes that another attempt may cure. All other errors are raised immediately.
     unless: subclasses of `on` that are raised immediately, because no attempt can cure them.
-    pauses: seconds between attempts; None = `backoffs()`, which never ends.
+    pauses: seconds between attempts; None: `backoffs()`, which never ends.
     what: begins the logged warning, as in "the journal cannot be read".
     log: the logger of the caller's module. The first warning includes the traceback, unless the error is one of ours.
     Raises the error of the last attempt when no pause is left.

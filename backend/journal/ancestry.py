@@ -33,7 +33,7 @@ class RelatedRun:
 
 @dataclass(frozen=True)
 class RunSaves:
-    """A run's number of checkpoints, with the deleted ones. newest: when the newest was saved; None: no checkpoint."""
+    """A run's number of checkpoints, including deleted ones. newest: when the newest was saved, or None."""
 
     id: str
     state: ModelState

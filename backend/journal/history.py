@@ -38,7 +38,7 @@ class HistorySegment(Table, table=True):
 
 @dataclass(frozen=True)
 class HistoryRules:
-    """The histories of runs that ended `days` ago are deleted, and the oldest ones of a project over `max_bytes`.
+    """The histories of runs that ended `days` ago are deleted, as are the oldest of a project over `max_bytes`.
 
     0: no limit.
     """

@@ -11,7 +11,7 @@ is also cleared when the model is unloaded, or when the session of a failed mode
 
 An unnamed save is answered when its weights are published in the worker group, and stored afterwards. Until then it
 also `replays`: the replay copies the weights again at the save's seq_id. No later snapshot counts before the weights
-are stored, unless no sampler uses them any more.
+are stored, unless no sampler uses them any longer.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Recovery(Aggregate):
             order_by=col(RecoverySnapshot.seq_id).desc(),
         )
         ranked = sa.select(RecoverySnapshot, age.label("age")).subquery()
-        # A failed model can be revived (models.py) while its session is active.
+        # A failed model can be revived (training_runs.py) while its session is active.
         in_use = sa.exists().where(col(Session.id) == col(Model.session_id), col(Session.state) == SessionState.ACTIVE)
         may_live = sa.or_(
             col(Model.state).in_(TAKES_WORK), sa.and_(col(Model.state) != ModelState.UNLOADED, in_use.correlate(Model))

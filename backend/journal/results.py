@@ -48,7 +48,7 @@ from tinkerflow.backend.journal.topics import CLONE_BLOCK, answered
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 PAGE = 1000
-DROPPED, EXPIRED = "the result was dropped", "the result expired"  # the errors of results without bytes begin so
+DROPPED, EXPIRED = "the result was dropped", "the result expired"  # errors of results without bytes begin with these
 FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # how many samples an acknowledgement keeps; the most bytes of each
 _ACKNOWLEDGED = f"{DROPPED}: its client acknowledged that it has it"
 _SIZE = sa.func.length(col(Request.result))
@@ -432,7 +432,7 @@ def dropped_values(text: str, **more: Any) -> dict[str, Any]:
 def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime) -> tuple[list[str], list[str]]:
     """Answer requests. Returns the ids that this call answered, and the topics to publish.
 
-    Three statements, another for each sampler, and the statements of the effects.
+    Three statements, one more per sampler, and the statements of the effects.
     """
     first = {outcome.request_id: outcome for outcome in reversed(outcomes)}
     _advance(connection, outcomes)

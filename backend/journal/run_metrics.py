@@ -109,7 +109,7 @@ class RunMetrics(Aggregate):
     def of_run(
         self, run_id: str, owner: str | None, *, most: int = MOST_POINTS, steps: Span = EVERY_STEP
     ) -> list[Metric]:
-        """A run's metrics by name, with at most about `most` points. NotFoundError: unknown or foreign run.
+        """A run's metrics by name, each with at most about `most` points. NotFoundError: unknown or foreign run.
 
         steps: the first and the last step of the points.
         """

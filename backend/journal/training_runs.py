@@ -274,7 +274,7 @@ class Runs(Aggregate):
                 forget(connection, str(model_id))
 
     def note_progress(self, model_id: str, text: str | None) -> None:
-        """Set the reason why a model's requests wait. None if there is none."""
+        """Set the reason why a model's requests wait, or clear it (None)."""
         with self._write() as connection:
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(progress=text))
 

@@ -125,7 +125,7 @@ class CommitWriter:
                 return saved
 
     def _undo_truncated(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
-        """If only the first bytes of `new` were stored, restore the previous bytes. Returns whether it was."""
+        """If only the first bytes of `new` were stored, restore the previous bytes. True if it did."""
         stored = commit.read_bytes(self._blobs, path)
         if stored is None or stored == new or not new.startswith(stored):
             return False

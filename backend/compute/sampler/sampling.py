@@ -199,7 +199,7 @@ def _supports(weights_SV: jax.Array, choice: Choice, logits_SV: jax.Array, sprea
 
 
 def filtered(weights_SV: jax.Array, choice: Choice) -> jax.Array:
-    """Set to 0: weights below min_p, then outside the top k, then outside the smallest set with top_p of the rest.
+    """Set weights to 0 below min_p, then outside the top k, then outside the smallest set with top_p of the rest.
 
     weights_SV: in [0, 1], 1 for the most likely token. Weights equal to the last one kept are also kept.
     """

@@ -22,7 +22,7 @@ _PACKAGES = Path(tinkerflow.__file__).parents[1]
 _MALLOC = {  # C libraries without tunables ignore these
     "hugetlb": 1,  # request huge pages by madvise
     "arena_max": 1,  # use one heap
-    "mmap_max": 0,  # use the heap for large blocks also
+    "mmap_max": 0,  # also use the heap for large blocks
     "trim_threshold": 2**60,  # keep freed memory until malloc_trim is called (worker.py)
 }
 
