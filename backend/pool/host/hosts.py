@@ -182,7 +182,7 @@ class Hosts:
 
     @classmethod
     async def listen(cls, address: str, port: int, secret: bytes, silence: float) -> Self:
-        """Let hosts join at address:port (0 = a free port).
+        """Let hosts join at address:port (0: a free port).
 
         secret: the group's secret. silence: seconds after which a silent host is lost. OSError: the address is in use.
         """
