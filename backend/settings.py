@@ -60,76 +60,75 @@ class Settings(BaseSettings):
     database_url: str = ""
     """SQLAlchemy URL of the journal database, SQLite or PostgreSQL; empty = SQLite in data_dir"""
     platform: PlatformName = "auto"
-    """kind of devices to compute on; auto = the kind that JAX finds; naming a kind that is absent is an error"""
+    """kind of devices to compute on; auto = the kind that JAX finds; startup fails if the given kind is absent"""
     dtype: Dtype = "auto"
     """number format of base weights and activations; auto = float32 on CPUs, bfloat16 on other devices"""
     base_weights: BaseWeights = "full"
     """full = base weights in dtype; int8, nf4 = layer matrices rounded to 8 or 4 bits, which saves device memory;
-    mxfp4 = experts stay in the 4 bits of gpt-oss's files"""
+    mxfp4 = the experts of gpt-oss keep the 4 bits of its files"""
     kv_cache: CacheFormat = "full"
     """full = keys and values of samples in dtype; float8 = in 8 bits, for twice as many positions in the same memory"""
 
     processes: int = Field(1, ge=1, le=1024)
     """JAX processes in the worker group"""
     max_groups: int = Field(0, ge=0)
-    """most worker groups that run at a time; where there are more base models, a request starts the group of its model
-    as soon as an idle group has made room; 0 = each base model has a group all the time"""
+    """most worker groups that run at the same time; with more base models than that, a request starts its model's group
+    when an idle group has ended; 0 = each base model always has a group"""
     group: str = ""
     """HOST:PORT at which workers of other hosts join; empty = all processes run on this machine"""
     group_secret_file: str = ""
-    """file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret"""
+    """file with the secret that authenticates joining workers; empty = <data_dir>/group.secret"""
     launcher: str = ""
-    """what starts worker processes: local, ray, slurm or kubernetes; empty = local, or nothing if group is set: then
-    each host runs `tinkerflow worker`"""
+    """launcher of worker processes: local, ray, slurm or kubernetes; empty = local, or none if group is set, where each
+    host runs `tinkerflow worker`"""
     idle_release: float = Field(0.0, ge=0)
-    """seconds without a request after which a launcher releases its worker processes, until the next request; 0 =
-    never"""
+    """seconds without requests after which a launcher releases its worker processes until the next one; 0 = never"""
     process_devices: int = Field(0, ge=0)
     """accelerators that a launcher requests for each worker process; 0 = none"""
     spread_hosts: bool = False
-    """whether a launcher puts each worker process on a host of its own"""
+    """whether a launcher starts each worker process on a separate host"""
     ray_address: str = ""
-    """address of the Ray cluster of launcher ray, as ray.init takes it; empty = RAY_ADDRESS, or one on this machine"""
+    """address of the Ray cluster for launcher ray, passed to ray.init; empty = RAY_ADDRESS, or one on this machine"""
     tensor_parallel: int = Field(1, ge=1)
-    """size of the tensor axis of the device mesh; the fsdp axis has the devices that tensor and expert axes leave"""
+    """size of the tensor axis of the device mesh; the fsdp axis gets the devices that both other axes leave"""
     expert_parallel: int = Field(1, ge=1)
     """size of the expert axis of the device mesh over all processes, for models with experts; 1 for all others"""
     context_parallel: int = Field(1, ge=1, le=32)
-    """most devices that a training sequence is split over where it is too long for one; a power of two"""
+    """most devices over which a training sequence is split if it is too long for one device; a power of two"""
     expert_rank: RankRule = "divided"
-    """rank of a new adapter's matrices in experts: divided = the rank that is asked for, divided by the experts that a
-    token goes through, at least 1; full = the rank that is asked for"""
+    """rank of a new adapter's matrices in experts: divided = the requested rank divided by the number of experts per
+    token, at least 1; full = the requested rank"""
     max_context: int = Field(0, ge=0)
     """longest sequence in tokens; 0 = as long as the model allows, at most 32768"""
     microbatch_tokens: int = Field(0, ge=0)
     """padded tokens in one training micro-batch, at least 32; 0 = as many as device memory allows"""
     share_prefixes: bool = True
-    """train the tokens that examples of a request have in common at their beginnings once, and not in each example"""
+    """compute a beginning that several examples of a training request share only once"""
     device_memory: float = Field(0.0, ge=0)
     """GB of each device that a worker group plans with; 0 = as much as the device reports; on CPU, 0 = no plan"""
     sample_slots: int = Field(64, ge=1)
-    """most sequences that are decoded together"""
+    """most sequences that are decoded in one batch"""
     resident_snapshots: int = Field(32, ge=1)
-    """most sampling snapshots in device memory; the least recently used one that nobody samples is evicted"""
+    """most sampling snapshots in device memory; the least recently used idle one is evicted"""
     host_snapshot_bytes: int = Field(
         default=2**31,
         ge=0,
-        description="bytes of host memory in each worker for evicted sampling snapshots, on CPU only for those of "
-        "models of which all parameters were trained; a snapshot beyond it is reloaded from the store when sampled",
+        description="bytes of host memory in each worker for evicted sampling snapshots, on CPUs only for those of "
+        "fully trained models; a snapshot beyond this limit is reloaded from the store when it is sampled",
     )
     decode_chunk: int = Field(8, ge=1)
-    """most tokens that are decoded before the sampler looks for new requests"""
+    """most tokens that are decoded before the sampler accepts new requests"""
     drafts: bool = Field(
         default=False,
         description="on CPUs, sample several tokens of a sequence in one step where they repeat earlier text; the "
-        "tokens are the same",
+        "sampled tokens do not change",
     )
     batch_invariant: bool = False
-    """draw each sample with the same bits whatever other requests are sampled: every step has the rows of sample_slots,
-    and each prompt is prefilled alone, so few requests take longer"""
+    """make the bits of each sample independent of other requests: each step computes sample_slots rows, and each prompt
+    is prefilled alone, so small batches take longer"""
     inflight_kv_cache: Literal["keep", "recompute"] = "keep"
-    """of requests whose `inflight` sampler gets new weights: keep = keys and values of the old weights stay;
-    recompute = the prompt and the tokens so far are prefilled again"""
+    """for requests whose `inflight` sampler gets new weights: keep = reuse keys and values of the old weights;
+    recompute = prefill the prompt and the tokens so far again"""
     prefill_answers: bool = True
     """prefill answers for the prefix cache while a worker group is idle, for projects that continue their answers"""
     chunks_per_microbatch: float = Field(1.0, ge=0.01, le=100)
@@ -149,8 +148,8 @@ class Settings(BaseSettings):
     )
     routing_replay: bool = Field(
         default=False,
-        description="record the experts of tokens that are sampled with record_stability_info, and train requests "
-        "with provenance with them (mixtures of experts)",
+        description="record the experts of tokens that are sampled with record_stability_info, and reuse them when "
+        "requests with provenance are trained (mixtures of experts)",
     )
     support_replay: bool = Field(
         default=False,
@@ -159,8 +158,8 @@ class Settings(BaseSettings):
     )
     warm_up: bool = Field(
         default=True,
-        description="compile programs while the service is idle; doctor and /api/v1/metrics report progress and how "
-        "many compilations a request had to wait for",
+        description="compile programs while the service is idle; doctor and /api/v1/metrics report the progress, and "
+        "how many compilations requests waited for",
     )
     command_deadline: float = Field(600.0, gt=0)
     """seconds that one command to a worker group may take before the group is restarted"""
@@ -184,32 +183,32 @@ class Settings(BaseSettings):
     """training runs whose requests are kept in the store, so that they can be forked and rerun: off = none; chosen =
     those with `history: true` in their metadata; all = every run"""
     recheck_share: float = Field(0.0, ge=0, le=1)
-    """share of the work of runs with a history that is executed a second time, to notice devices that compute other
-    bits; the event tinkerflow.run.corrupt names the step, and the hosts of the worker group are taken out"""
+    """share of the work of runs with a history that is executed a second time, to detect devices that compute different
+    bits; the event tinkerflow.run.corrupt names the step, and the hosts of the worker group are excluded"""
     history_days: float = Field(30.0, ge=0)
-    """days for which the history of a run is kept after its last request; 0 = for ever"""
+    """days for which the history of a run is kept after its last request; 0 = forever"""
 
     session_timeout: float = Field(300.0, gt=0)
     """seconds without a heartbeat from the client after which its session expires"""
     gap_timeout: float = Field(60.0, gt=0)
-    """seconds to wait for a missing sequence id before later requests of its model go ahead"""
+    """seconds to wait for a missing sequence id before later requests of its model are executed"""
     result_ttl: float = Field(
         default=3600.0,
         gt=0,
-        description="seconds after its first read for which a result can be read again; while nobody has read it, the "
-        "time counts from its answer",
+        description="seconds for which a result can be read again after its first read; an unread result expires this "
+        "many seconds after its request was answered",
     )
     poll_hold: float = Field(25.0, gt=0, le=40)
-    """most seconds that a poll for a result is held open"""
+    """most seconds for which a poll for a result is held open"""
     metadata_only_over: int = Field(2**20, ge=0)
-    """bytes of a result above which clients are first told its size, so that they can make room"""
+    """bytes of a result above which clients first receive its size, so that they can make room"""
     # Limits of one project, which all of its keys share.
     max_sampling_requests: int = Field(10_000, ge=0)
     """sample requests that a project may have waiting; 0 = no limit"""
     max_queued_tokens: int = Field(0, ge=0)
     """training tokens that a project may have waiting; 0 = no limit"""
     max_live_models: int = Field(0, ge=0)
-    """models that a project may have loaded at a time; those of a program that ended without closing its session count
+    """models that a project may have loaded at the same time; models of a program that did not close its session count
     until session_timeout; 0 = no limit"""
     max_stored_bytes: int = Field(0, ge=0)
     """bytes of checkpoints and uploaded images that a project may have; further ones fail; 0 = no limit"""
@@ -234,7 +233,7 @@ class Settings(BaseSettings):
     max_kept_bytes: int = Field(2**32, ge=0)
     """bytes of names, metadata, losses, feedback and metrics that a project may keep in the database; 0 = no limit"""
     max_history_bytes: int = Field(2**34, ge=0)
-    """bytes of the histories of a project in the store; beyond it the oldest ones are deleted; 0 = no limit"""
+    """bytes of a project's histories in the store; beyond this limit the oldest are deleted; 0 = no limit"""
     max_body_bytes: int = Field(256 * 2**20, ge=2**16)
     """bytes of the largest body of one request, before and after decompression"""
 
@@ -253,7 +252,7 @@ class Settings(BaseSettings):
     prefect: Literal["embedded", "external", "off"] = "embedded"
     """embedded = start a Prefect server; external = use the server at PREFECT_API_URL; off = show nothing in Prefect"""
     prefect_port: int = Field(4200, ge=0, le=65535)
-    """port of the embedded Prefect server, which takes a free port when another program has it; 0 = any free port"""
+    """port of the embedded Prefect server; if another program uses it, a free port is taken; 0 = any free port"""
     prefect_public_url: str = ""
     """URL at which a proxy serves the embedded Prefect server to people; empty = this machine's browsers only"""
     tracked_runs_per_second: float = Field(3.0, gt=0)
@@ -266,9 +265,9 @@ class Settings(BaseSettings):
     tracked_projects: tuple[str, ...] = ()
     """projects whose training runs the trackers show; none = all projects"""
     tracking_dir: str = ""
-    """folder for the data of trackers that have no place of their own; empty = <data_dir>/tracking"""
+    """folder for the data of trackers that store it locally; empty = <data_dir>/tracking"""
     openlineage_url: str = ""
-    """OpenLineage server (https://...) or file (file:///...) that gets the lineage of training runs; empty = none"""
+    """OpenLineage server (https://...) or file (file:///...) for the lineage of training runs; empty = none"""
 
     @field_validator("*", mode="before")
     @classmethod
