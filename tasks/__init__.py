@@ -1,4 +1,4 @@
-"""The work itself: a module for each Tinker operation in `operations`, and its execution in `execution`.
+"""The work itself: `operations` contains a module for each Tinker operation, and `execution` executes them.
 
-`pipelines` has the steps of the fine-tuning pipelines. The other two folders do not depend on Prefect.
+`pipelines` contains the steps of the fine-tuning pipelines. The other two folders do not depend on Prefect.
 """

@@ -1,9 +1,9 @@
-"""Forks: the state of a run after one of its optimizer steps, made again from its history and saved as a checkpoint.
+"""Forks: the state of a run after one of its optimizer steps, recomputed from its history and saved as a checkpoint.
 
-`tinker://RUN/weights/@812` can be loaded and sampled as any checkpoint. The first use loads the newest earlier state of
-the run into a separate adapter. It executes the requests between that state and the step again, and saves the result
-under the path. The earlier state is that of a recovery snapshot or of a checkpoint that the run has saved; else the
-fork begins with the creation of the model. A live run is not disturbed.
+`tinker://RUN/weights/@812` can be loaded and sampled like any checkpoint. The first use loads the newest earlier state
+of the run into a separate adapter. It executes the requests between that state and the step again, and saves the result
+under the path. The earlier state is a recovery snapshot or a checkpoint that the run has saved. If there is neither,
+the fork begins with the creation of the model. A live run is not disturbed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinkerflow.tasks.execution.state_transfers import meta_of
 
 log = logging.getLogger(__name__)
 
-KEPT_SECONDS = 86400.0  # a fork that has expired is made again when it is used
+KEPT_SECONDS = 86400.0  # an expired fork is made again at its next use
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class _Start:
 
 
 async def make_fork(context: ExecutionContext, row: CheckpointView, execute: Mapping[Kind, Execute]) -> None:
-    """Save the checkpoint that `row` describes. Return when the journal and the store have it.
+    """Save the checkpoint that `row` describes. Return once it is in the journal and the store.
 
     context: bound to a worker group. execute: the operations that change a model. Concurrent callers share the work.
-    GroupFailedError: the group ended. NotFoundError: the history ends before the step. StoreError: it cannot be read.
-    UserError: the project has stored as much as it may.
+    GroupFailedError: the group ended. NotFoundError: the history ends before the step. StoreError: the history is
+    damaged. UserError: the project's storage quota is used up.
     """
     await context.forks.run(row.path, lambda: _make(context, row, execute))
 
@@ -54,7 +54,7 @@ async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping
     replay = HistoryReplay(context, model, adapter_id, execute)
     try:
         start = await _load(context, row, replay, last)
-        if start < last:  # else it is the state of a save that followed
+        if start < last:  # otherwise a save after the step has this state
             await replay.run(start, last)
         state = await context.send(ExportAdapter(adapter_id, optimizer=True), AdapterState)
     finally:
@@ -71,16 +71,16 @@ async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping
 
 
 async def _last_request(context: ExecutionContext, row: CheckpointView) -> int:
-    """The optim_step that made the step. A run that has loaded an earlier state may have several; the last counts.
+    """The seq_id of the optim_step that made the step; 0, the creation, for step 0.
 
-    Step 0 is the creation.
+    A run that has loaded an earlier state may have made the step several times. The last one counts.
     """
     steps = await context.read(context.journal.histories.steps, row.run_id)
     return max((seq_id for seq_id, step in steps.items() if step == row.step), default=0)
 
 
 async def _load(context: ExecutionContext, row: CheckpointView, replay: HistoryReplay, last: int) -> int:
-    """Load the newest state of the run up to request `last`. Returns the last request in it; -1 for none."""
+    """Load the newest state of the run up to request `last`. Returns the last request in it, or -1 if there is none."""
     for start in await _starts(context, row, last):
         try:
             await replay.load(start.path)

@@ -1,8 +1,8 @@
-"""Which full-parameter models are sampled at a time: as many as the workers' host memory may hold.
+"""The queue for full-parameter models: only as many are sampled at a time as fit into the workers' host memory.
 
-The weights of such a model wait in each worker's host memory while it is sampled, so requests for other models wait
-here. All requests stand in one queue, which owners share fairly (`FairQueue`, one request costs one). The first request
-waits until its weights fit. Later requests wait behind it, even if their weights are loaded already. Otherwise a steady
+The weights of such a model stay in each worker's host memory while it is sampled, so requests for other models wait
+here. All requests wait in one queue, which owners share fairly (`FairQueue`, one request costs one). The first request
+waits until its weights fit. Later requests wait behind it, even if their weights are already loaded. Otherwise a steady
 stream of requests for one model would starve the others.
 """
 
@@ -27,25 +27,25 @@ class FullModelQueue:
     """The queue of one base model's requests for full-parameter models."""
 
     def __init__(self, host_bytes: int = 0) -> None:
-        """host_bytes: bytes of each worker's memory for the weights of such models, without those of the first one."""
+        """host_bytes: bytes of each worker's memory for the weights of such models, excluding the first one's."""
         self.host_bytes = host_bytes
-        self._size = 0  # bytes of one model's weights; 0: none was loaded so far
+        self._size = 0  # bytes of one model's weights; 0: none has been loaded
         self._users: Counter[str] = Counter()
         self._queue: FairQueue[_FullModelRequest] = FairQueue()
 
     @property
     def most(self) -> int:
-        """How many models are sampled at a time."""
+        """The number of models that may be sampled at a time."""
         return 1 + (self.host_bytes // self._size if self._size else 0)
 
     def loaded(self, size: int) -> None:
-        """Note the size in bytes of one model's weights. All models on one base model have the same size."""
+        """Note the size of one model's weights in bytes. All models on one base model have the same size."""
         self._size = size
         self._advance()
 
     @asynccontextmanager
     async def reserve(self, owner: str, weights: str) -> AsyncIterator[None]:
-        """Wait until the owner's request may load these weights and sample them, which it does inside."""
+        """Wait until the owner's request may load these weights and sample them. It does so inside the block."""
         waiting = _FullModelRequest(weights, asyncio.get_running_loop().create_future())
         ticket = self._queue.push(owner, waiting)
         self._advance()

@@ -1,4 +1,4 @@
-"""The requests of a run's history, executed again in an adapter that only the replay uses."""
+"""Executes the requests of a run's history again, in an adapter that only the replay uses."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tinkerflow.tasks.execution.state_transfers import bring
 log = logging.getLogger(__name__)
 
 _PAGE = 16  # requests that are executed together; their payloads are in memory
-_COMPARED = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)  # their results depend on the weights, and name no run
+_COMPARED = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)  # results that depend on the weights and contain no run id
 
 
 class HistoryReplay:
-    """One replay.
+    """One replay. Call `drop` at the end.
 
-    requests: executed so far. differs: the first request whose result is not the recorded one, None so far. found: the
-    digest of that result. `drop` must be called at the end.
+    requests: number executed so far. differs: the first request whose result differs from the recorded one, or None.
+    found: the digest of that result.
     """
 
     def __init__(
         self, context: ExecutionContext, model: ModelView, adapter_id: str, execute: Mapping[Kind, Execute]
     ) -> None:
-        """Nothing is loaded.
+        """Load nothing yet.
 
-        context: bound to a worker group. adapter_id: of the replay. execute: the operations that change a model; other
-        operations are left out.
+        context: bound to a worker group. adapter_id: of the replay. execute: the operations that change a model. Other
+        operations are skipped.
         """
         self.requests = 0
         self.differs: PastRequest | None = None
@@ -46,15 +46,15 @@ class HistoryReplay:
         self._model, self._adapter, self._execute = model, adapter_id, execute
 
     async def load(self, path: str) -> None:
-        """Begin with the state under `path`. Errors are those of `bring`."""
+        """Begin with the state under `path`. Raises the errors of `bring`."""
         state, _ = await bring(self._context, self._adapter, path)
         await self._context.send(ImportAdapter(self._adapter, state), Done)
 
     async def run(self, start: int, last: int) -> None:
         """Execute the requests after `start` up to `last`. start: -1 for the creation.
 
-        GroupFailedError: the group ended. NotFoundError: the history does not have all of them. StoreError: a part of
-        the history is damaged. ServerError: a request fails that succeeded before.
+        GroupFailedError: the group ended. NotFoundError: the history lacks some of them. StoreError: a part of the
+        history is damaged. ServerError: a request that succeeded before fails.
         """
         run_id, reached = self._model.id, start
         history = past_requests(self._context.journal, self._context.store, run_id, after=start)

@@ -1,7 +1,7 @@
-"""Memory quotas of projects, for one use: the images of their requests, or the bodies while they are read.
+"""Memory quotas of projects for one use: the images of their requests, or the bodies while they are read.
 
-A project's requests wait for its own earlier ones, and never for another project's. Images are counted from before they
-are decoded to the answer. A request may have at most half of a project's quota of images (`MAX_REQUEST_PIXEL_BYTES`).
+A project's requests wait for its own earlier requests, never for another project's. Images count from before they are
+decoded until the answer. A request may use at most half of a project's image quota (`MAX_REQUEST_PIXEL_BYTES`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BODIES = 2**26  # bytes of one project's bodies, while they are read
 
 @dataclass
 class _Share:
-    """The bytes that one project has reserved, and its requests that wait, the oldest first."""
+    """The bytes that one project has reserved, and its waiting requests, oldest first."""
 
     reserved: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
@@ -31,19 +31,19 @@ class MemoryQuota:
     """The quotas of all projects for one use."""
 
     def __init__(self, quota: int = IMAGES) -> None:
-        """quota: bytes of each project; a larger request has the quota alone."""
+        """quota: bytes of each project. A request that exceeds the quota runs alone."""
         self._quota = quota
         self._shares: dict[str, _Share] = {}
 
     def reserved(self, owner: str) -> int:
-        """How many bytes a project has reserved."""
+        """The number of bytes that a project has reserved."""
         return self._shares[owner].reserved if owner in self._shares else 0
 
     @asynccontextmanager
     async def reserve(self, owner: str, size: int) -> AsyncIterator[asyncio.Lock]:
-        """Reserve `size` bytes of the project's quota for the block. The project's requests enter in their order.
+        """Reserve `size` bytes of the project's quota for the block. The project's requests enter in order of arrival.
 
-        Yields the project's lock, to be held while an image is decoded: a file may be much larger before it is resized.
+        Yields the project's lock. Hold it while an image is decoded: the image may be much larger before it is resized.
         """
         share = self._shares.setdefault(owner, _Share())
         admitted = asyncio.get_running_loop().create_future()

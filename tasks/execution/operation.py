@@ -1,7 +1,7 @@
 """One operation from its pending request to its answer in the journal, and the context that operations share.
 
 A request that repeatedly ends worker groups fails with an error that names it. When a group ends, the engine counts
-that for each request that the group was executing; nothing is written before a command is sent. A crash counts more
+that against each request that the group was executing. Nothing is written before a command is sent. A crash counts more
 than a kill from outside (SIGKILL, SIGSTOP), which a request rarely causes. GPUs execute several requests at a time, so
 the first crash may blame the wrong request. The next group executes these requests one by one (pool/group.py). A
 request that exceeded the memory of the devices would fail again, so it is not retried.
@@ -67,27 +67,27 @@ R = TypeVar("R", bound=Reply)
 log = logging.getLogger(__name__)
 
 READ_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, *[5.0] * 60)  # seconds: a database may be away for minutes
-WRITE_PAUSES = tuple(0.05 * 2**n for n in range(8))  # seconds: about 13 s of a database that cannot be reached
+WRITE_PAUSES = tuple(0.05 * 2**n for n in range(8))  # seconds: about 13 s without a database
 MOST_CRASHES = 2  # of worker groups that were executing a request
 MOST_DEATHS = 6  # crashes included
-_MOST = 64  # outcomes of one transaction
+_MOST = 64  # outcomes in one transaction
 Finish = Callable[[Sequence[Outcome]], object]
-_DECODERS = 4  # threads; one project has at most half of them
-INLINE_BYTES = 64 * 1024  # decoded in less than 1 ms; the round trip of a thread takes a third of that
+_DECODERS = 4  # threads; one project uses at most half of them
+INLINE_BYTES = 64 * 1024  # decoded in less than 1 ms; a thread's round trip takes a third of that
 
 
 @dataclass(frozen=True)
 class ExecutionContext:
     """One base model: its worker group, its saves and snapshots, and the journal, store and clock of all base models.
 
-    generation: of the only worker group that may execute these commands; None for any group that serves.
+    generation: of the only worker group that may execute these commands; None for any serving group.
     owner: the project whose share of training is charged; "" if the commands serve all projects.
-    drift_limits: those of `DRIFT_FIGURES` from which on a forward_backward is logged. recheck_share: the
-    share of intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
-    project that wants a fork, 0 for none. inflight_kv_cache, prefill_answers, routing_replay, support_replay: see the
-    settings.
+    drift_limits: limits of `DRIFT_FIGURES`; a forward_backward that reaches one is logged. recheck_share: the share of
+    intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
+    project that requests a fork, 0 for none. inflight_kv_cache, prefill_answers, routing_replay, support_replay: see
+    the settings.
     image_memory: quotas for images in operations of models. full_models: the queue of samples of full-parameter models.
-    forks: those that are being made, by path.
+    forks: the forks in progress, by path.
     """
 
     journal: Journal
@@ -114,15 +114,15 @@ class ExecutionContext:
     decoders: FairThreads = field(default_factory=lambda: FairThreads("decode", _DECODERS))
 
     def bound_to(self, generation: int, owner: str = "") -> ExecutionContext:
-        """A copy for the worker group of this generation alone, with the context length that fits its devices."""
+        """A copy for only the worker group of this generation, with the context length that fits its devices."""
         return replace(self, generation=generation, owner=owner, card=self.card.served_by(self.pool.info))
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
-        """Start a command. Commands of one adapter are executed in this order. The task returns the reply."""
+        """Start a command. Commands of one adapter are executed in call order. The task returns the reply."""
         return asyncio.create_task(self._reply(command, reply))
 
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a journal method in a thread that only reads use. Retries while the database cannot be reached."""
+        """Call a journal method in a thread reserved for reads. Retries while the database cannot be reached."""
 
         def ask() -> Awaitable[T]:
             return asyncio.get_running_loop().run_in_executor(self.readers, lambda: function(*args, **kwargs))
@@ -130,11 +130,11 @@ class ExecutionContext:
         return await retry(ask, on=AWAY, pauses=READ_PAUSES, what="the journal cannot be read", log=log)
 
     async def decode(self, owner: str, size: int, function: Callable[[], T]) -> T:
-        """Call `function`, which works on `size` bytes of a project: in a thread if it would block the event loop."""
+        """Call `function`, which processes `size` bytes of a project, in a thread if it would block the event loop."""
         return function() if size <= INLINE_BYTES else await self.decoders.run(owner, function)
 
     async def answer(self, outcome: Outcome) -> None:
-        """Put an outcome into the journal, and remember the snapshots that its rows name."""
+        """Write an outcome to the journal, and remember the snapshots that its rows name."""
         await self.answers.put(outcome)
         for effect in outcome.effects:
             snapshot = effect.sampler.snapshot_id if isinstance(effect, SamplerOpened) else None
@@ -161,8 +161,8 @@ class Execution:
 
     copy: the state that a replay has copied for this save. as_of: in a replay, when the request was first answered;
     checkpoints that were saved later are ignored. fork: in a fork, the adapter that gets the commands instead of the
-    model's. started_at: when its first command was sent. changed: a command that changes the model was sent. then:
-    called after the answer, returns the final state of the save.
+    model's. started_at: when its first command was sent. changed: whether a command that changes the model was sent.
+    then: called after the answer; returns the final state of the save.
     """
 
     context: ExecutionContext
@@ -209,7 +209,7 @@ class OperationTable:
 class Operation:
     """An operation in flight.
 
-    answered: returns its outcome when the journal has it and the operation is finished. It returns None if the worker
+    answered: returns the outcome once it is in the journal and the operation is finished. It returns None if the worker
     group ended first. The operation must then start again.
     """
 
@@ -229,7 +229,7 @@ def begin(execute: Execute, execution: Execution, group: asyncio.TaskGroup) -> O
 
 
 async def _perform(execute: Execute, execution: Execution) -> Outcome | None:
-    """Execute, wait until every earlier operation is answered, answer, and call `execution.then`."""
+    """Execute the operation, wait until every earlier one is answered, answer it, and call `execution.then`."""
     request, slot = execution.request, execution.slot
     answered, stored = request.answered, SaveState.LOST
     try:
@@ -277,9 +277,9 @@ async def _interrupted(execution: Execution, error: GroupFailedError) -> Outcome
 
 
 def failure(request: Pending, error: Exception) -> Outcome:
-    """The outcome of a request that ended with `error`, which is logged here and nowhere else.
+    """The outcome of a request that ended with `error`. The error is logged here and nowhere else.
 
-    The client gets the message of a TinkerflowError, and the type and text of any other error, whose trace is logged.
+    The client gets the message of a TinkerflowError, or the type and text of any other error, whose trace is logged.
     """
     name = f"{request.kind} {request.id}" + (f" of {request.model_id}" if request.model_id else "")
     effects: tuple[Effect, ...] = ()
@@ -299,7 +299,7 @@ async def attribute_crash(
 ) -> dict[str, Outcome]:
     """Note that the group ended with `error` while it executed these requests.
 
-    Returns, by request id, the failure of every request whose worker groups ended too often.
+    Returns the failure of every request that ended too many worker groups, by request id.
     """
     if not executing or not isinstance(error, SuspectError | DeadlineError):
         return {}
@@ -322,13 +322,13 @@ async def attribute_crash(
 
 # ------------------------------------------------------------------ answers on their way into the journal
 class AnswerWriter:
-    """Writes outcomes in the order of `put`. It has a thread, so that no slow store or decoder delays an answer.
+    """Writes outcomes in the order of `put`, in its own thread, so that no slow store or decoder delays an answer.
 
-    A write takes about a millisecond. The outcomes that arrive during a write share the next transaction.
+    A write takes about a millisecond. Outcomes that arrive during a write share the next transaction.
     """
 
     def __init__(self, finish: Finish, pauses: Sequence[float] = WRITE_PAUSES) -> None:
-        """finish: Journal.finish. pauses: seconds between the attempts to write while the database is away."""
+        """finish: Journal.finish. pauses: seconds between attempts to write while the database is away."""
         self._finish = finish
         self._pauses = pauses
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -336,7 +336,7 @@ class AnswerWriter:
         self._writer: asyncio.Task[None] | None = None
 
     async def put(self, outcome: Outcome) -> None:
-        """Return when the outcome is in the journal. Raises one of AWAY if the database stays away."""
+        """Write the outcome, and return once it is in the journal. Raises one of AWAY if the database stays away."""
         written = asyncio.get_running_loop().create_future()
         self._line.append((outcome, written))
         if self._writer is None:
@@ -344,7 +344,7 @@ class AnswerWriter:
         await written
 
     async def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write the waiting outcomes, and end the thread."""
         if self._writer is not None:
             await self._writer
         self._thread.shutdown()
@@ -358,7 +358,7 @@ class AnswerWriter:
             self._writer = None
 
     async def _write_batch(self, batch: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
-        """Store all in one transaction. If the database refuses the content of one, store each by itself."""
+        """Store all in one transaction. If the database rejects the content of one, store each separately."""
         together = await self._store([outcome for outcome, _ in batch])
         for outcome, written in batch:
             error = together

@@ -1,13 +1,13 @@
-"""The watch for silent corruption: some operations are executed a second time, and the results are compared.
+"""Detection of silent data corruption: some operations are executed a second time, and the results are compared.
 
-A recovery snapshot ends an interval of a run. A share of the intervals is executed again if the run has a history: from
-the snapshot before, in a separate adapter. Each result must equal the recorded one, byte for byte. The first that
-does not names the step at which a device, the memory or a program has computed other bits. A third execution decides
+A recovery snapshot ends an interval of a run. If the run has a history, a share of the intervals is executed again in a
+separate adapter, each from the snapshot before it. Each result must equal the recorded one, byte for byte. The first
+difference shows the step at which a device, the memory or a program computed different bits. A third execution decides
 whether the recorded result was wrong. If so, or if all three differ, the run stops. The hosts of the worker group are
-taken out in any case: one of their results was wrong.
+always taken out of service, because one of their results was wrong.
 
-A base model has one worker group, whose processes compute each result together. So all executions use the same devices,
-and the smallest part that can be taken out are the hosts of the group.
+A base model has one worker group, whose processes compute each result together. All executions therefore use the same
+devices, and the hosts of the group are the smallest unit that can be taken out.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MEANINGS: Mapping[Wrong, str] = {
 class Difference:
     """A result that differs when it is computed again.
 
-    kind, seq_id: of the first such request. step: that it made or belongs to. devices: of the worker group. places: its
-    ranks with their hosts. wrong: which result was wrong, by a third execution.
+    kind, seq_id: of the first such request. step: the step that the request made or belongs to. devices: of the worker
+    group. places: the group's ranks with their hosts. wrong: which result was wrong, according to a third execution.
     """
 
     kind: str
@@ -57,10 +57,10 @@ class Difference:
 async def recheck(
     context: ExecutionContext, taken: SnapshotTaken, execute: Mapping[Kind, Execute]
 ) -> Difference | None:
-    """Execute the interval that ends with the snapshot again if its turn has come. Returns the first difference.
+    """Execute the interval that ends with the snapshot again, if it is drawn. Returns the first difference.
 
-    context: bound to the worker group. execute: the operations that change a model. An interval that cannot be executed
-    again is logged.
+    context: bound to the worker group. execute: the operations that change a model. If an interval cannot be executed
+    again, that is logged.
     """
     if random.random() >= context.recheck_share:
         return None
@@ -96,7 +96,7 @@ async def recheck(
 
 
 async def take_out(context: ExecutionContext, model_id: str, difference: Difference) -> None:
-    """Use the hosts of the worker group no more, and stop the run unless its recorded results are right.
+    """Take the hosts of the worker group out of service, and stop the run unless its recorded results are right.
 
     context: bound to the worker group that computed the difference. The history and the checkpoints of the run stay.
     """

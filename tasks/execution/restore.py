@@ -1,9 +1,9 @@
-"""The restoring of a live model in a worker group: a snapshot is loaded, and later requests are replayed in order.
+"""Restores a live model in a worker group: loads a snapshot, and replays later requests in order.
 
-The newest readable snapshot is used. The journal keeps all requests after the two newest snapshots, or from the model's
-creation before there are two. Once an older snapshot was read, an unreadable one is forgotten, so that no later
-snapshot depends on it. Its files stay in the store for inspection, until the model has ended and `tinkerflow checkpoint
-gc` removes them. The restore waits some minutes for a store that is away.
+The newest readable snapshot is used. The journal keeps all requests after the second newest snapshot, or from the
+model's creation if there are fewer than two. Once an older snapshot was read, an unreadable one is forgotten, so that
+no later snapshot depends on it. Its files stay in the store for inspection, until the model has ended and `tinkerflow
+checkpoint gc` removes them. If the store is away, the restore waits for some minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkerflow.tasks.execution.state_transfers import bring, record
 
 log = logging.getLogger(__name__)
 
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts: a store is away, or memory is short
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts if the store is away or memory is short
 _PAGE = 16  # requests that are replayed together; their payloads are in memory
 
 
@@ -42,8 +42,8 @@ class Restored:
     """How a model was restored.
 
     snapshot: None if the replay began with the model's creation. requests, steps: replayed requests, and the optimizer
-    steps among them. last: the seq_id of the last replayed request, or of the snapshot. seconds: of the whole restore.
-    unreadable: errors of newer snapshots. copies: states of saves that must be stored again, by request.
+    steps among them. last: the seq_id of the last replayed request, or of the snapshot. seconds: the total duration.
+    unreadable: errors of newer snapshots. copies: states of saves that must be stored again, by request id.
     """
 
     snapshot: SnapshotView | None
@@ -61,12 +61,12 @@ async def restore(
     operations: OperationTable,
     detached: Collection[str] = (),
 ) -> Restored:
-    """Restore a live model to the state that its answered requests have left.
+    """Restore a live model to its state after its answered requests.
 
     context: bound to the worker group that gets the model. operations: execute the requests. detached: ids of saves
-    that are being written; other saves that are not answered, or not stored, are copied again.
+    that are being written. The state is copied again for all other saves that are not answered or not stored.
 
-    Raises GroupFailedError when that group ends. Any other error explains why this model cannot be restored. While the
+    Raises GroupFailedError if that group ends. Any other error explains why this model cannot be restored. While the
     devices have no memory left, the restore is retried for some minutes.
     """
 
@@ -106,7 +106,7 @@ async def _restore(
 
 
 async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView | None, tuple[str, ...]]:
-    """Put the newest readable snapshot into the group. Returns it, and the errors of newer snapshots."""
+    """Load the newest readable snapshot into the group. Returns it, and the errors of newer snapshots."""
     recovery, floor, unreadable = context.journal.recovery, -1, dict[str, str]()
     while True:
         snapshots = await context.read(recovery.restorable, model_id)
@@ -138,7 +138,7 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
 
 
 def _compare_programs(context: ExecutionContext, model_id: str, saved: Saved) -> None:
-    """Log a warning if the snapshot was computed by other programs than those of this worker group."""
+    """Log a warning if the snapshot was computed by different programs than this worker group's."""
     if saved.meta.programs not in ("", now := context.pool.info.programs):
         log.warning(
             "the snapshot of model %s was computed by the programs %s, and this worker group has %s (another release, "
@@ -174,7 +174,7 @@ async def _note_progress(context: ExecutionContext, model_id: str, progress: str
 
 
 class _Replay:
-    """Executes the requests after request `after` again. Their answers stay in the journal as they are."""
+    """Executes the requests after request `after` again. Their answers in the journal do not change."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class _Replay:
                     request.model_id,
                 )
             for effect in outcome.effects:
-                if isinstance(effect, SnapshotTaken):  # of a load, whose first snapshot could not be read
+                if isinstance(effect, SnapshotTaken):  # from a load whose first snapshot could not be read
                     await record(self._context, effect)
         except (GroupFailedError, AllocationError):  # not a failure of the request
             raise

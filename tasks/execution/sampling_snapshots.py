@@ -1,4 +1,4 @@
-"""The sampling snapshots that the worker group holds, and those of them that it may drop."""
+"""The sampling snapshots in the worker group's memory, and the selection of those to drop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tinkerflow.tasks.execution.sequencer import Saves
 
 
 class Snapshots:
-    """The engine's list of the snapshots in the group. A snapshot in the store is loaded when it is sampled."""
+    """The engine's list of the snapshots in the group. A stored snapshot is loaded when it is sampled."""
 
     def __init__(self, saves: Saves) -> None:
-        """An empty list. saves: lists the snapshots that the store does not have yet, which must not be dropped."""
+        """Begin with an empty list. saves: the saves in progress. Their snapshots are not stored, and are kept."""
         self._saves = saves
         self._present: dict[str, SnapshotHeld] = {}
         self._recorded: dict[str, None] = {}  # least recently used first
@@ -27,16 +27,16 @@ class Snapshots:
         return len(self._present)
 
     def held(self, snapshot_id: str | None) -> SnapshotHeld | None:
-        """The memory that a snapshot takes; None when the group does not hold it."""
+        """The memory that a snapshot takes, or None if the group does not hold it."""
         return self._present.get(snapshot_id or "")
 
     def published(self, snapshot_id: str, held: SnapshotHeld) -> None:
-        """Note that the group holds the snapshot. Its sampler's row names it, or will in the same transaction."""
+        """Note that the group holds the snapshot. The sampler's row that names it may not be written yet."""
         self._present[snapshot_id] = held
 
     @contextmanager
     def using(self, snapshot_id: str) -> Iterator[None]:
-        """Keep the snapshot for the block: a request samples it, or will as soon as it is loaded."""
+        """Keep the snapshot during the block, in which a request loads and samples it."""
         self._users[snapshot_id] += 1
         try:
             yield
@@ -46,7 +46,7 @@ class Snapshots:
     async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[SnapshotHeld]]) -> None:
         """Call `load`, which returns the memory that the snapshot takes, unless the group holds the snapshot.
 
-        Concurrent callers share one call, and its failure.
+        Concurrent callers share one call and its failure.
         """
         if snapshot_id not in self._present:
             self._present[snapshot_id] = await self._loading.run(snapshot_id, load)
@@ -70,9 +70,9 @@ class Snapshots:
     def surplus(self, most: int, host_bytes: int, *, coming: bool = False) -> list[str]:
         """The stored snapshots in excess that are not in use, least recently used first.
 
-        most: last used snapshots that are exempt, unless their weights always wait on the host. Only the last used
-        snapshot of the latter is exempt. coming: another such snapshot is about to be loaded, so that none of them is
-        exempt. host_bytes: of host memory that the other snapshots may take.
+        most: the number of most recently used snapshots that are exempt, not counting snapshots on the host. Of the
+        latter, only the most recently used one is exempt. coming: another snapshot on the host is about to be loaded,
+        so none of them is exempt. host_bytes: host memory in bytes that the other snapshots may take.
         """
         last_used = [*self._recorded, *(name for name in self._present if name not in self._recorded)]
         on_host = [name for name in last_used if self._present[name].on_host]
@@ -87,7 +87,7 @@ class Snapshots:
         return surplus
 
     def dropped(self, snapshot_id: str) -> None:
-        """Note that the group holds the snapshot no longer."""
+        """Note that the group no longer holds the snapshot."""
         self._present.pop(snapshot_id, None)
         self._recorded.pop(snapshot_id, None)
 

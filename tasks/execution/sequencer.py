@@ -1,7 +1,7 @@
 """The operations of one model overlap, but send their commands and are answered in the order of their sequence ids.
 
 Saves are the exception. A save is detached once its state is copied and every earlier operation is answered. Later
-operations are then answered while it is written. A later save, a load, the end of the model and the record of a
+operations are then answered while the save is written. A later save, a load, the end of the model and the record of a
 recovery snapshot depend on the stored state, so they wait until the save has ended. The life of a save, from the copy
 of its state to the store:
 
@@ -21,7 +21,7 @@ of its state to the store:
   the store fails. An answered save is retried until it is STORED or no sampler uses it.
 - An answered save that is not STORED keeps its entry, because its weights must stay in the worker group. After a
   restart, `Recovery.unstored` of the journal lists such saves, and they begin again at COPYING.
-- A save that is STORING or RETRYING is detached, and does not depend on the worker group.
+- A save that is STORING or RETRYING is detached, and no longer depends on the worker group.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from types import TracebackType
 
 from tinkerflow.backend.core.errors import GroupFailedError
 
-MOST_DETACHED = 4  # saves of one model that are written at a time; each has a copy of the model in memory
+MOST_DETACHED = 4  # saves of one model that are written at a time; each keeps a copy of the model in memory
 
 
-# ------------------------------------------------------------------ how far each save is
+# ------------------------------------------------------------------ the progress of saves
 class SaveState(Enum):
-    """How far a save is; the module's docstring has the diagram."""
+    """The progress of a save. The module's docstring contains the diagram."""
 
     COPYING = "copying"
     STORING = "storing"
@@ -67,11 +67,11 @@ class Saves:
     """The saves of all models of one base model that have not ended in the store."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Begin without saves."""
         self._saves: dict[str, Save] = {}
 
     def begin(self, request_id: str, model_id: str, number: int) -> Save:
-        """A save was dispatched, perhaps again."""
+        """Note that a save was dispatched, perhaps again. Returns its entry."""
         save = self._saves[request_id] = Save(request_id, model_id, number)
         return save
 
@@ -83,11 +83,11 @@ class Saves:
         save.ended.set()
 
     def forget(self, model_id: str) -> None:
-        """Drop the saves of a model that is served no longer."""
+        """Drop the saves of a model that is no longer served."""
         self._saves = {key: save for key, save in self._saves.items() if save.model_id != model_id}
 
     def is_unstored(self, request_id: str) -> bool:
-        """Whether this is a save whose state the store does not have yet."""
+        """Whether this is a save whose state is not in the store yet."""
         return request_id in self._saves
 
     def is_being_stored(self, request_id: str) -> bool:
@@ -109,7 +109,7 @@ class Saves:
         self._saves[request_id].state = SaveState.RETRYING
 
     def store_works(self, model_id: str) -> None:
-        """Note that the store accepted a save of the model, and is expected to accept those that are retried."""
+        """Note that the store accepted a save of the model. It is expected to accept retried saves, too."""
         for save in self.detached(model_id):
             save.state = SaveState.STORING
 
@@ -126,7 +126,7 @@ class Sequencer:
     """Hands out the slots of one model, in order."""
 
     def __init__(self, model_id: str, saves: Saves) -> None:
-        """No slot yet. saves: where the model's saves are listed."""
+        """Begin without slots. saves: the list that gets the model's saves."""
         self.model_id = model_id
         self.saves = saves
         self.sequence = _Sequence()
@@ -134,7 +134,7 @@ class Sequencer:
         self._count = 0
 
     def slot(self, save_id: str | None = None) -> Slot:
-        """The next slot. save_id: the id of the request, if it is a save."""
+        """Create the next slot. save_id: the id of the request, if it is a save."""
         self._count += 1
         self.last = Slot(self, self._count, self.last, save_id)
         return self.last
@@ -151,12 +151,12 @@ class Slot:
             reply = execution.send(command)
         ... await reply                     # meanwhile the next operation sends
 
-    `await slot.predecessors()` waits until every earlier operation is answered or detached. `end()` releases the later
-    operations in any case. `detach()` releases them before this save has ended.
+    `await slot.predecessors()` waits until every earlier operation is answered or detached. `end()` always releases the
+    later operations. `detach()` releases them before this save has ended.
     """
 
     def __init__(self, sequencer: Sequencer, number: int, after: Slot | None, save_id: str | None) -> None:
-        """The slot that follows `after`; None: the first one."""
+        """after: the slot before this one; None for the first slot."""
         self.sequencer = sequencer
         self.number = number
         self.save: Save | None = None
@@ -179,7 +179,7 @@ class Slot:
         self._sent.set()
 
     def interrupt(self) -> None:
-        """Note that the worker group ended before this operation, so that no later operation is answered."""
+        """Note that the worker group ended before this operation was done, so no later operation may be answered."""
         self._sequence.broken = True
 
     @property
@@ -193,9 +193,9 @@ class Slot:
         return self.save is not None and self.save.state in _DETACHED
 
     async def predecessors(self) -> None:
-        """Wait until every earlier operation is answered or detached. GroupFailedError if one was interrupted.
+        """Wait until every earlier operation is answered or detached. GroupFailedError: one of them was interrupted.
 
-        A detached save has waited already, and interruptions of other operations do not affect it.
+        A detached save has already waited, and interruptions of other operations do not affect it.
         """
         if self._after is not None:
             await self._after._answered.wait()
@@ -203,7 +203,7 @@ class Slot:
             raise GroupFailedError("an earlier operation was interrupted")
 
     async def detach(self) -> None:
-        """Release later operations, once this save has sent all its commands. Waits while too many are detached."""
+        """Release later operations after this save has sent all its commands. Waits while too many are detached."""
         assert self.save is not None, "only saves are detached"
         await self.predecessors()
         while len(detached := self._detached()) >= MOST_DETACHED:
@@ -223,24 +223,24 @@ class Slot:
                 await save.ended.wait()
 
     async def end(self) -> None:
-        """Release the later operations, in order. This operation sends nothing more, and is answered or failed."""
+        """Release the later operations in order. This operation sends no more commands, and is answered or failed."""
         if self._after is not None:
             await self._after._sent.wait()
         self._sent.set()
         if self._after is not None:
             await self._after._answered.wait()
         self._answered.set()
-        self._after = None  # otherwise an answered operation keeps all earlier slots in memory
+        self._after = None  # otherwise an answered operation would keep all earlier slots in memory
 
     def _detached(self) -> list[Save]:
         return self.sequencer.saves.detached(self.sequencer.model_id)
 
 
 async def replay_in_order(model_id: str, works: Sequence[Callable[[Slot], Awaitable[None]]]) -> None:
-    """Execute operations again, each in a slot of its own, so that they overlap in the pool and keep their order.
+    """Execute operations again, each in its own slot, so that they overlap in the pool and keep their order.
 
-    model_id: of the adapter. works: each gets its slot and must end it. The first failure is raised; then the other
-    operations are cancelled. They detach no saves, and wait for none.
+    model_id: of the adapter. works: each gets its slot and must end it. The first failure is raised after the other
+    operations are cancelled. They neither detach saves nor wait for any.
     """
     sequencer = Sequencer(model_id, Saves())
     running = [asyncio.ensure_future(work(sequencer.slot())) for work in works]

@@ -1,11 +1,12 @@
-"""How states get into a worker group and out of it: stored states, and recovery snapshots of models.
+"""Transfers of states into and out of a worker group: stored states, and recovery snapshots of models.
 
-If every process reaches the store, each reads and writes its own part of a state, and the engine sends names. If some
-process does not (a local store, and workers on another host), the engine reads and writes full states, which travel
-with commands. Only this module distinguishes the two cases. If a process fails to read a state, the engine tries to.
+If every process reaches the store, each reads and writes its own part of a state, and the engine sends only names. If
+some process does not (a local store with workers on another host), the engine reads and writes full states, which
+travel with commands. Only this module distinguishes the two cases. If a process fails to read a state, the engine
+tries.
 
-Recovery snapshots are committed like checkpoints, under a kind that clients never see. Their purpose is in
-`__init__.py`; flows/runner.py decides when a snapshot is taken.
+Recovery snapshots are committed like checkpoints, under a kind that clients never see. `__init__.py` explains their
+purpose, and flows/runner.py decides when one is taken.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ async def bring(
     """Prepare the state under `path` for a command of this worker group. Returns the state and its commit.
 
     context: bound to the worker group. owner: the adapter of the ImportAdapter, or the snapshot of the LoadSnapshot,
-    that gets the state. optimizer: include the optimizer's moments. Raises NotFoundError when the store does not have
-    the state, StoreError when a file is damaged, and GroupFailedError when the group ended.
+    that gets the state. optimizer: include the optimizer's moments. NotFoundError: the state is not in the store.
+    StoreError: a file is damaged. GroupFailedError: the group ended.
     """
     if not context.pool.reaches_store:
         return await asyncio.to_thread(context.store.load, path, optimizer=optimizer)
     state, saved = await asyncio.to_thread(context.store.stored, path, optimizer=optimizer)
     try:
         await context.pool.transfer(FetchState(owner, state), generation=context.generation)
-    except (StoreError, NotFoundError) as error:  # perhaps only for that process: the engine's result decides
+    except (StoreError, NotFoundError) as error:  # perhaps only in that process: the engine's attempt decides
         log.warning("a worker process cannot read %s, so the engine does: %s", path, error)
         return await asyncio.to_thread(context.store.load, path, optimizer=optimizer)
     return state, saved
@@ -73,7 +74,7 @@ async def drop_surplus_full_models(context: ExecutionContext, *, coming: bool) -
 
 
 async def drop(context: ExecutionContext, snapshot_ids: Sequence[str]) -> None:
-    """Drop snapshots. All commands are sent before this awaits, so that a later load comes after them.
+    """Drop snapshots. All commands are sent before the first await, so a later load follows them.
 
     context: bound to the group that holds the snapshots.
     """
@@ -84,10 +85,10 @@ async def drop(context: ExecutionContext, snapshot_ids: Sequence[str]) -> None:
 
 # ------------------------------------------------------------------ recovery snapshots
 class Copy:
-    """A copy of a model that becomes a recovery snapshot. The copy begins in its slot, and is committed later."""
+    """A copy of a model that becomes a recovery snapshot. It is begun in its slot and committed later."""
 
     def __init__(self, context: ExecutionContext, model_id: str, name: str) -> None:
-        """Begin to copy. name: of the snapshot, new each time."""
+        """Begin to copy. name: of the snapshot, never used before."""
         self._context, self._model_id, self._name = context, model_id, name
         self._folder = context.store.new_folder(model_id, RECOVERY, name) if context.pool.reaches_store else ""
         export = ExportAdapter(model_id, optimizer=True, keep=self._folder)
@@ -96,7 +97,7 @@ class Copy:
         )
 
     async def commit(self, meta: CheckpointMeta) -> Saved:
-        """Write and commit the copy. StoreError if the store fails, GroupFailedError if the group ends."""
+        """Write and commit the copy. StoreError: the store failed. GroupFailedError: the group ended."""
         state, context, store = await self.copied, self._context, self._context.store
         if isinstance(state, AdapterState):
             return await asyncio.to_thread(store.save, self._model_id, RECOVERY, self._name, state, meta)
@@ -144,8 +145,8 @@ async def take_snapshot(context: ExecutionContext, model_id: str, seq_id: int, s
 async def commit(execution: Execution, state: AdapterState, snapshot_id: str | None = None) -> SnapshotTaken:
     """Write `state` in a thread, as the state of the model after this operation. Returns the record for the journal.
 
-    Each commit has a new name, so that an engine that was fenced off cannot interfere. snapshot_id: see SnapshotTaken.
-    StoreError when the store fails.
+    Each commit gets a new name, so that a fenced engine cannot interfere. snapshot_id: see SnapshotTaken.
+    StoreError: the store failed.
     """
     context, model_id, seq_id = execution.context, execution.model_id, execution.request.seq_id or 0
     name, meta = new_id(f"seq-{seq_id}"), meta_of(context, execution.request.owner, snapshot_id or "")
@@ -154,7 +155,7 @@ async def commit(execution: Execution, state: AdapterState, snapshot_id: str | N
 
 
 def meta_of(context: ExecutionContext, owner: str, request_id: str = "") -> CheckpointMeta:
-    """The metadata of a commit of a state of the worker group that serves now."""
+    """The metadata for committing a state of the current worker group."""
     return CheckpointMeta(
         base_model=context.card.name,
         owner=owner,
@@ -165,7 +166,7 @@ def meta_of(context: ExecutionContext, owner: str, request_id: str = "") -> Chec
 
 
 async def record(context: ExecutionContext, taken: SnapshotTaken) -> bool:
-    """Record a commit in the journal. Deletes it and returns False when it must not be used."""
+    """Record a commit in the journal. Deletes it and returns False if it must not be used."""
     if await context.read(context.journal.recovery.snapshot_taken, taken):
         return True
     await asyncio.to_thread(context.store.delete, taken.path)

@@ -1,10 +1,10 @@
-"""One module per Tinker operation, under its wire name: from a pending request to its outcome."""
+"""One module for each Tinker operation, under its wire name: from a pending request to its outcome."""
 
 from tinkerflow.backend.journal import Kind
 from tinkerflow.tasks.execution.operation import OperationTable
 from tinkerflow.tasks.operations import create_model, forward_backward, load_weights, optim_step, save_weights, unload
 
-CHANGES = load_weights.CHANGES  # those that change a model
+CHANGES = load_weights.CHANGES  # the operations that change a model
 OPERATIONS = OperationTable(
     {
         Kind.CREATE_MODEL: create_model.execute,

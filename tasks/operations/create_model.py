@@ -10,7 +10,7 @@ from tinkerflow.tasks.execution.operation import Execution
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Make the adapter that the model's row describes; the model is live with the answer."""
+    """Create the adapter that the model's row describes. The answer makes the model live."""
     context, request = execution.context, execution.request
     async with execution.slot:
         model = await context.read(context.journal.models.get, execution.model_id, None)

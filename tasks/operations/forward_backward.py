@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Check the data, run it through the model, and answer with one record per datum and the sum of the loss.
+    """Check the data, run it through the model, and answer with one record for each datum and the summed loss.
 
     A traced loss or sampled sequences that the request refers to by id must belong to the same session.
     """

@@ -1,4 +1,4 @@
-"""load_weights in both forms: into a model that exists, and as the beginning of a new model."""
+"""load_weights in both forms: into an existing model, and as the beginning of a new one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tinkerflow.tasks.operations.create_model import spec_of
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Replace the model's weights by those of a checkpoint of the same base model and shape, or make a model from it.
+    """Replace the model's weights with those of a checkpoint of the same base model and shape, or make a model from it.
 
-    The rank of experts may differ, as in old checkpoints, in which it was not divided. The model then gets the
-    checkpoint's. A new model (create-via-load) gets the checkpoint's shape.
+    The rank of experts may differ: in old checkpoints it was not divided. The model then gets the checkpoint's rank. A
+    new model (create-via-load) gets the checkpoint's shape.
     """
     context, request, model_id = execution.context, execution.request, execution.model_id
     creates = request.kind is Kind.LOAD_MODEL
@@ -44,12 +44,12 @@ async def execute(execution: Execution) -> Outcome:
     await execution.slot.predecessors()
     # A replay begins with this snapshot, so every earlier save must be answered.
     await execution.slot.earlier_saves()
-    live = ModelLive(model_id, state.step, **asdict(state.spec))  # the model's row as the checkpoint has it
+    live = ModelLive(model_id, state.step, **asdict(state.spec))  # the row gets the checkpoint's step and shape
     return request.done(encode_loaded(model_id, wanted.path), "json", live, taken)
 
 
 def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
-    """The state with the optimizer of the model's row. UserError if it holds moments of another optimizer."""
+    """The state with the optimizer of the model's row. UserError: the state holds moments of another optimizer."""
     if state.moments and state.optimizer != model.optimizer:
         raise UserError(
             f"path {path!r} holds the state of {state.optimizer}, but model {model.id} was made with "
@@ -68,8 +68,8 @@ async def _load(execution: Execution, wanted: LoadWeights | LoadModel) -> Adapte
 async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bool) -> tuple[AdapterState, Saved]:
     """The state and the commit of a checkpoint that passed `check_readable`.
 
-    optimizer: include the optimizer's moments. Without them, the step is 0 and the optimizer starts fresh. Raises
-    NotFoundError when the store has the checkpoint no longer, and UserError when it has no moments.
+    optimizer: include the optimizer's moments. Without them, the step is 0 and the optimizer starts fresh.
+    NotFoundError: the checkpoint is no longer in the store. UserError: moments are wanted, but it contains none.
     """
     try:
         state, saved = await asyncio.to_thread(context.store.load, path)
@@ -83,9 +83,9 @@ async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bo
 
 
 async def check_readable(context: ExecutionContext, owner: str, path: str, access: str | None = None) -> CheckpointView:
-    """The checkpoint's row. NotFoundError or UserError if `owner` may not load it, or its base model is another one.
+    """The checkpoint's row. NotFoundError or UserError if `owner` may not load it, or if its base model differs.
 
-    A state that only the history of its run has is made and saved first (fork.py).
+    A state that exists only in its run's history is first recomputed and saved (fork.py).
     """
     row = await context.read(context.journal.checkpoints.get, path, owner, access=access)
     if row.base_model != context.card.name:
@@ -106,5 +106,5 @@ CHANGES: Mapping[Kind, Execute] = {
 
 
 def gone(path: str) -> NotFoundError:
-    """The error for a checkpoint that has a row in the journal, and is not in the store."""
+    """The error for a checkpoint that is in the journal but not in the store."""
     return NotFoundError(f"path {path!r}: this checkpoint is no longer in the store")

@@ -1,4 +1,4 @@
-"""optim_step: a step of the model's optimizer with the accumulated gradients."""
+"""optim_step: one step of the model's optimizer with the accumulated gradients."""
 
 from __future__ import annotations
 

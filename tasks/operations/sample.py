@@ -1,10 +1,10 @@
-"""sample: requests join a running decode batch between its chunks, and leave as they end.
+"""sample: requests join a running decode batch between its chunks, and leave when they end.
 
-Two kinds of tasks meet in a `SampleBatch`. Each request has a task, which reads the request, has its snapshot loaded,
-and waits in the batch (`SampleBatch.decode`) until its `ended` is resolved. One loop, `SampleBatch.run`, makes steps
-while there is anything to decode: a step sends waiting requests to the worker group, and ends those that finished. The
-request's task then writes the answer. When the worker group ends, all waiting requests get a GroupFailedError: nothing
-is answered, and the runner takes them from the journal again.
+Two kinds of tasks meet in a `SampleBatch`. Each request has a task, which reads the request, loads its snapshot, and
+waits in the batch (`SampleBatch.decode`) until its `ended` is resolved. One loop, `SampleBatch.run`, makes steps while
+there is anything to decode: a step sends waiting requests to the worker group, and ends the finished ones. The
+request's task then writes the answer. When the worker group ends, all waiting requests get a GroupFailedError. They are
+not answered, and the runner takes them from the journal again.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ _POLL_SECONDS = 0.1  # between checks whether published weights are in the store
 
 @dataclass
 class _Sample:
-    """One request that was taken and not answered yet, and the parts of its body that its answer needs.
+    """One request that was taken but not answered yet, and the parts of its body that its answer needs.
 
-    The body itself is not kept: its prompt is a list of 36 bytes for each token.
+    The body itself is not kept, because its prompt is a list that takes 36 bytes for each token.
 
     prompt: number of tokens. targets: its target_prompt_logprobs. records: whether its sequences are recorded. ended:
     gets its outcome; None before it waits for the decode batch. joined: when it joined the batch. cancelled: whether
-    the request was answered early, because its client or session ended. is_separate: whether it has waited for its own
-    project's earlier requests. Such a request does not count among the requests that may wait.
+    the request was answered early, because its client or session ended. is_separate: whether it waits in a queue of its
+    own project. Such a request does not count toward the limit of waiting requests.
     """
 
     request: Pending
@@ -103,7 +103,7 @@ class _Sample:
             self.ended.set_exception(outcome)
 
     def check_not_cancelled(self) -> None:
-        """UserError when the request was answered meanwhile."""
+        """UserError: the request was answered meanwhile."""
         if self.cancelled:
             raise UserError(_CANCELLED)
 
@@ -113,7 +113,7 @@ class SampleRequests:
     """The sampling requests of one base model that were taken from the journal and not answered yet."""
 
     def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup, freed: Callable[[], object]) -> None:
-        """None are taken. Answers are written by tasks of `group`. freed: called when a request becomes separate."""
+        """Begin without requests. Tasks of `group` write answers. freed: called when a request becomes separate."""
         self.batch = SampleBatch(context, group)
         self._group = group
         self._freed = freed
@@ -127,24 +127,24 @@ class SampleRequests:
 
     @property
     def owners(self) -> Counter[str]:
-        """How many requests each owner has."""
+        """The number of requests of each owner."""
         return Counter(sample.request.owner for sample in self._samples.values())
 
     @property
     def places(self) -> int:
-        """How many requests count among those that may wait: none with images or a long body."""
+        """The number of requests that count toward the limit of waiting requests: all that are not separate."""
         return sum(not sample.is_separate for sample in self._samples.values())
 
     async def drain(self) -> None:
-        """Wait until all are answered; the decode batch must run on."""
+        """Wait until all are answered. The decode batch must keep running."""
         while self._samples:
             await asyncio.wait([sample.task for sample in self._samples.values()])
 
     def take(self, request: Pending) -> asyncio.Task[Outcome | None]:
-        """Begin with a request: read it, have its snapshot loaded, let it join the batch, and answer it.
+        """Begin a request: read it, load its snapshot, let it join the batch, and answer it.
 
-        The task's result is stored. None: the worker group ended; the request is still pending in the journal, and can
-        be taken again.
+        The task returns the stored outcome, or None if the worker group ended. In that case the request is still
+        pending in the journal, and can be taken again.
         """
         assert request.sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
         sample = self._samples[request.id] = _Sample(request, request.sampler)
@@ -209,7 +209,7 @@ class _SampleOperation:
         return self._batch.context
 
     async def execute(self) -> Outcome:
-        """Read the request, and sample. GroupFailedError when the worker group ends meanwhile."""
+        """Read the request, and sample. GroupFailedError: the worker group ended meanwhile."""
         sample = self._sample
         command = await self._read()
         sample.prompt = len(command.prompt_T)
@@ -223,9 +223,9 @@ class _SampleOperation:
             return await self._sample_weights(command)
 
     async def _read(self, *, blank: bool = True) -> SampleRequest:
-        """The command for the body. blank: its images are measured and not decoded.
+        """Read the body into a command. blank: measure its images, but do not decode them.
 
-        UserError when the request was answered meanwhile; reading stops.
+        UserError: the request was answered meanwhile, so reading stopped.
         """
         request = self._sample.request
         if not request.left:
@@ -261,11 +261,11 @@ class _SampleOperation:
                 supports=sample.records and self._context.support_replay,
             )
 
-        # A check of a grammar takes longer than its size suggests, so it never runs in the event loop. The key
-        # "constraint" may be written with escapes.
+        # Checking a grammar takes longer than its size suggests, so it never runs in the event loop. The key
+        # "constraint" may contain escapes.
         slow = not blank or b'"constraint"' in payload or b"\\" in payload
         if slow:
-            self._separate()  # it waits for its project's other checks, and then for its turn to be compiled
+            self._separate()  # it waits for its project's other checks, and then for its turn to compile
         size = INLINE_BYTES + 1 if slow else len(payload)
         return await self._context.decode(sample.request.owner, size, parse)
 
@@ -273,7 +273,7 @@ class _SampleOperation:
         """Sample. A full-parameter model first waits until the workers' host memory has space for its weights."""
         sample, context = self._sample, self._context
         if (path := sample.sampler.model_path) is not None and CheckpointPath.parse(path).step is not None:
-            await check_readable(context, sample.sampler.owner, path)  # makes it, so that its size is known
+            await check_readable(context, sample.sampler.owner, path)  # saves the fork, so that its size is known
         if not await _is_full_model(context, sample.sampler):
             return await self._load_and_sample(command)
         self._separate()
@@ -296,7 +296,7 @@ class _SampleOperation:
             loaded = await _load_unless_there(self._context, sampler, snapshot)
             if (held := snapshots.held(snapshot)) is not None and held.on_host:
                 self._context.full_models.loaded(held.host_bytes or 0)
-            # The request joins the batch without an await, and is therefore given back if the group ends.
+            # The request joins the batch without an await, so it is given back if the group ends.
             outcome = await self._batch.decode(self._sample, replace(command, snapshot_id=snapshot))
             return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
 
@@ -306,30 +306,30 @@ class SampleBatch:
     """The decode batch of one worker group, as the engine sees it. Only `run` sends SampleSteps."""
 
     def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup) -> None:
-        """An empty batch. context: bound to the worker group. Tokens are streamed by tasks of `group`."""
+        """Begin with an empty batch. context: bound to the worker group. Tasks of `group` stream tokens."""
         self.context = context
         self._group = group
-        self._waiting: dict[str, _Sample] = {}  # for the batch, or in it
+        self._waiting: dict[str, _Sample] = {}  # waiting for the batch, or in it
         self._admit: FairQueue[SampleRequest] = FairQueue()  # they join with the next steps
-        # By owner, the constraints that the group keeps compiled, as sampler.py does; the one used last is the last.
+        # The constraints that the group keeps compiled, by owner, least recently used first. sampler.py has the same.
         self._compiled = OrderedDict[tuple[str, Constraint], None]()
-        self._compiles = False  # whether the step that is under way compiles a constraint
+        self._compiles = False  # whether the current step compiles a constraint
         self._compile_at = 0.0  # the event loop's time from which the next constraint may be compiled
         self._cancel: list[str] = []  # they leave with the next step
         self._decoding: set[str] = set()  # in the batch
-        self._suspects: set[str] = set()  # their group crashed, so each is decoded alone until it is answered
+        self._suspects: set[str] = set()  # were in a group that crashed; each is decoded alone until it is answered
         self._has_work = asyncio.Event()
         self._answers = False  # whether the group has answers to prefill
         self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
         self._streaming: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Make a step of the sampler while there is anything to decode, until cancelled."""
+        """Make steps of the sampler while there is anything to decode, until cancelled."""
         while True:
             await self._step(idle=await self._wait_for_work())
 
     async def _wait_for_work(self) -> bool:
-        """Wait for requests. True when there are none, but the idle group has an answer to prefill."""
+        """Wait for requests. Returns True if there are none, but the idle group has an answer to prefill."""
         while not (self._admit or self._cancel or self._decoding):
             self._has_work.clear()
             may_prefill = self._answers and self.context.prefill_answers
@@ -342,7 +342,7 @@ class SampleBatch:
         return False
 
     async def decode(self, sample: _Sample, command: SampleRequest) -> Outcome:
-        """Let a request join the batch; its outcome. GroupFailedError when the worker group ends meanwhile."""
+        """Let a request join the batch. Returns its outcome. GroupFailedError: the worker group ended meanwhile."""
         if sample.cancelled:
             return _cancelled(sample.request)
         sample.ended = asyncio.get_running_loop().create_future()
@@ -371,7 +371,7 @@ class SampleBatch:
         self._suspects.discard(request_id)
 
     async def _step(self, *, idle: bool) -> None:
-        """Make one step of the sampler. When the group ends, all waiting requests are given back."""
+        """Make one step of the sampler. If the group ends, all waiting requests are given back."""
         command = SampleStep(self._joining(), tuple(self._cancel), idle=idle)
         self._cancel, self._answers = [], False
         joining = {request.request_id for request in command.admit}
@@ -423,19 +423,19 @@ class SampleBatch:
         return tuple(joining)
 
     def _keep(self, owner: str, constraint: Constraint) -> None:
-        """Note that the group uses this constraint now, and so keeps it compiled for a while."""
+        """Note that the group now uses this constraint, and therefore keeps it compiled for a while."""
         self._compiled[owner, constraint] = None
         self._compiled.move_to_end((owner, constraint))
         if len(self._compiled) > KEPT_CONSTRAINTS:
             self._compiled.popitem(last=False)
 
     def _pause_compiling(self, seconds: float) -> None:
-        """Compile no constraint until every other project had as many seconds as the step that compiled one took."""
+        """Compile no constraint until every other project has had `seconds`, the duration of the compiling step."""
         others = len({sample.request.owner for sample in self._waiting.values()}) - 1
         self._compile_at = asyncio.get_running_loop().time() + seconds * others
 
     def _samples_of(self, request_ids: Iterable[str]) -> list[_Sample]:
-        """The samples of these requests, without those that are answered."""
+        """The samples of those requests that are not answered yet."""
         return [self._waiting[request_id] for request_id in request_ids if request_id in self._waiting]
 
     def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
@@ -444,13 +444,13 @@ class SampleBatch:
                 sample.end(failure(sample.request, error))
 
     def _empty(self) -> None:
-        """Nothing is in the batch, or about to join or leave it."""
+        """Clear the batch, and the requests that are about to join or leave it."""
         self._decoding = set()
         self._admit, self._cancel = FairQueue(), []
         self._compiled.clear()
 
     async def _interrupt(self, error: GroupFailedError) -> None:
-        """The group ended. If it crashed, the requests in the batch are suspects."""
+        """Handle the end of the group. If it crashed, the requests in the batch become suspects."""
         executing = [sample.request for sample in self._samples_of(self._decoding)]
         failed = await attribute_crash(self.context, executing, error)
         if isinstance(error, SuspectError) and error.crashed:
@@ -468,7 +468,7 @@ class SampleBatch:
         self._empty()
 
     def _stream(self, streamed: Sequence[NewTokens]) -> None:
-        """Publish new tokens. Tokens that are decoded during one write go into the next."""
+        """Publish new tokens. Tokens decoded during one write go into the next write."""
         for tokens in streamed:
             if (sample := self._waiting.get(tokens.request_id)) is not None and not sample.cancelled:
                 self._streamed.append(StreamedTokens(stream_name(sample.sampler.id, sample.request.seq_id), tokens))
@@ -501,7 +501,7 @@ async def _is_full_model(context: ExecutionContext, sampler: SamplerView) -> boo
 
 
 async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, snapshot: str) -> SamplerLoaded | None:
-    """Have the worker group hold the sampler's snapshot; the change of the sampler's row if it names another one."""
+    """Load the sampler's snapshot unless the group holds it. Returns the update if the sampler's row names another."""
 
     async def load() -> SnapshotHeld:
         if sampler.model_path is None:
@@ -520,12 +520,12 @@ async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, sn
 
 
 def _cancelled(request: Pending) -> Outcome:
-    """An outcome that nobody reads: the request was answered before."""
+    """An outcome that no one reads: the request was already answered."""
     return request.failed(_CANCELLED, "user")
 
 
 async def _load_published(context: ExecutionContext, snapshot_id: str) -> SnapshotHeld:
-    """Load the weights of an unnamed save, once they are committed. The group where they were published has ended."""
+    """Load the weights of an unnamed save once they are committed. The group that published them has ended."""
     missed = None
     while True:
         path = await _path_of_published(context, snapshot_id)
@@ -538,7 +538,7 @@ async def _load_published(context: ExecutionContext, snapshot_id: str) -> Snapsh
 
 
 async def _path_of_published(context: ExecutionContext, snapshot_id: str) -> str:
-    """The path of an unnamed save's weights, once they are committed. StateLostError if they are lost."""
+    """Wait until an unnamed save's weights are committed. Returns their path. StateLostError: they are lost."""
     recovery = context.journal.recovery
     while True:
         # The order matters: a save that is not being stored here is stored or lost before the next read.

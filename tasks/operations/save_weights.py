@@ -1,20 +1,20 @@
 """The saves: save_weights, save_weights_for_sampler, and save_weights_external.
 
-A save under a name copies the model's state at its place in the order, and writes it to the store while training
-continues. The state includes the optimizer for further training (save_weights), and leaves it out for sampling
-(save_weights_for_sampler). An export is a PEFT folder to download, encrypted for the recipients if there are any
+A named save copies the model's state at its place in the order, and writes it to the store while training continues.
+The state includes the optimizer for further training (save_weights), and omits it for sampling
+(save_weights_for_sampler). An export is a PEFT folder for download, encrypted if there are recipients
 (save_weights_external).
 
-An unnamed save_weights_for_sampler makes a snapshot in memory and its sampler. The weights of a snapshot of kind
-`snapshot` never change. It is answered as soon as they are published in the worker group, and stored while later
+An unnamed save_weights_for_sampler makes a snapshot in memory and a sampler for it. The weights of a snapshot of kind
+`snapshot` never change. The save is answered as soon as they are published in the worker group, and stored while later
 operations are executed (sequencer.py). A sampler waits for the store only if the store fails.
 
 Samplers of kind `inflight` share one snapshot per model. Every later inflight save replaces its weights for all these
 samplers. Requests that are being decoded continue with the new weights from their next chunk. They keep the keys and
-values of the old weights, unless the save or the setting says that these are computed again. The replacement comes
-after the commit, so samplers never use weights that could be lost, and a failed save changes nothing. After a worker
-group ends, samplers use the last weights that were committed and answered. A request that had begun is decoded again
-from its beginning with the same seed. Its tokens may differ, because the weights change elsewhere in it.
+values of the old weights, unless the save or the setting requests recomputation. The weights are replaced after the
+commit, so samplers never use weights that could be lost, and a failed save changes nothing. After a worker group ends,
+samplers use the last weights that were committed and answered. A request that had begun is decoded again from its
+beginning with the same seed. Its tokens may differ, because the weights change at another token.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def save_weights(execution: Execution) -> Outcome:
 
 
 async def save_weights_for_sampler(execution: Execution) -> Outcome:
-    """Freeze the weights at this place in the order; the answer names the checkpoint, or the sampler."""
+    """Freeze the weights at this place in the order. The answer names the checkpoint or the sampler."""
     wanted = SaveForSampler.decode(execution.request.payload)
     if wanted.sampling_session_seq_id is None:
         saved = await _save(
@@ -86,7 +86,7 @@ async def save_weights_for_sampler(execution: Execution) -> Outcome:
         )
         return _answered(execution, saved, encode_saved(saved.path, kind="save_weights_for_sampler"))
     opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)
-    if execution.request.answered:  # in a worker group that has ended; a replay has copied the published weights
+    if execution.request.answered:  # by a worker group that has ended; a replay has copied the published weights
         return await _store_again(execution, opened)
     recompute = (wanted.kv_cache or execution.context.inflight_kv_cache) == "recompute"
     return await _publish(execution, opened, inflight=wanted.inflight, recompute=recompute)
@@ -106,7 +106,7 @@ async def save_weights_external(execution: Execution) -> Outcome:
     return _answered(execution, saved, result)
 
 
-# ------------------------------------------------------------------ saves under a name
+# ------------------------------------------------------------------ named saves
 async def copy_state(execution: Execution) -> AdapterState:
     """Copy the model's state at the save's place in the order, unless a replay has copied it there."""
     async with execution.slot:
@@ -129,10 +129,10 @@ async def _save(
 ) -> CheckpointSaved:
     """Copy the state, and commit it to the store as the checkpoint `name` of this `kind`. Returns its row.
 
-    The save is detached once it has its copy. execution: of the save. ttl_seconds: until it expires; None for never.
+    The save is detached once the state is copied. execution: of the save. ttl_seconds: until it expires; None: never.
     user_metadata: for people, none by default. overwrite: replace a checkpoint of this name. The name of
-    a deleted or expired checkpoint can be used in any case. recipients: the keys that can decrypt an export, which is
-    not encrypted if there are none. StoreError when the store fails, UserError when the name is taken.
+    a deleted or expired checkpoint can always be reused. recipients: the keys that can decrypt an export; without them
+    it is not encrypted. StoreError: the store failed. UserError: the name is taken.
     """
     state = await copy_state(execution)
     await execution.slot.detach()
@@ -156,7 +156,7 @@ async def _save(
 
 
 def _answered(execution: Execution, saved: CheckpointSaved, result: bytes) -> Outcome:
-    """The outcome of a save under a name, with its usage."""
+    """The outcome of a named save, with its usage."""
     request, base_model = execution.request, execution.context.card.name
     return request.done(result, "json", saved, Used(request.session_id, base_model, UsageKind.CHECKPOINT, 1))
 
@@ -165,7 +165,7 @@ def _answered(execution: Execution, saved: CheckpointSaved, result: bytes) -> Ou
 async def _publish(execution: Execution, opened: str, *, inflight: bool, recompute: bool) -> Outcome:
     """Publish the weights and store them, so that the sampler `opened` outlives the worker group.
 
-    recompute: keys and values of requests whose weights an inflight save replaces.
+    recompute: whether to recompute the keys and values of requests whose weights an inflight save replaces.
     """
     context, request, model_id = execution.context, execution.request, execution.model_id
     async with execution.slot:
@@ -198,7 +198,7 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool, recompu
 
 
 async def _store_again(execution: Execution, opened: str) -> Outcome:
-    """Store the weights of a save that was answered, and whose worker group ended before they were stored."""
+    """Store the weights of an answered save whose worker group ended before they were stored."""
     assert execution.copy is not None, f"save {execution.request.id}: the replay copies what is not stored"
     async with execution.slot:
         execution.then = partial(_store, execution, execution.copy)
@@ -206,7 +206,7 @@ async def _store_again(execution: Execution, opened: str) -> Outcome:
 
 
 async def _store_copy(execution: Execution, copied: asyncio.Task[AdapterState]) -> SaveState:
-    """Wait for the copy, and store it. The save is detached only after that, as its worker group may end before."""
+    """Wait for the copy, and store it. The save is detached only then, because the worker group may end earlier."""
     try:
         state = await copied
     except GroupFailedError:
@@ -228,7 +228,7 @@ async def _store(execution: Execution, state: AdapterState) -> SaveState:
             if await context.read(context.journal.samplers.unused_snapshots, {request.id}):
                 return SaveState.FAILED
             await record(context, await commit(execution, state, request.id))
-        except FencedError:  # another engine has this model, and stores it
+        except FencedError:  # another engine has taken over this model, and stores its weights
             raise
         except Exception:
             saves.store_failed(request.id)

@@ -1,4 +1,4 @@
-"""unload: the last operation on a model. The service requests it when the session is over, or its client does."""
+"""unload: the last operation on a model. The client requests it, or the service when the session is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see of a pipeline's run in Prefect: lines in its logs, and artifacts that are updated while it goes."""
+"""A pipeline's run as people see it in Prefect: log lines, and artifacts that are updated while it runs."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ from tinkerflow.tasks.pipelines.progress import SegmentRecord, StepMetrics
 log = logging.getLogger(__name__)
 
 LIVE_SECONDS = 2.0  # between two updates of the progress
-LINE_SECONDS = 10.0  # between two lines about steps
+LINE_SECONDS = 10.0  # between two log lines about steps
 MOST_ROWS = 200
 
-# Code that runs a flow in this process may set this, for a progress bar: it gets step, number of steps, step's metrics.
+# Code that runs a flow in this process may set these. follower: shows progress; called with the step, the number of
+# steps and the step's metrics.
 follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
-# Such code may set this, too, for what the run does before its next step.
+# phases: shows the phase of the run before its next step.
 phases: ContextVar[Callable[[str], None] | None] = ContextVar("phases", default=None)
-# And this, for lines that stay.
+# notes: shows permanent lines.
 notes: ContextVar[Callable[[str], None] | None] = ContextVar("notes", default=None)
-# And this, for links: a list that gets the id of each training run, or the path of a page below that of its weights.
+# training_runs: for links; collects the id of each training run, or the path of a page below that of its weights.
 training_runs: ContextVar[list[str] | None] = ContextVar("training_runs", default=None)
 
 
 def begin_phase(text: str) -> None:
-    """Show what the run does now, to the code that follows it and in the logs of the run."""
+    """Show the current phase of the run to the code that follows it, and in the run's logs."""
     if (show := phases.get()) is not None:
         show(text)
     log_line(text)
 
 
 def show_note(text: str) -> None:
-    """Show a line to the code that follows the run, or else in the log of the process; also in the logs of the run."""
+    """Show a line to the code that follows the run, or else in the process's log, and always in the run's logs."""
     if (show := notes.get()) is not None:
         show(text)
     else:
@@ -61,15 +62,15 @@ def show_note(text: str) -> None:
 
 
 def log_line(text: str, level: int = logging.INFO) -> None:
-    """Add a line to the logs of the current flow or task run; outside of a run, do nothing."""
+    """Add a line to the logs of the current flow or task run. Does nothing outside a run."""
     if FlowRunContext.get() is not None or TaskRunContext.get() is not None:
         get_run_logger().log(level, text)
 
 
 class RunArtifacts:
-    """The artifacts of one run. Outside of a flow run, or when Prefect is not reached, the run goes on without them.
+    """The artifacts of one run. Outside a flow run, or if Prefect cannot be reached, the run continues without them.
 
-    Keys are `<pipeline>-<name>-<kind>`, so that the runs of one name follow one another under one key.
+    Keys are `<pipeline>-<name>-<kind>`, so that runs of the same name follow one another under one key.
     """
 
     def __init__(self, prefix: str, clock: Clock | None = None) -> None:
@@ -81,7 +82,7 @@ class RunArtifacts:
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it was made
 
     async def progress(self, step: int, steps: int, values: Mapping[str, float]) -> None:
-        """Show how far the run is: a line every LINE_SECONDS, an artifact every LIVE_SECONDS, and both at the end."""
+        """Show the progress of the run: a line every LINE_SECONDS, an artifact every LIVE_SECONDS, both at the end."""
         if (follow := follower.get()) is not None:
             follow(step, steps, values)
         now = self._clock.monotonic()
@@ -95,7 +96,7 @@ class RunArtifacts:
             await self.put("progress", acreate_progress_artifact, 100 * step / steps, text, "progress")
 
     def _left(self, step: int, steps: int, now: float) -> str:
-        """The time until the last step, at the mean pace of this process."""
+        """The remaining time as a text, at the mean pace of this process; empty after the first and last step."""
         if self._first is None:
             self._first = (step, now)
         first, began = self._first
@@ -117,7 +118,7 @@ class RunArtifacts:
         await self.table("steps", rows, f"every {every}. step" if every > 1 else "all steps")
 
     async def pictures(self, kind: str, panels: Mapping[str, Mapping[str, Points]], title: str) -> None:
-        """Show a picture of panels: title of a panel -> name of a line -> its points."""
+        """Show a picture. panels: title of a panel -> name of a line -> its points."""
         await self.put(kind, acreate_image_artifact, data_url(picture(panels)), title, "image_url")
 
     async def table(self, kind: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -129,7 +130,7 @@ class RunArtifacts:
         await self.put(kind, acreate_markdown_artifact, markdown, title, "markdown")
 
     async def data(self, reports: Mapping[str, DataReport]) -> None:
-        """Show what the data checks found: name of the data set -> report."""
+        """Show the results of the data checks. reports: name of the data set -> report."""
         await self.text("data", "\n\n".join(data_page(name, report) for name, report in reports.items()), "data report")
 
     async def samples(self, segments: Sequence[SegmentRecord]) -> None:
@@ -145,7 +146,7 @@ class RunArtifacts:
         await self.table("samples", rows, "greedy answers over time")
 
     async def put(self, kind: str, create: Any, data: object, title: str, name: str) -> None:
-        """Make the artifact `kind` with `create`, or update it when this run has made it before.
+        """Make the artifact `kind` with `create`, or update it if this run has already made it.
 
         data: the content, the argument `name` of `create`. title: the artifact's description.
         """

@@ -1,4 +1,4 @@
-"""Champions: which weights are the best so far under a name. A new one is a new entry, so the history stays."""
+"""Champions: the best weights so far under a name. A new champion is a new entry, so the history is kept."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class Champion(BaseModel):
 
 
 def champion(work_url: str, name: str) -> Champion | None:
-    """The champion of `name`; None when nothing has been promoted yet."""
+    """The champion of `name`, or None if no weights have been promoted yet."""
     newest = newest_champion(open_work(work_url), name)
     return None if newest is None else Champion.model_validate(newest)
 
 
 async def check_readable(name: str, best: Champion, connection: str) -> None:
-    """Raise UserError when the key of the Prefect block `connection` (empty: as `connect` finds it) cannot read `best`.
+    """Raise UserError if the connection's key cannot read `best`.
 
-    A name of champions is one for all projects, but their checkpoints belong to the projects of the runs.
+    connection: a Prefect block; empty: as `connect` finds it. All projects share the names of champions, but
+    checkpoints belong to the projects of their runs.
     """
     async with connect(connection) as server:
         from tinker import NotFoundError
@@ -54,9 +55,9 @@ async def check_readable(name: str, best: Champion, connection: str) -> None:
 
 @task(name="promote", task_run_name="promote to {name}", cache_policy=NO_CACHE)
 def promote(work_url: str, name: str, new: Champion) -> None:
-    """Make `new` the champion of `name`, after the champion with the number before its own.
+    """Make `new` the champion of `name`, after the champion with the preceding number.
 
-    Raises ConflictError when another run has promoted other weights since `new` was compared with the champion.
+    ConflictError: another run has promoted other weights since `new` was compared with the champion.
     """
     key = champion_key(name, new.number)
     try:

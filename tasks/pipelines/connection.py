@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 60.0  # the most that the end of a session is waited for
+CLOSE_SECONDS = 60.0  # longest wait for the end of a session
 _NO_LIMIT = 2**31  # tokens, for a server that does not report its limit
 
 
 class TinkerflowConnection(Block):
-    """URL and key of a Tinkerflow server, stored by Prefect; the key is encrypted."""
+    """URL and key of a Tinkerflow server, stored by Prefect. The key is encrypted."""
 
     _block_type_name = "Tinkerflow Connection"
     _block_type_slug = "tinkerflow-connection"
@@ -49,7 +49,7 @@ class OfferedModel:
 
 @dataclass(frozen=True)
 class ServerClients:
-    """The SDK's two clients of one Tinkerflow server, and its URL and key for requests that the SDK does not know."""
+    """The SDK's two clients of one Tinkerflow server, and its URL and key for requests that the SDK lacks."""
 
     service: tinker.ServiceClient
     rest: tinker.RestClient
@@ -57,7 +57,7 @@ class ServerClients:
     key: str = field(default="", repr=False)
 
     async def base_model(self, wanted: str) -> OfferedModel:
-        """The base model to use; "" = the first. UserError when the server does not offer `wanted`."""
+        """The base model to use. wanted: its name; "" = the first one. UserError: the server does not offer it."""
         capabilities = await self.rest.get_server_capabilities()
         offered = {
             model.model_name: OfferedModel(model.model_name, model.max_context_length or _NO_LIMIT)
@@ -67,9 +67,9 @@ class ServerClients:
         return offered[offered_name(wanted, offered)] if wanted else next(iter(offered.values()))
 
     async def unload(self, model_id: str) -> None:
-        """Unload a model, and wait until it no longer counts for max_live_models.
+        """Unload a model, and wait until it no longer counts toward max_live_models.
 
-        A model that cannot be unloaded is a warning: the end of the session unloads it.
+        A failure is only logged as a warning, because the end of the session unloads the model.
         """
         problem, headers = "", {"X-API-Key": self.key}
         try:
@@ -93,9 +93,9 @@ class ServerClients:
             log.warning("model %s stays until its session ends: %s", model_id, problem)
 
     async def sampler_weights(self, wanted: str) -> str:
-        """The path of sampler weights: of a tinker:// path itself, of a training run's id that of its newest ones.
+        """The path of sampler weights. wanted: this path (tinker://…), or a training run's id for its newest weights.
 
-        UserError when the run has saved none yet; the SDK's errors when there is no such run.
+        UserError: the run has saved none yet. If there is no such run, the SDK's errors are raised.
         """
         if wanted.startswith("tinker://"):
             return wanted
@@ -108,7 +108,7 @@ class ServerClients:
 
 
 def address(block: str = "") -> tuple[str, str]:
-    """URL and key of a server, as `connect` finds them; for callers that do not await."""
+    """URL and key of the server that `connect` would use, for callers that do not await."""
     if block:
         loaded: Any = run_coro_as_sync(TinkerflowConnection.aload(block))
         return str(loaded.base_url), str(loaded.api_key.get_secret_value())
@@ -117,10 +117,10 @@ def address(block: str = "") -> tuple[str, str]:
 
 @asynccontextmanager
 async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> AsyncIterator[ServerClients]:
-    """Clients of the server that the Prefect block `block` names, or else of TINKER_BASE_URL and TINKER_API_KEY.
+    """Clients of the server in the Prefect block `block`, or else of TINKER_BASE_URL and TINKER_API_KEY.
 
-    Without these variables: the service of the data dir (`server_from_environment`). close_seconds: the most
-    that the end of the session is waited for.
+    Without these variables: the service of the data dir (`server_from_environment`). close_seconds: longest wait for
+    the end of the session.
     """
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
@@ -138,5 +138,5 @@ async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> A
             # The SDK reports samples that it can no longer cancel. The server ends them with the session.
             with logging_at(logging.CRITICAL, "tinker"):
                 await asyncio.to_thread(service.close("success").result, close_seconds)
-        except TimeoutError:  # a task of the SDK may miss that it is cancelled, and is then waited for without end
+        except TimeoutError:  # a task of the SDK may miss its cancellation and never end
             log.warning("the session of this run was not closed within %g s; the server ends it", close_seconds)

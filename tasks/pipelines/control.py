@@ -1,11 +1,11 @@
-"""The buttons of a run's page while the run goes: cancel, pause, suspend, resume.
+"""The buttons on the page of an active run: cancel, pause, suspend, resume.
 
 A runner (`tinkerflow serve`, a Prefect worker) cancels a run with SIGTERM. Prefect's own handler would raise in the
 middle of a step. The handler here only sets a flag: the run stops at the end of a step, with its state saved. Before
-and after training, its work is interrupted. A thread interrupts code of a user that blocks the event loop. In a process
-without a runner Prefect acts on no button, and on Pause it acts nowhere. Therefore the run also reads its own state.
+and after training, its work is interrupted. A thread interrupts user code that blocks the event loop. In a process
+without a runner, Prefect acts on no button, and it never acts on Pause. Therefore the run also reads its own state.
 
-Suspend ends the run in this process, at the end of a step with its state saved. When somebody presses Resume, a runner
+Suspend ends the run in this process, at the end of a step with its state saved. When someone presses Resume, a runner
 starts another process, which continues from that state.
 """
 
@@ -37,21 +37,21 @@ from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError, place_in_
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-STUCK_SECONDS = 3.0  # that the event loop may be blocked after a signal, before the code that blocks it is interrupted
+STUCK_SECONDS = 3.0  # how long code may block the event loop after a signal before it is interrupted
 _STOPPING = "stopping after this step, with its state saved; press Ctrl-C again to stop without saving"
 
 
 class StoppedError(Exception):
-    """The run has stopped on request; the message names the last step."""
+    """The run has stopped on request. The message names the last step."""
 
 
 class Control:
     """Whether the run may continue. All calls come from one event loop."""
 
     def __init__(self, flow_run: UUID | None = None) -> None:
-        """Allow the run to continue. flow_run: its id in Prefect; None outside of a flow run."""
+        """Begin with the run allowed to continue. flow_run: its id in Prefect; None outside a flow run."""
         self.flow_run = flow_run
-        self.interrupted = ""  # the place of code of a user that blocked the event loop after a request to stop
+        self.interrupted = ""  # the place of user code that blocked the event loop after a request to stop
         self._limit: asyncio.Timeout | None = None
         self._gradual = 0  # blocks that end by themselves
         self._stop = asyncio.Event()
@@ -62,7 +62,7 @@ class Control:
 
     @contextmanager
     def over(self, part: Control) -> Iterator[None]:
-        """For the block: when this run is stopped, stop `part` too, the control of a subflow run."""
+        """During the block, also stop `part`, the control of a subflow run, when this run is stopped."""
         self._parts.append(part)
         if self.stopping:
             part.stop()
@@ -73,7 +73,7 @@ class Control:
 
     @asynccontextmanager
     async def interrupting(self, text: str) -> AsyncIterator[None]:
-        """Interrupt the block after a request to stop, except within `gradually`; it raises as `stopped(text)` then."""
+        """Interrupt the block after a request to stop, except within `gradually`. Raises like `stopped(text)`."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._limit = limit
@@ -90,7 +90,7 @@ class Control:
 
     @contextmanager
     def gradually(self) -> Iterator[None]:
-        """Do not interrupt the block: it ends by itself after a request to stop."""
+        """Do not interrupt the block, because it ends by itself after a request to stop."""
         self._gradual += 1
         try:
             yield
@@ -99,7 +99,7 @@ class Control:
 
     @property
     def ends_itself(self) -> bool:
-        """Whether what the run does now ends by itself after a request to stop."""
+        """Whether the run's current work ends by itself after a request to stop."""
         return bool(self._gradual or self._parts)
 
     def _interrupt(self) -> None:
@@ -108,7 +108,7 @@ class Control:
 
     @property
     def stopping(self) -> bool:
-        """Whether somebody asked the run to stop."""
+        """Whether the run was requested to stop."""
         return self._stop.is_set() or bool(self.interrupted)
 
     @property
@@ -117,7 +117,7 @@ class Control:
         return not self._go.is_set()
 
     def stop(self) -> None:
-        """Request the run to stop; this also ends a pause."""
+        """Request the run to stop. This also ends a pause."""
         self._stop.set()
         self._go.set()
         for part in self._parts:
@@ -125,12 +125,12 @@ class Control:
         self._interrupt()
 
     def suspend(self, state: State[Any]) -> None:
-        """Ask the run to stop, so that another process can continue it; `state` is the run's suspended state."""
+        """Request the run to stop, so that another process can continue it. state: the run's suspended state."""
         self._suspended = state
         self.stop()
 
     def stopped(self, text: str) -> NoReturn:
-        """End the run after its last step: raise StoppedError, or Prefect's Pause when the run is suspended."""
+        """End the run after its last step: raise StoppedError, or Prefect's Pause if the run is suspended."""
         if self._suspended is not None:
             raise Pause(text, state=self._suspended)
         raise StoppedError(text)
@@ -145,7 +145,7 @@ class Control:
         self._go.set()
 
     async def may_go_on(self) -> bool:
-        """Wait while the run is paused; return False when the run must stop."""
+        """Wait while the run is paused. Returns False if the run must stop."""
         await self._go.wait()
         return not self.stopping
 
@@ -155,9 +155,9 @@ _current: ContextVar[Control | None] = ContextVar("control", default=None)
 
 @asynccontextmanager
 async def stoppable(text: str) -> AsyncIterator[None]:
-    """Interrupt the block, the work of a flow run, when somebody asks the run to stop: StoppedError with `text`.
+    """Interrupt the block, the work of a flow run, when the run is requested to stop. StoppedError: with `text`.
 
-    Within `controlled` nothing is interrupted.
+    Work within `controlled` is not interrupted.
     """
     async with _control() as control, control.interrupting(text):
         yield
@@ -165,9 +165,9 @@ async def stoppable(text: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def controlled() -> AsyncIterator[Control]:
-    """The control of the current flow run, for a block that ends by itself when the run is to stop.
+    """The control of the current flow run, for a block that ends by itself when the run must stop.
 
-    Outside of a flow run only signals stop it.
+    Outside a flow run, only signals stop it.
     """
     async with _control() as control:
         with control.gradually():
@@ -176,9 +176,9 @@ async def controlled() -> AsyncIterator[Control]:
 
 @asynccontextmanager
 async def _control() -> AsyncIterator[Control]:
-    """The control of the current flow run: that of the block around this one, if it is of the same run, or a new one.
+    """The control of the current flow run: that of the enclosing block if it belongs to the same run, or a new one.
 
-    The control of a subflow run belongs to that of the run around it, which hears the signal for both.
+    The control of a subflow run is attached to that of its parent run, which handles signals for both.
     """
     context, outer = FlowRunContext.get(), _current.get()
     run = context.flow_run.id if context is not None and context.flow_run is not None else None
@@ -202,14 +202,14 @@ async def _control() -> AsyncIterator[Control]:
 
 
 def refuse_after_interruption() -> None:
-    """Raise InterruptedCodeError if code of a user was interrupted: no more of it begins."""
+    """Raise InterruptedCodeError if user code was interrupted, so that no more user code begins."""
     control = _current.get()
     if control is not None and control.interrupted:
         raise InterruptedCodeError(control.interrupted)
 
 
 async def _watch(control: Control, flow_runs: set[UUID]) -> None:
-    """Read the states of the run and of its root run every LOOK_SECONDS, and obey them; never returns."""
+    """Read the states of the run and of its root run every LOOK_SECONDS, and obey them. Never returns."""
     async with get_client() as client:
         while True:
             try:
@@ -222,7 +222,7 @@ async def _watch(control: Control, flow_runs: set[UUID]) -> None:
 
 
 def obey(control: Control, states: list[State[Any]]) -> None:
-    """Stop, suspend, pause or resume the run, as the states of the run and of its root run say."""
+    """Stop, suspend, pause or resume the run, depending on the states of the run and of its root run."""
     if any(state.is_cancelling() or state.is_cancelled() for state in states):
         control.stop()
     elif suspended := [state for state in states if state.is_paused() and state.state_details.pause_reschedule]:
@@ -235,9 +235,9 @@ def obey(control: Control, states: list[State[Any]]) -> None:
 
 @contextmanager
 def _on_signals(control: Control) -> Iterator[None]:
-    """Stop the run at SIGTERM, and at the first Ctrl-C; the second Ctrl-C interrupts it.
+    """Stop the run at SIGTERM, and at the first Ctrl-C. The second Ctrl-C interrupts it.
 
-    Code of a user that blocks the event loop for STUCK_SECONDS after a signal is interrupted.
+    User code that blocks the event loop for STUCK_SECONDS after a signal is interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can handle signals
@@ -249,7 +249,7 @@ def _on_signals(control: Control) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             signal.signal(number, before[signal.SIGINT])
-        received.put(number)  # the thread does the rest: locks, such as those of logs, may be taken here
+        received.put(number)  # the thread does the rest, because locks (of logs, for example) may be held here
         if control.interrupted and place_in_loop(frame):
             raise InterruptedCodeError(control.interrupted)
 

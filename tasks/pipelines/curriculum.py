@@ -1,4 +1,4 @@
-"""Easy rows first: which rows a step of `rl` may pick (Bengio et al., 2009, "Curriculum Learning")."""
+"""Easy rows first: the pool of rows that a step of `rl` may pick from (Bengio et al., 2009, "Curriculum Learning")."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tinkerflow.tasks.pipelines.rows import Row
 
 
 class Curriculum:
-    """The pool of rows that grows from the easiest ones to all."""
+    """A pool of rows that grows from the easiest ones to all."""
 
     def __init__(self, rows: Sequence[Row], parameters: CurriculumParameters, steps: int, least: int) -> None:
-        """steps: of the training. least: rows that a pool has at least. UserError: a row has no difficulty."""
-        self._easiest_first = sorted(rows, key=lambda row: _difficulty(row, parameters.by))  # equal ones stay in order
+        """steps: of the training. least: minimum size of a pool. UserError: a row has no difficulty."""
+        self._easiest_first = sorted(rows, key=lambda row: _difficulty(row, parameters.by))  # stable for equal rows
         self._first = parameters.first
         self._least = min(least, len(rows))
         self._last_step = parameters.until * steps

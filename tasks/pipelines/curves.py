@@ -1,4 +1,4 @@
-"""Curves as an SVG picture, with a panel for each metric and steps from left to right."""
+"""Curves as an SVG picture, with a panel for each metric and steps on the horizontal axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLUMNS = 2
 
 
 def picture(panels: Mapping[str, Mapping[str, Points]]) -> str:
-    """An SVG document: title -> name of a line -> its points (step, value). Values that are not finite are left out."""
+    """An SVG document. panels: title -> name of a line -> points (step, value). Omits values that are not finite."""
     rows = math.ceil(len(panels) / _COLUMNS)
     width, height = _COLUMNS * WIDTH, rows * HEIGHT
     drawn = [
@@ -38,7 +38,7 @@ def picture(panels: Mapping[str, Mapping[str, Points]]) -> str:
 
 
 def data_url(svg: str) -> str:
-    """The picture as a data URL, which needs no file and no server."""
+    """The picture as a data URL, which needs neither a file nor a server."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 

@@ -1,4 +1,4 @@
-"""The data check: read rows, validate and tokenize them, and keep bad rows apart with their errors."""
+"""The data check: read rows, validate and tokenize them, and quarantine bad rows with their errors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tinkerflow.tasks.pipelines.sources import DataSource, Item, RawRow, read_ro
 from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
 
 _SHOWN_ERRORS = 20
-_QUARANTINED = 20_000  # characters of a bad row that the quarantine keeps
+_QUARANTINED = 20_000  # characters of a bad row in the quarantine
 _GUESSED_FROM = 100  # rows
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a pipeline does with the rows of a data set.
+    """How a pipeline uses the rows of a data set.
 
-    name: of the pipeline. schemas: the schemas that it takes. max_tokens: longest sequence, or longest prompt. learns:
-    the pipeline trains on (or scores) the answers of rows. Otherwise it uses prompts, and samples answers. extra: the
-    other fields that it uses; None = all. answer_tokens: longest sampled answer, which shares the context with its
-    prompt.
+    name: of the pipeline. schemas: the schemas that it accepts. max_tokens: longest sequence, or longest prompt.
+    learns: the pipeline trains on (or scores) the answers of rows. Otherwise it uses prompts, and samples answers.
+    extra: the other fields that it uses; None = all. answer_tokens: longest sampled answer, which shares the context
+    with its prompt.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Use:
     answer_tokens: int = 0
 
     def within(self, max_context: int) -> Use:
-        """The same for a model with so long a context: longer sequences would be refused."""
+        """A copy for a model with this context length, because longer sequences would be refused."""
         return replace(self, max_tokens=max(2, min(self.max_tokens, max_context - self.answer_tokens)))
 
 
@@ -59,7 +59,7 @@ class BadRow(BaseModel):
     ignore: list[str] = Field([], description="fields without which the rows would be right")
 
     def __str__(self) -> str:
-        """The problem for people."""
+        """Describe the problem for people."""
         if self.rows == 1:
             return f"{self.where}: {self.error}"
         return f"{self.rows} rows: {self.error}; first at {', '.join([self.where, *self.also])}"
@@ -74,7 +74,7 @@ class _Problem:
 
 
 class DataReport(BaseModel):
-    """The result of a check. digest: names the good rows by content; `load_rows` reads them from the work folder."""
+    """The result of a check. digest: of the good rows, which `load_rows` reads from the work folder."""
 
     url: str
     form: str = Field("", description="how the rows are written; empty = no form has their fields")
@@ -94,7 +94,7 @@ class DataReport(BaseModel):
     tokenized: str = Field("", description="key of the rows' tokens in the work folder, for `load_examples`")
 
     def summary(self) -> str:
-        """How many rows are used and left out on one line, with the first reasons and the place of all."""
+        """The number of used and omitted rows on one line, with the first reasons and the place of all."""
         parts = [f"{self.rows} rows"]
         parts += [f"{self.bad_rows} left out ({self._reasons()})"] if self.bad_rows else []
         parts += [f"{self.too_long} sequences over max_tokens left out"] if self.too_long else []
@@ -110,19 +110,19 @@ class DataReport(BaseModel):
 
 
 class DataCheckError(UserError):
-    """More rows are wrong, or fewer good, than the source allows; `report` has the figures."""
+    """More rows are wrong, or fewer are good, than the source allows. `report` contains the figures."""
 
     def __init__(self, message: str, report: DataReport) -> None:
-        """`message` names the data, the value and the limit."""
+        """message: names the data, the value and the limit."""
         super().__init__(message)
         self.report = report
 
 
 @dataclass
 class ReadRows:
-    """The rows of a source: `good` ones with their content, and in `quarantine` each bad one with its error.
+    """The rows of a source: `good` rows with their content, and in `quarantine` each bad row with its error.
 
-    empty: the places of rows of a table without any value, which are neither good nor bad.
+    empty: the places of table rows without any value, which are neither good nor bad.
     """
 
     reader: RowReader
@@ -133,7 +133,7 @@ class ReadRows:
 
     @property
     def bad(self) -> list[BadRow]:
-        """The problems of bad rows, in the order of their first rows."""
+        """The problems of bad rows, ordered by their first rows."""
         return [
             BadRow(where=one.where, error=one.error, rows=one.rows, also=one.also)
             if isinstance(one.error, str)
@@ -149,7 +149,7 @@ class ReadRows:
         ]
 
     def refuse(self, raw: RawRow, error: RowError | str) -> None:
-        """Add a bad row. Unused fields of all rows become one problem."""
+        """Add a bad row. The unused fields of all rows are one problem."""
         message = error if isinstance(error, str) else error.of(self.reader.parameter)
         key = error if isinstance(error, str) else error.problem
         problem = self._problems.setdefault(key, _Problem(raw.where, error))
@@ -170,7 +170,7 @@ class ReadRows:
         self.quarantine.append(text.encode())
 
     def refuse_schema(self, source: DataSource, use: Use) -> None:
-        """Raise UserError when there are rows, of a schema that the pipeline does not take."""
+        """Raise UserError if there are rows, and the pipeline does not accept their schema."""
         if self.good and self.reader.schema not in use.schemas:
             wanted = " or ".join(use.schemas)
             names = list(self.good[0][0].value) if isinstance(self.good[0][0].value, dict) else []
@@ -182,9 +182,10 @@ class ReadRows:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Rows as sequences, one after another. `counts` is the number of sequences of each row.
+    """Rows as sequences, one after another.
 
-    errors: index of a row -> why it has no tokens. too_long: sequences that were left out.
+    counts: the number of sequences of each row. errors: index of a row -> why it has no tokens. too_long: the number of
+    groups of sequences that were left out.
     """
 
     examples: Sequence[TokenizedExample]
@@ -193,7 +194,7 @@ class Tokenized:
     too_long: int
 
     def pack(self) -> bytes:
-        """The sequences as one file, for `unpack`."""
+        """Write the sequences as one file, for `unpack`."""
         out = io.BytesIO()
         np.savez_compressed(
             out,
@@ -208,7 +209,7 @@ class Tokenized:
 
     @staticmethod
     def unpack(data: bytes) -> Tokenized:
-        """The sequences that `pack` wrote."""
+        """Read the sequences that `pack` wrote."""
         with np.load(io.BytesIO(data)) as arrays:
             tokens, weights, ends = arrays["tokens"], arrays["weights"], np.cumsum(arrays["lengths"])
             starts = ends - arrays["lengths"]
@@ -218,7 +219,7 @@ class Tokenized:
 
 
 def tokenize(rows: Sequence[Row], renderer: Renderer, use: Use) -> Tokenized:
-    """Tokenize rows. Sequences over `use.max_tokens` are left out: whole groups, such as the pair of a preference."""
+    """Tokenize rows. Omits groups of sequences, such as a preference's pair, if one is longer than `use.max_tokens`."""
     examples: list[TokenizedExample] = []
     counts, errors, too_long = [], {}, 0
     for i, row in enumerate(rows):
@@ -239,7 +240,7 @@ def tokenize(rows: Sequence[Row], renderer: Renderer, use: Use) -> Tokenized:
 
 
 def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
-    """Read and validate rows, without tokens. most: rows to read; 0 = as many as the source allows."""
+    """Read and validate rows without tokenizing them. most: rows to read; 0 = as many as the source allows."""
     if use.extra is not None:
         refuse_unknown_fields(f"{source.parameter}.columns.", source.columns, use.extra)
     items = islice(read_rows(source), most or source.limit or None)
@@ -263,9 +264,9 @@ def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
 
 
 def refuse_unknown_fields(where: str, columns: Mapping[str, str], extra: Iterable[str] = ()) -> None:
-    """Raise UserError for a column of a field that no form has, and that is not in `extra`.
+    """Raise UserError for a column whose field is neither in a form nor in `extra`.
 
-    where: the beginning of the fields' names. columns: maps fields to columns.
+    where: prefix of the fields' names in the error. columns: maps fields to columns.
     """
     usable = (*ALL_FIELDS, *extra)
     for name, column in columns.items():
@@ -277,7 +278,7 @@ def refuse_unknown_fields(where: str, columns: Mapping[str, str], extra: Iterabl
 
 
 def _form(source: DataSource, first: Sequence[Item], use: Use) -> tuple[Form, bool]:
-    """The form of most of the first rows, of those forms that the pipeline takes if there are any; else no form."""
+    """The most frequent form of the first rows, preferably one that the pipeline accepts, and whether there is one."""
     if source.kind != "auto":
         return source.kind, True
     forms = Counter[Form]()
@@ -292,7 +293,7 @@ def _form(source: DataSource, first: Sequence[Item], use: Use) -> tuple[Form, bo
 
 
 def _renamed(raw: object, source: DataSource) -> object:
-    """The row with mapped columns under the names of their fields."""
+    """The row with mapped columns renamed to their fields."""
     if not isinstance(raw, dict):
         return raw
     mapped = {name: raw[column] for name, column in source.columns.items() if column in raw}
@@ -302,10 +303,10 @@ def _renamed(raw: object, source: DataSource) -> object:
 def inspect(
     source: DataSource, renderer: Renderer, use: Use, work_url: str = ""
 ) -> tuple[DataReport, ReadRows, Tokenized]:
-    """Read, validate and tokenize all rows. Bad rows are no error here, however many there are.
+    """Read, validate and tokenize all rows. Bad rows are not an error here, however many there are.
 
-    work_url: the work folder, in which tokens are kept for the next check of the same rows; "" = nothing is kept.
-    Raises UserError when there is nothing to read, or the rows have a schema that the pipeline does not take.
+    work_url: the work folder, which keeps tokens for the next check of the same rows; "" = keep none.
+    UserError: there is nothing to read, or the pipeline does not accept the rows' schema.
     """
     read, renderer = read_source(source, use), renderer.with_special_tokens(source.special_tokens)
     read.refuse_schema(source, use)
@@ -347,7 +348,7 @@ def inspect(
 
 
 def _tokenized(work_url: str, key: str, rows: Sequence[Row], renderer: Renderer, use: Use) -> Tokenized:
-    """The rows' tokens, from the work folder if an earlier check has kept them there."""
+    """The rows' tokens, from the work folder if an earlier check has stored them there."""
     if not work_url:
         return tokenize(rows, renderer, use)
     work = open_work(work_url)
@@ -362,8 +363,8 @@ def _tokenized(work_url: str, key: str, rows: Sequence[Row], renderer: Renderer,
 def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use) -> DataReport:
     """Check all rows of a source, and store the good ones and their tokens in the work folder.
 
-    Raises DataCheckError when more rows are wrong than the source allows, or fewer are good. Raises UserError when no
-    sequence is short enough, or the pipeline does not take the schema.
+    DataCheckError: more rows are wrong, or fewer are good, than the source allows. UserError: no sequence is short
+    enough, or the pipeline does not accept the schema.
     """
     report, read, tokenized = inspect(source, renderer, use, work_url)
     if read.quarantine:
@@ -377,7 +378,7 @@ def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use
 
 
 def refuse_bad(source: DataSource, report: DataReport) -> None:
-    """Raise DataCheckError when more rows are wrong, or fewer good, than the source allows."""
+    """Raise DataCheckError if more rows are wrong, or fewer are good, than the source allows."""
     total = report.rows + report.bad_rows
     if not total:
         raise DataCheckError(f"{source.parameter}.url {source.url!r}: is empty: it contains no rows", report)
@@ -393,7 +394,7 @@ def refuse_bad(source: DataSource, report: DataReport) -> None:
 
 
 def load_rows(work_url: str, report: DataReport) -> list[Row]:
-    """The good rows that a check stored. Rows without a sequence that is short enough are omitted."""
+    """Load the good rows that a check stored. Omits rows without a sequence that is short enough."""
     work = open_work(work_url)
     tokenized = Tokenized.unpack(work.read(_tokens_key(report.tokenized)))
     counts = [count for i, count in enumerate(tokenized.counts) if i not in tokenized.errors]
@@ -402,7 +403,7 @@ def load_rows(work_url: str, report: DataReport) -> list[Row]:
 
 
 def load_examples(work_url: str, report: DataReport) -> Sequence[TokenizedExample]:
-    """The sequences that a check stored."""
+    """Load the sequences that a check stored."""
     return Tokenized.unpack(open_work(work_url).read(_tokens_key(report.tokenized))).examples
 
 
@@ -415,7 +416,7 @@ def _tokens_key(name: str) -> str:
 
 
 def _notes(row: Row, use: Use) -> Iterator[str]:
-    """The parts of a row that the pipeline does not use."""
+    """Notes on the parts of a row that the pipeline does not use."""
     messages = (*row.prompt, *row.chosen)
     if not use.learns and row.chosen and use.extra is not None:
         yield f"{use.name} uses the prompt, not the answer"

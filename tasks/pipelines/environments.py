@@ -1,6 +1,6 @@
-"""How answers are rewarded: by a function of the user, or by an environment that leads a conversation.
+"""Rewards of answers: from a user's function, or from an environment that leads a conversation.
 
-Both are given by import path, `package.module:name`, and run with the rights of the flow's process.
+Both are given as an import path, `package.module:name`, and run with the rights of the flow's process.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.tasks.pipelines.rows import Json, Message, Row
 from tinkerflow.tasks.pipelines.user_code import call_in_loop, call_in_thread, import_named
 
-MAY_IMPORT = "PIPELINES_MAY_IMPORT"  # import paths, divided by spaces
+MAY_IMPORT = "PIPELINES_MAY_IMPORT"  # import paths, separated by spaces
 REWARDS = "tinkerflow.tasks.pipelines.rewards"
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 # A row's fields: `prompt` as messages; if the row has an answer, its text as `completion` and all its messages as
-# `continuation`; `tools`, if any; and all others as they are.
+# `continuation`; `tools`, if any; and all other fields unchanged.
 Facts = Mapping[str, Any]
 Reward = Callable[[Facts, str], float | Awaitable[float]]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The environment's reply to an answer: a reward, and the next messages; no messages end the conversation.
+    """The environment's reply to an answer: a reward, and the next messages. No messages: the conversation ends.
 
-    parts: of the reward, by name, for people who look at rollouts. They change nothing.
+    parts: of the reward, by name, for people who look at rollouts. Training ignores them.
     """
 
     reward: float
@@ -45,24 +45,24 @@ class Reply:
 class EnvironmentUnavailableError(ServerError):
     """Raised by an environment whose infrastructure failed: its sandbox died, or its server cannot be reached.
 
-    The conversation says nothing about the model. It is begun again, and is left out if that fails, too.
+    The failure does not depend on the model. The conversation is begun again, and is left out if that also fails.
     """
 
 
-# Errors that say nothing about the model; the first is of asyncio.timeout, too.
+# Errors that do not depend on the model. asyncio.timeout also raises the first.
 UNAVAILABLE = (TimeoutError, EnvironmentUnavailableError, ConnectionError, httpx.TransportError)
 
 
 class Environment(Protocol):
-    """One conversation with the model; a new object, made from a row's `Facts`, for each conversation.
+    """One conversation with the model. Each conversation gets a new object, made from a row's `Facts`.
 
-    `Facts` is a mapping: `prompt` is a list of messages, also where the row has a text. If the row has an answer,
-    `completion` is its text and `continuation` its messages. `tools` are those of the row. All other fields are as in
-    the row.
+    `Facts` is a mapping: `prompt` is a list of messages, even if the row contains a text. If the row has an answer,
+    `completion` is its text and `continuation` its messages. `tools` are the row's tools. All other fields are the
+    row's, unchanged.
 
-    If it has a method `async def stopped(self) -> Reply`, this gives the last reward of a conversation that the
-    environment did not end: it has max_turns answers, or no space for another one.
-    If it has a method `async def close(self)`, this is awaited when the conversation is over, however it ended.
+    Two methods are optional. `async def stopped(self) -> Reply` returns the last reward of a conversation that the
+    environment did not end, because it has max_turns answers or no space for another answer.
+    `async def close(self)` is awaited when the conversation is over, however it ended.
     """
 
     async def begin(self) -> Sequence[Message]:
@@ -81,7 +81,7 @@ EnvironmentMaker = Callable[[Facts], Environment]
 class Asked:
     """A conversation of one question and one answer, which a function rewards.
 
-    An `async def` is called in the event loop, any other function in a thread.
+    An `async def` function is called in the event loop, any other function in a thread.
     """
 
     facts: Facts
@@ -89,11 +89,11 @@ class Asked:
 
     @property
     def plain(self) -> bool:
-        """Whether the function is not an `async def`, nor an object that is called like one."""
+        """Whether the function is neither an `async def` nor an object with an `async def __call__`."""
         return not any(map(inspect.iscoroutinefunction, (self.reward, type(self.reward).__call__)))
 
     async def begin(self) -> Sequence[Message]:
-        """Ask the row's prompt."""
+        """The row's prompt."""
         return tuple(self.facts["prompt"])
 
     async def answered(self, text: str) -> Reply:
@@ -120,9 +120,9 @@ def facts_of(row: Row) -> Facts:
 
 
 def load(field: str, path: str) -> Callable[..., Any]:
-    """Import `package.module:name`. UserError, as `import_named` and `refuse_code`, or when it is not callable.
+    """Import `package.module:name`. Our own rewards are never refused.
 
-    Our own rewards are never refused.
+    UserError: of `import_named` or `refuse_code`, or the object is not callable.
     """
     if path.partition(":")[0] != REWARDS:
         refuse_code(field, path)
@@ -146,9 +146,10 @@ def check_methods(environment: object, name: str) -> None:
 
 
 def refuse_code(field: str, path: str) -> None:
-    """Raise UserError, which names `field`, where MAY_IMPORT is set (by `tinkerflow serve`) and does not have `path`.
+    """Raise UserError if MAY_IMPORT is set (by `tinkerflow serve`) and does not contain `path`.
 
-    path: an import path, or PREFIX:NAME for an environment of a library that executes code or calls a server.
+    field: the parameter, for the error. path: an import path, or PREFIX:NAME for an environment of a library that
+    executes code or calls a server.
     """
     allowed = os.environ.get(MAY_IMPORT)
     if allowed is not None and path not in allowed.split():
@@ -159,9 +160,9 @@ def refuse_code(field: str, path: str) -> None:
 
 
 def called_tools(text: str) -> tuple[str, list[Json]]:
-    """An answer without its calls of tools, and the calls, with `name` and `arguments`.
+    """Split an answer into its text and its tool calls, with `name` and `arguments`.
 
-    Their form is that of Hermes and Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Others stay in the text.
+    Calls have the form of Hermes and Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Others stay in the text.
     """
     calls = []
     for found in [*_CALL.finditer(text)]:
@@ -173,7 +174,7 @@ def called_tools(text: str) -> tuple[str, list[Json]]:
 
 
 def checked_reward(value: object, what: str = "reward") -> float:
-    """The reward as a number; UserError when it is not a finite number. what: the value, as the error names it."""
+    """The reward as a number. what: name of the value for the error. UserError: it is not a finite number."""
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
     hint = "; does the function return its value?" if value is None else ""

@@ -1,4 +1,4 @@
-"""Forward passes of a model in training: its log probabilities of given answers, without learning from them."""
+"""Forward passes of a model in training: log probabilities of given answers, without learning from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinkerflow.tasks.pipelines.render import TokenizedExample
 if TYPE_CHECKING:
     import tinker
 
-BATCH = 64  # examples of one request
+BATCH = 64  # examples in one request
 
 
 async def mean_loss(client: tinker.TrainingClient, examples: Sequence[TokenizedExample]) -> float:
@@ -25,7 +25,7 @@ async def mean_loss(client: tinker.TrainingClient, examples: Sequence[TokenizedE
 async def answer_logprobs(
     client: tinker.TrainingClient, examples: Sequence[TokenizedExample]
 ) -> npt.NDArray[np.float64]:
-    """The log probability of each example's learnt tokens together [len(examples)]."""
+    """The summed log probability of each example's learnt tokens [len(examples)]."""
     return np.array(
         [
             np.dot(output["logprobs"].to_numpy().astype(np.float64), example.weights[1:])
@@ -38,7 +38,7 @@ async def answer_logprobs(
 async def _forward(
     client: tinker.TrainingClient, examples: Sequence[TokenizedExample]
 ) -> AsyncIterator[tuple[Sequence[TokenizedExample], tinker.ForwardBackwardOutput]]:
-    """Cross entropy of BATCH examples at a time, requested concurrently; yields each part with its output."""
+    """Compute the cross entropy of parts of BATCH examples concurrently. Yields each part with its output."""
     parts = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
     futures = [client.forward([example.datum() for example in part], "cross_entropy") for part in parts]
     for part, future in zip(parts, futures, strict=True):

@@ -1,10 +1,10 @@
-"""Leaving out the rows that spoil a step: the step is made again without them, from the state before it.
+"""Leaves out the rows that spoil a step: the step is made again without them, from the state before it.
 
-After each step its gradient norm and its loss are compared with those of the steps before. If the step is unusual, its
-rows are computed alone, in a fork of the training run before the step (docs/history.md). The rows that are unlike the
-others are left out, until the step is usual, and those that do not spoil it are put back. Training then goes on in a
+After each step, its gradient norm and loss are compared with those of earlier steps. If the step is unusual, each of
+its rows is computed alone, in a fork of the training run before the step (docs/history.md). Rows that are unlike the
+others are left out until the step is usual, and rows that do not spoil it are put back. Training then continues in a
 new run that begins with the fork, so its weights are those of a run that never had the rows. All of this depends only
-on the data and on recorded steps, so that a retry finds the same rows.
+on the data and on recorded steps, so a retry finds the same rows.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class RowRecipe(Protocol):
         ...
 
     def batch(self, step: int) -> list[int]:
-        """The indices of the rows of a step, without those that are left out."""
+        """The indices of the rows of a step, excluding rows that are left out."""
         ...
 
     def lessons(self, rows: Sequence[int]) -> list[TokenizedExample]:
-        """The rows with these indices, weighted as in a step that has them all."""
+        """The rows with these indices, weighted as in a step with exactly these rows."""
         ...
 
 
@@ -62,10 +62,10 @@ class OutlierWatch:
     """Finds unusual steps, and leaves out their worst rows."""
 
     def __init__(self, run: PreparedRun, recipe: RowRecipe) -> None:
-        """run: its parameters, connection and artifacts. recipe: makes the steps."""
+        """run: the parameters, connection and artifacts. recipe: makes the steps."""
         self._run, self._recipe = run, recipe
         self._usual = UsualSteps()
-        self._accepted = 0  # a step that is made again, however unusual it is
+        self._accepted = 0  # the step that was made again; it passes, however unusual it is
         self.left_out: list[LeftOutRow] = []
         self._page: list[str] = []
 
@@ -80,7 +80,7 @@ class OutlierWatch:
         self._recipe.left_out.update(one.row for one in self.left_out)
 
     async def check_history(self, run_id: str) -> None:
-        """Check that the steps of a run can be forked. UserError: the server keeps no history of it."""
+        """Check that the steps of a run can be forked. UserError: the server keeps no histories."""
         path = f"api/v1/training_runs/{quote(run_id, safe='')}/history"
         async with self._http() as http:
             answer = await http.get(path, params={"payloads": False, "after": 2**62})
@@ -91,17 +91,17 @@ class OutlierWatch:
             )
 
     def passes(self, step: int, norm: float, loss: float) -> bool:
-        """Whether training goes on after a step, counted from 1, with this gradient norm and loss of a token."""
+        """Whether training continues after a step, counted from 1, with this gradient norm and loss per token."""
         if step != self._accepted and self._usual.unusual(norm, loss):
             return False
         self._usual.add(norm, loss)
         return True
 
     async def go_back(self, run_id: str, step: int, metadata: Mapping[str, str]) -> tinker.TrainingClient:
-        """The model of a run before `step`, in a new run. The step's worst rows are left out from now on.
+        """Restore the model of a run before `step` in a new run. The step's worst rows are left out from now on.
 
-        step: counted from 1. metadata: of the new run. If no rows explain the step, none are left out, and it passes as
-        it is.
+        step: counted from 1. metadata: of the new run. If no rows explain the step, none are left out, and it passes
+        unchanged.
         """
         path = f"tinker://{run_id}/weights/@{step - 1}"
         rows = self._recipe.batch(step - 1)
@@ -123,7 +123,7 @@ class OutlierWatch:
         return client
 
     async def _each_alone(self, probe: tinker.TrainingClient, rows: Sequence[int]) -> list[BlamedRow]:
-        """The figures of each row of a step. Equal rows are computed once."""
+        """Measure each row of a step alone. Equal rows are computed once."""
         lessons = self._recipe.lessons(rows)
         equal: dict[tuple[bytes, bytes], list[int]] = {}
         for number, lesson in enumerate(lessons):
@@ -143,12 +143,12 @@ class OutlierWatch:
     async def _spoilers(
         self, probe: tinker.TrainingClient, rows: Sequence[int], worst: Sequence[BlamedRow]
     ) -> list[int]:
-        """Numbers of the worst rows without which the step is usual; none if there are no such rows.
+        """Find the worst rows without which the step is usual. Returns their numbers; none if there are no such rows.
 
-        Rows are left out one after the other, the worst first, until the step is usual. Then each of them, the worst
-        first, is put back if the step stays usual with it: a harmless row may be more unlike the others than the row
-        that spoils the step. Only rows with a reason are left out: after too large a step, the gradients of all rows
-        are large. worst: the rows of the step, as `ranked`.
+        Rows are left out one after another, worst first, until the step is usual. Then each of them, worst first, is
+        put back if the step stays usual with it: a harmless row may be more unlike the others than the row that spoils
+        the step. Only rows with a reason are left out, because the gradients of all rows are large after too large a
+        step. worst: the rows of the step, from `ranked`.
         """
         chosen: list[Collection[int]] = []
         for row in worst:
@@ -165,7 +165,7 @@ class OutlierWatch:
     async def _needed(
         self, probe: tinker.TrainingClient, rows: Sequence[int], chosen: Sequence[Collection[int]]
     ) -> list[int]:
-        """Numbers of the chosen rows that cannot be put back. The last ones were chosen because they cannot."""
+        """Numbers of the chosen rows that cannot be put back. The last group is known to be needed."""
         needed = list(chosen)
         for numbers in chosen[:-1]:
             fewer = [one for one in needed if one is not numbers]
@@ -176,7 +176,7 @@ class OutlierWatch:
     async def _is_usual(
         self, probe: tinker.TrainingClient, rows: Sequence[int], without: Sequence[Collection[int]]
     ) -> bool:
-        """Whether the step would be usual without some of its rows."""
+        """Whether the step would be usual without the rows in `without`."""
         left_out = {number for numbers in without for number in numbers}
         kept = [index for number, index in enumerate(rows) if number not in left_out]
         if not kept:
@@ -208,7 +208,7 @@ class OutlierWatch:
 def _measured(
     probe: tinker.TrainingClient, lessons: Sequence[TokenizedExample]
 ) -> tuple[tinker.APIFuture[tinker.ForwardBackwardOutput], tinker.APIFuture[tinker.OptimStepResponse]]:
-    """Loss and gradient norm of some rows. An optimizer step with learning rate 0 leaves the weights as they are."""
+    """Request the loss and gradient norm of some rows. An optimizer step with learning rate 0 changes no weights."""
     import tinker
 
     forward = probe.forward_backward([lesson.datum() for lesson in lessons], "cross_entropy")

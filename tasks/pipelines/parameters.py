@@ -1,6 +1,6 @@
-"""The parameters of all pipelines: pydantic models whose descriptions and bounds make the form in the Prefect UI.
+"""The parameters of all pipelines: pydantic models whose descriptions and bounds define the form in the Prefect UI.
 
-This module does not import Prefect, so that `tinkerflow run` can refuse a wrong parameter within a second.
+This module does not import Prefect, so that `tinkerflow run` can reject a wrong parameter within a second.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tinkerflow.tasks.pipelines.sources import DataSource, HeldOutSource
 
 @dataclass(frozen=True)
 class Matches:
-    """A text that a regular expression describes. Forms have the expression, and errors have the rule in words."""
+    """A text that must match a regular expression. Forms contain the expression, and errors the rule in words."""
 
     pattern: str
     rule: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The schema of a text and then this check."""
+        """The schema of a text, followed by this check."""
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -75,7 +75,7 @@ EnvironmentName: TypeAlias = Annotated[
 
 
 def _tracker_names(value: object) -> object:
-    """Lists as they are, and a name alone as a list of it. ValueError for trackers that cannot be used here."""
+    """Convert a single name to a list. ValueError: a tracker cannot be used here."""
     names = [value] if isinstance(value, str) else value
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         try:
@@ -86,7 +86,7 @@ def _tracker_names(value: object) -> object:
 
 
 class Parameters(BaseModel):
-    """Base of all parameter models: an unknown name is refused."""
+    """Base of all parameter models. Unknown names are rejected."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
@@ -119,14 +119,14 @@ class TrainingParameters(Parameters):
 
 
 class SampleParameters(Parameters):
-    """Samples after each segment, for people to look at."""
+    """Samples after each segment, for people to read."""
 
     rows: int = Field(4, ge=0, le=32, description="Prompts: the first of the held-out data, or else of the data.")
     max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
 
 
 class RunParameters(Parameters):
-    """Parameters of every pipeline, whose name is `pipeline`."""
+    """Parameters of every pipeline. `pipeline` is its name."""
 
     pipeline: ClassVar[str]
 
@@ -149,7 +149,7 @@ class PipelineParameters(RunParameters):
     """Parameters of every training pipeline."""
 
     def use(self) -> Use:
-        """What the pipeline does with rows."""
+        """How the pipeline uses rows."""
         return Use(self.pipeline, ("chat", "prompt_completion", "text"), self.training.max_tokens)
 
     def sources(self) -> dict[str, DataSource]:
@@ -210,7 +210,7 @@ class DpoParameters(PipelineParameters):
     )
 
     def use(self) -> Use:
-        """What the pipeline does with rows."""
+        """How the pipeline uses rows."""
         return Use(self.pipeline, ("preference",), self.training.max_tokens)
 
 
@@ -240,10 +240,10 @@ class SamplingParameters(PipelineParameters):
         description="How many optimizer steps older than the trained weights the sampled weights may be: so many steps "
         "sample while others are trained. A segment begins with fresh samples. 0 = a step samples, then trains.",
     )
-    uses_fields: ClassVar[frozenset[str] | None]  # beside those of the row's form; None = all
+    uses_fields: ClassVar[frozenset[str] | None]  # in addition to those of the row's form; None = all
 
     def use(self) -> Use:
-        """What the pipeline does with rows."""
+        """How the pipeline uses rows."""
         schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
         longest = self.training.max_tokens
         return Use(self.pipeline, schemas, longest, False, self.uses_fields, self.answer_tokens)
@@ -299,7 +299,7 @@ class JudgeParameters(Parameters):
 
 
 class CurriculumParameters(Parameters):
-    """Easy rows first. Steps pick from a pool of the easiest rows, which grows until it has all."""
+    """Easy rows first. Steps pick from a pool of the easiest rows, which grows until it contains all."""
 
     by: str = Field(min_length=1, description="A row's field with its difficulty, a number.")
     first: float = Field(0.2, gt=0, le=1, description="Share of the rows, the easiest, with which training begins.")
@@ -307,7 +307,7 @@ class CurriculumParameters(Parameters):
 
 
 class RlParameters(JudgeParameters, SamplingParameters):
-    """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
+    """Reinforcement learning: answers with higher rewards than others to the same prompt become likelier."""
 
     pipeline = "rl"
     uses_fields = None
@@ -352,7 +352,7 @@ class RlParameters(JudgeParameters, SamplingParameters):
 
 
 class TeacherParameters(Parameters):
-    """The teacher: a model that a server offers, weights that were trained on one, or the student itself."""
+    """The teacher: a model that a server offers, weights trained on such a model, or the student itself."""
 
     connection: str = Field("", description="A Tinkerflow Connection block of the teacher's server; empty = the run's.")
     base_model: str = Field("", description="A model that the server offers; empty = the student's.")
@@ -379,7 +379,7 @@ class TeacherParameters(Parameters):
 
 
 class DistillParameters(SamplingParameters):
-    """On-policy distillation: the student learns from the log probabilities that a teacher gives its answers."""
+    """On-policy distillation: the student learns from a teacher's log probabilities of the student's answers."""
 
     pipeline = "distill"
     uses_fields = frozenset({"answer"})
@@ -388,12 +388,12 @@ class DistillParameters(SamplingParameters):
     teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="The model to learn from.")
 
     def use(self) -> Use:
-        """What the pipeline does with rows. With a teacher's prompt, further fields of rows are for it."""
+        """How the pipeline uses rows. A teacher's prompt may use further fields of rows."""
         return replace(super().use(), extra=None) if self.teacher.prompt else super().use()
 
 
 class EvaluateParameters(JudgeParameters, RunParameters):
-    """Scores of weights, compared with others, by a reward or on rows with answers."""
+    """Scores of weights, compared with other weights, by a reward or on rows with answers."""
 
     pipeline = "evaluate"
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
@@ -415,7 +415,7 @@ class EvaluateParameters(JudgeParameters, RunParameters):
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the answers that are rewarded, as `model.seed` of `rl`.")
 
     def use(self) -> Use:
-        """What the pipeline does with rows. Scoring samples one token behind each sequence."""
+        """How the pipeline uses rows. Scoring samples one token after each sequence."""
         if self.judge:
             schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
             return Use(self.pipeline, schemas, 2**31, False, None, self.max_tokens)
@@ -431,13 +431,13 @@ class EvaluateParameters(JudgeParameters, RunParameters):
 
 
 class ComparedParameters(JudgeParameters, SftParameters):
-    """A fine-tune whose weights are compared with others by a score on the held-out rows."""
+    """A fine-tune whose weights are compared with other weights by a score on the held-out rows."""
 
     held_out: HeldOutSource = Field(description="Rows on which the results are compared.")
     metric: Metric = Field("loss", description="The score that decides.")
 
     def use(self) -> Use:
-        """What the pipeline does with rows. With a reward, further fields of rows are for it."""
+        """How the pipeline uses rows. A reward may use further fields of rows."""
         return replace(super().use(), extra=None) if self.judge else super().use()
 
     @model_validator(mode="after")
@@ -460,7 +460,7 @@ class NightlyParameters(ComparedParameters):
 
 
 class GridParameters(Parameters):
-    """The values to try, every combination of them; an empty list = only the value of the fine-tune."""
+    """The values to try, in every combination. An empty list = only the value of the fine-tune."""
 
     learning_rate: list[Annotated[float, Field(gt=0, le=1)]] = Field([], description="Highest learning rates.")
     rank: list[Annotated[int, Field(ge=1, le=512)]] = Field([], description="Ranks of the adapter.")
@@ -479,7 +479,7 @@ class GridParameters(Parameters):
 
 
 class SweepParameters(ComparedParameters):
-    """A fine-tune for every combination of some parameters' values; the best is named."""
+    """A fine-tune for every combination of some parameters' values. The best one is reported."""
 
     pipeline = "sweep"
     grid: GridParameters = Field(description="The values to try.")

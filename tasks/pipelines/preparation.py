@@ -1,4 +1,4 @@
-"""The start of a training pipeline: connect to the server, check the data and tokenize it."""
+"""The start of a training pipeline: connect to the server, then check and tokenize the data."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class PreparedRun:
     """A run whose data passed its checks.
 
-    base: samples from the base model. renderer: makes tokens of rows. work_url: the work folder. artifacts: the run's
-    page for people. reports: of the data sets `data` and, when it is given, `held_out`.
+    base: samples from the base model. renderer: tokenizes rows. work_url: the work folder. artifacts: the run's page
+    for people. reports: of the data sets `data` and, if given, `held_out`.
     """
 
     pipeline: str
@@ -47,32 +47,32 @@ class PreparedRun:
 
     @property
     def used_rows(self) -> str:
-        """How many rows are used and left out, of `data` and of `held_out`."""
+        """The number of used and omitted rows of `data` and of `held_out`, as a text."""
         parts = {name: report.summary() for name, report in self.reports.items()}
         return "; ".join(text if name == "data" else f"{name}: {text}" for name, text in parts.items())
 
     def rows(self, dataset: str) -> list[Row]:
-        """The good rows of `data` or `held_out` that are not too long; none when the data set was not given."""
+        """The good rows of `data` or `held_out` that are not too long; none if the data set was not given."""
         return load_rows(self.work_url, self.reports[dataset]) if dataset in self.reports else []
 
     def examples(self, dataset: str) -> tuple[str, Sequence[TokenizedExample]]:
-        """The rows of `data` or `held_out` as tokens, after a name for them that plans and checkpoints have."""
+        """A name for the tokenized rows of `data` or `held_out`, used in plans and checkpoints, and their tokens."""
         if dataset not in self.reports:
             return "", []
         report = self.reports[dataset]
         return f"rendered/{report.tokenized}.npz", load_examples(self.work_url, report)
 
     def prompts(self, dataset: str) -> tuple[str, list[Row]]:
-        """The rows whose prompts are not too long, after a digest of these rows."""
+        """A digest of the rows whose prompts are not too long, and these rows."""
         rows = self.rows(dataset)
         return digest(self.renderer.fingerprint, *(orjson.dumps(row.to_json()) for row in rows)), rows
 
     def batch(self, step: int, rows: int) -> list[int]:
-        """The indices of the rows of step `step`, of `rows` in all."""
+        """The indices of the rows of step `step`, out of `rows` rows."""
         return batch_of(step, size=self.parameters.training.batch_size, rows=rows, seed=self.parameters.model.seed)
 
     async def preview(self, client: tinker.TrainingClient) -> list[Sample]:
-        """The greedy answers of the model as it is now to a few prompts, for people to look at."""
+        """Sample greedy answers of the current model to a few prompts, for people to look at."""
         wanted = self.parameters.samples
         rows = [row for row in self.rows("held_out") or self.rows("data") if row.prompt][: wanted.rows]
         if not rows:
@@ -85,7 +85,7 @@ class PreparedRun:
 
 @task(name="check data", task_run_name="check data: {source.url}", cache_policy=NO_CACHE)
 def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) -> DataReport:
-    """Check and tokenize a data set, as `check_source` does, and show the notes of the report."""
+    """Check and tokenize a data set with `check_source`, and show the notes of the report."""
     report = check_source(source, work_url, renderer, use)
     for note in report.notes:
         show_note(f"data {source.url}: {note}")
@@ -94,9 +94,9 @@ def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) 
 
 @asynccontextmanager
 async def prepare(parameters: PipelineParameters) -> AsyncIterator[PreparedRun]:
-    """Connect to the server, check the data and show the report; the connection lasts for the block.
+    """Connect to the server for the block, check the data and show the report.
 
-    Raises DataCheckError when too many rows are wrong, UserError when the pipeline does not take the rows.
+    DataCheckError: too many rows are wrong. UserError: the pipeline does not accept the rows.
     """
     work_url, use = parameters.work_url, parameters.use()
     artifacts = RunArtifacts(f"{use.name}-{parameters.name}")

@@ -1,4 +1,4 @@
-"""The record of a training run: the segments that are done, and the saved state of each."""
+"""The record of a training run: the finished segments, and the saved state of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepMetrics(BaseModel):
 
 
 class Sample(BaseModel):
-    """The model's answer to a prompt. wanted: the expected answer, empty when the row has none. reward: if any."""
+    """The model's answer to a prompt. wanted: the expected answer; empty if the row has none. reward: if any."""
 
     prompt: str
     answer: str
@@ -34,14 +34,14 @@ class Sample(BaseModel):
 
 
 class LeftOutRow(BaseModel):
-    """A row that spoiled a step (outliers.py). step: the first without it. row: its index in the data."""
+    """A row that spoiled a step (outliers.py). step: the first step without it. row: its index in the data."""
 
     step: int
     row: int
 
 
 class SegmentRecord(BaseModel):
-    """The steps first_step..last_step, done and saved. state: the training checkpoint after last_step.
+    """The finished and saved steps first_step..last_step. state: the training checkpoint after last_step.
 
     left_out: the rows that the segment and all later ones leave out.
     """
@@ -58,15 +58,16 @@ class SegmentRecord(BaseModel):
 class RunProgress:
     """The segments of one run of one pipeline, in the work folder.
 
-    A segment is written once, after its state is saved, under the number of its last step. When two processes continue
+    A segment is written once, after its state is saved, under the number of its last step. If two processes continue
     the same run, one of them gets a UserError and stops.
     """
 
     def __init__(self, work_url: str, run: str, plan: str, parameters: Mapping[str, object] | None = None) -> None:
-        """Open the record of `run`, the name that retries share. plan: digest of all that decides the outcome.
+        """Open the record of a run.
 
-        parameters: those of the plan by name, for the error when they differ. Raises UserError when the run was begun
-        with another plan: its steps would not fit.
+        run: the name that retries share. plan: digest of everything that determines the outcome. parameters: those of
+        the plan by name, for the error if they differ. UserError: the run was begun with another plan, so its steps
+        would not fit.
         """
         self._work = open_work(work_url)
         self._folder = f"progress/{checked_name('run', run)}"
@@ -88,7 +89,7 @@ class RunProgress:
             ) from None
 
     def segments(self) -> list[SegmentRecord]:
-        """The segments that are done, in order of steps. ServerError when one is missing."""
+        """The finished segments, in order of steps. ServerError: one is missing."""
         names = sorted(self._work.children(f"{self._folder}/segments"))
         found = [
             SegmentRecord.model_validate(read_json(self._work, f"{self._folder}/segments/{name}")) for name in names
@@ -101,7 +102,7 @@ class RunProgress:
         return found
 
     def add(self, segment: SegmentRecord) -> None:
-        """Record the next segment; UserError when another process has recorded it already."""
+        """Record the next segment. UserError: another process has already recorded it."""
         done = self.segments()
         if segment.first_step != (done[-1].last_step + 1 if done else 1):
             raise UserError(f"{self._folder}: step {segment.first_step} was made by another process meanwhile")
@@ -113,13 +114,13 @@ class RunProgress:
             raise UserError(f"{self._folder}: step {segment.last_step} was made by another process meanwhile") from None
 
     def kept(self, name: str) -> bytes | None:
-        """The bytes that a process of this run stored under `name`; None when none did."""
+        """The bytes that a process of this run stored under `name`, or None."""
         try:
             return self._work.read(f"{self._folder}/kept/{name}")
         except FileNotFoundError:
             return None
 
     def keep(self, name: str, data: bytes) -> bytes:
-        """Store bytes that all processes of this run use; the bytes of the first process that stored some."""
+        """Store bytes that all processes of this run use. Returns the bytes of the first process that stored some."""
         create_once(self._work, f"{self._folder}/kept/{name}", data)
         return self._work.read(f"{self._folder}/kept/{name}")

@@ -3,8 +3,8 @@
     journal://?rated=true&since=7d            the server of TINKER_BASE_URL, or of the data dir
     journal://BLOCK?rated=true&since=2026-01-31    the server of a Tinkerflow Connection block
 
-An answer's newest feedback counts. A better text that somebody wrote is the best answer; otherwise answers are ordered
-by reward, where good is 1 and bad is 0.
+Only the newest feedback on an answer counts. A better text that someone wrote is the best answer. Otherwise answers are
+ordered by reward, where good is 1 and bad is 0.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.tasks.pipelines.connection import address
 
 _PAGE = 1000
-_GOOD = 0.5  # a reward above it makes an answer worth imitating
+_GOOD = 0.5  # answers with a higher reward are worth imitating
 _AGO = re.compile(r"(\d{1,5})([dh])")
 
 
 def rated_rows(url: str, kind: str) -> Iterator[dict[str, Any]]:
-    """Rows of a schema, oldest first.
+    """Rows of the schema `kind`, oldest first.
 
-    chat, prompt_completion (also for `auto`): the answers that were rated good, or the better text. preference: of a
-    prompt with answers that were rated differently, the best and the worst. prompt: every prompt once, with the best
+    chat, prompt_completion (also for `auto`): the answers that were rated good, or the better text. preference: for a
+    prompt whose answers were rated differently, the best and the worst. prompt: every prompt once, with the best
     answer as `answer`, for rewards that compare.
-    Raises UserError when the URL is wrong or the server refuses.
+    UserError: the URL is wrong, or the server refuses the request.
     """
     block, since = _parse(url)
     base_url, key = address(block)
@@ -59,7 +59,7 @@ def _rows(kind: str, prompt: Any, answers: list[tuple[float, str]]) -> Iterator[
 
 
 def _answers(one: Mapping[str, Any]) -> list[tuple[float, str]]:
-    """The answers that feedback knows of, each with its reward; a written one is better than every sample."""
+    """The answers in a feedback entry, each with its reward. A written answer is better than every sample."""
     reward = one["reward"]
     if reward is None:
         reward = 0.0 if one["label"] == "bad" or one["text"] is not None else 1.0

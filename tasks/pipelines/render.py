@@ -1,4 +1,4 @@
-"""Rows as tokens, by the model's own chat template."""
+"""Tokenizes rows with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Format = Literal["chat", "text"]
 SpecialTokens = Literal["text", "tokens"]
-_VERSION = "2"  # of the rules below; part of the cache's keys
-_MARK = re.compile("\ufdd0(\\d+)\ufdd1")  # stands for a special token in a text; the two code points are not characters
+_VERSION = "2"  # of the rules below; part of cache keys
+_MARK = re.compile("\ufdd0(\\d+)\ufdd1")  # replaces a special token in a text; the two code points are noncharacters
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TokenizedExample:
         return TokenizedExample(self.tokens, (self.weights * np.float32(factor)).astype(np.float32))
 
     def datum(self) -> tinker.Datum:
-        """The input of `cross_entropy`: position t predicts token t + 1."""
+        """The input for `cross_entropy`: position t predicts token t + 1."""
         import tinker
 
         return tinker.Datum(
@@ -62,10 +62,10 @@ class Renderer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, format_: Format = "chat", special_tokens: SpecialTokens = "text"
     ) -> None:
-        """Raise UserError when the format is chat and the tokenizer has no chat template.
+        """special_tokens: how to tokenize a special token such as `<|im_end|>` in a row's text.
 
-        special_tokens: "text" turns `<|im_end|>` in a text of a row into tokens of plain text. "tokens" turns it into
-        the special token, which lets data end a turn and speak in another role.
+        "text" turns it into tokens of plain text. "tokens" turns it into the special token, which lets data end a turn
+        and speak in another role. UserError: the format is chat, and the tokenizer has no chat template.
         """
         if format_ == "chat" and not tokenizer.chat_template:
             raise UserError(f"format 'chat': the tokenizer {tokenizer.name_or_path} has no chat template; use 'text'")
@@ -75,13 +75,13 @@ class Renderer:
         self._template = TemplateCheck(self._text)
 
     def with_special_tokens(self, special_tokens: SpecialTokens) -> Renderer:
-        """The renderer, with another rule for special tokens in texts."""
+        """A renderer with this rule for special tokens in texts."""
         same = special_tokens == self._special_tokens
         return self if same else Renderer(self._tokenizer, self._format, special_tokens)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for renderers that make the same tokens of the same rows."""
+        """A digest that is equal for renderers that produce the same tokens from the same rows."""
         rules = getattr(self._tokenizer, "backend_tokenizer", None)
         return digest(
             _VERSION,
@@ -94,7 +94,7 @@ class Renderer:
 
     @cached_property
     def vocabulary(self) -> str:
-        """Equal for tokenizers whose token ids mean the same."""
+        """A digest that is equal for tokenizers with the same vocabulary."""
         return digest(str(sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])))
 
     @property
@@ -105,7 +105,7 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Tokens that request the next assistant message.
 
-        Raises RowError when the template refuses the messages, or does not show one of their fields.
+        RowError: the template rejects the messages, or does not show one of their fields.
         """
         text = self._text(messages, tools, asking=True)
         self._check_fields(messages, tools)
@@ -116,7 +116,7 @@ class Renderer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
     def pieces(self, example: TokenizedExample) -> list[tuple[str, bool]]:
-        """The example's text for people: (text, whether it is trained on), in order."""
+        """The example's text for people, in order: (text, whether it is trained on)."""
         borders = [0, *(np.flatnonzero(np.diff(example.weights > 0)) + 1), len(example.tokens)]
         return [
             (str(self._tokenizer.decode(example.tokens[a:b].tolist())), bool(example.weights[a] > 0))
@@ -124,7 +124,7 @@ class Renderer:
         ]
 
     def answer_text(self, row: Row) -> str:
-        """The row's first answer as `text` shows a sampled one; "" when the row has none."""
+        """The row's first answer, in the form in which `text` returns a sampled one; "" if the row has none."""
         if not row.chosen:
             return ""
         if not {"tool_calls", "reasoning_content"} & row.chosen[0].keys():
@@ -133,7 +133,7 @@ class Renderer:
         return self.text(self._tokens(self._text([*row.prompt, row.chosen[0]], row.tools)[len(before) :]))
 
     def prompt_example(self, row: Row) -> TokenizedExample:
-        """The row's prompt as a sequence without weights; RowError as of `prompt`, and when the row is a plain text."""
+        """The row's prompt as a sequence with weights of 0. RowError: of `prompt`, or the row is a plain text."""
         if not row.prompt:
             raise RowError("text", row.text, "is no prompt")
         tokens = self.prompt(row.prompt, row.tools)
@@ -142,12 +142,12 @@ class Renderer:
     def examples(self, row: Row, longest_text: int = 0) -> list[list[TokenizedExample]]:
         """The row as sequences in which the assistant's messages are trained on, in groups that stay together.
 
-        Usually this is one sequence. Some templates rewrite earlier turns once there are later ones, for example to
-        drop reasoning. Then there is one sequence for each assistant message, with exactly the tokens before it that
-        sampling sees. The two answers of a preference are one group. A text is cut into equal sequences of
-        at most `longest_text` tokens (0 = it is not cut).
+        Usually this is one sequence. Some templates rewrite earlier turns when later turns follow, for example to
+        drop reasoning. Then each assistant message becomes one sequence, preceded by exactly the tokens that sampling
+        sees. The two answers of a preference are one group. A text is cut into equal sequences of at most
+        `longest_text` tokens (0 = not cut).
 
-        Raises RowError when the template refuses the row, or does not show one of its fields.
+        RowError: the template rejects the row, or does not show one of its fields.
         """
         if row.text:
             tokens = np.array(self._tokens(self._escaped(row.text) + str(self._tokenizer.eos_token or "")), np.int32)
@@ -165,7 +165,7 @@ class Renderer:
     def _answered(
         self, prompt: Sequence[Message], answer: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[TokenizedExample]:
-        """Each part between two borders is tokenized separately, as it is when the model is sampled."""
+        """Tokenize a conversation. Each part between two borders is tokenized separately, as in sampling."""
         turns = [i for i, message in enumerate(answer) if message["role"] == "assistant" and message.get("weight", 1)]
         if not turns:
             raise RowError("messages", [message["role"] for message in answer], "have no answer with a weight over 0")
@@ -210,7 +210,7 @@ class Renderer:
             raise RowError("tools", [tool["function"]["name"] for tool in tools], "format 'text' has no place for them")
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
-        """The conversation by the format's rules; special tokens in its own texts are marks."""
+        """Render the conversation by the format's rules. Marks replace special tokens in its own texts."""
         if self._format == "text":
             end = "" if asking else str(self._tokenizer.eos_token or "")
             return self._escaped("".join(message["content"] for message in messages)) + end
@@ -226,7 +226,7 @@ class Renderer:
         return str(text)
 
     def _for_template(self, message: Message) -> dict[str, Any]:
-        """The message under the names of templates, which differ in their name for reasoning."""
+        """The message with the field names of templates, which use different names for reasoning."""
         shown: dict[str, Any] = {key: value for key, value in message.items() if key != "weight"}
         if "reasoning_content" in message:
             shown["thinking"] = message["reasoning_content"]
@@ -234,7 +234,7 @@ class Renderer:
 
     @cached_property
     def _specials(self) -> list[tuple[str, bool, bool]]:
-        """All special tokens, longest first: text, whether spaces before and behind it belong to it."""
+        """All special tokens, longest first: (text, whether it includes spaces before it, and after it)."""
         added = self._tokenizer.added_tokens_decoder.values()
         tokens = {str(token.content): (token.lstrip, token.rstrip) for token in added if token.special}
         tokens |= {
@@ -251,14 +251,14 @@ class Renderer:
         return re.compile("|".join(["\ufdd0", *tokens]))
 
     def _escaped(self, text: str) -> str:
-        """The text with a mark for each special token, unless these stay special tokens."""
+        """The text with special tokens replaced by marks, unless they stay special tokens."""
         if self._special_tokens == "tokens" or not self._special_pattern.search(text):
             return text
         return self._plain_pattern.sub(lambda found: f"\ufdd0{self._marks.index(found[0])}\ufdd1", text)
 
     @cached_property
     def _marks(self) -> list[str]:
-        """The texts that marks stand for, by number; the sign that begins a mark has one, too."""
+        """The texts that marks replace, by number. The character that begins a mark is one of them."""
         return ["\ufdd0", *(text for text, *_ in self._specials)]
 
     @cached_property
@@ -276,7 +276,7 @@ class Renderer:
         return value
 
     def _tokens(self, text: str) -> list[int]:
-        """The text's tokens. Special tokens of the template are themselves; marks are text."""
+        """The text's tokens. The template's special tokens stay special, and marks become plain text."""
         if "\ufdd0" not in text:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         tokens: list[int] = []
@@ -289,7 +289,7 @@ class Renderer:
         return tokens
 
     def _parts(self, text: str) -> list[tuple[str, bool]]:
-        """The text cut at the template's special tokens: (part, whether it is a special token)."""
+        """The text split at the template's special tokens: (part, whether it is a special token)."""
         parts, end = [], 0
         for found in self._special_pattern.finditer(text):
             if found[0] != "\ufdd0":

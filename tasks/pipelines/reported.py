@@ -1,4 +1,4 @@
-"""The values of a pipeline's steps on the page of its training run: they are sent to the server as metrics."""
+"""Sends the values of a pipeline's steps to the server as metrics, for the page of its training run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tinkerflow.tasks.pipelines.connection import ServerClients
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 500  # steps of one request
+_AT_ONCE = 500  # steps in one request
 _REASON = 1000  # characters
 _SECONDS = 10.0  # for one request
 _OWN_CHARTS = ("loss", "grad_norm", "learning_rate")  # the server measures these itself
 
 
 class ReportedMetrics:
-    """Sends metrics of steps, and never fails: steps that the server did not take are sent again with the next ones.
+    """Sends metrics of steps, and never fails: steps that the server did not store are sent again with the next ones.
 
     The server stores a value once, so sending it again is harmless.
     """

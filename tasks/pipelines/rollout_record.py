@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def record_rollouts(work_url: str, run_id: str, rollouts: StepRollouts) -> None:
-    """Write the rollouts of a step. A failure is logged: training goes on without them."""
+    """Write the rollouts of a step. A failure is logged, and training continues without them."""
     try:
         write_rollouts(open_work(work_url), run_id, rollouts)
     except (OSError, ValueError) as error:
@@ -39,7 +39,7 @@ def record_rollouts(work_url: str, run_id: str, rollouts: StepRollouts) -> None:
 def record_evaluation(work_url: str, rollouts: StepRollouts, facts: EvaluationFacts) -> str:
     """Write the conversations of an evaluation for a page of the run that saved the weights.
 
-    Returns the path of the page below /training_runs. A failure is logged, and the path is then "".
+    Returns the path of the page below /training_runs, or "" after a failure, which is logged.
     """
     run_id = facts.weights.removeprefix("tinker://").partition("/")[0]
     try:
@@ -51,7 +51,7 @@ def record_evaluation(work_url: str, rollouts: StepRollouts, facts: EvaluationFa
 
 
 def group_of(episodes: Sequence[Episode], advantages: npt.NDArray[np.float64], *, rewarded: bool) -> RolloutGroup:
-    """A group for people. advantages: one for each episode. rewarded: whether episodes have rewards."""
+    """A group as people see it. advantages: one for each episode. rewarded: whether episodes have rewards."""
     prompt = [_message(message) for message in episodes[0].messages[: episodes[0].answered[0]]]
     samples = [
         RolloutSample(
@@ -68,7 +68,7 @@ def group_of(episodes: Sequence[Episode], advantages: npt.NDArray[np.float64], *
 
 
 def dropped_of(lost: Iterable[Lost], replaced: Iterable[Sequence[Episode]]) -> list[DroppedRollout]:
-    """The conversations that a step did not learn from. replaced: groups that others took the place of."""
+    """The conversations that a step did not learn from. replaced: groups that were replaced by others."""
     found = [
         DroppedRollout(prompt=one.prompt, fate="begun again" if one.repeated else "left out", reason=one.reason)
         for one in lost
@@ -81,7 +81,7 @@ def dropped_of(lost: Iterable[Lost], replaced: Iterable[Sequence[Episode]]) -> l
 
 
 def _answered(episode: Episode) -> Iterator[RolloutMessage]:
-    """The messages after the prompt; answers have the tokens of their turns."""
+    """The messages after the prompt. Answers contain the tokens of their turns."""
     turns = dict(zip(episode.answered, episode.turns, strict=True))
     for place in range(episode.answered[0], len(episode.messages)):
         yield _message(episode.messages[place], turns.get(place))

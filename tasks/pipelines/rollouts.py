@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, instead of the number of a training step
-_BLOCKED_SECONDS = 60.0  # after which code that blocks the event loop is logged, if its limit is not shorter
+_BLOCKED_SECONDS = 60.0  # after this time, code that blocks the event loop is logged, unless its limit is shorter
 _ADVICE = "call blocking code with `await asyncio.to_thread(…)`"
-_RAREST = -80.0  # log probability; the threshold of a rarer token would not be a float32
+_RAREST = -80.0  # log probability; the threshold of a rarer token would exceed float32
 _REPEATED = 2**31  # in the seeds of conversations that are begun again, plus the number of the attempt
 
 
 class FailedRowError(Exception):
-    """The environment or the reward of a row failed, or its messages cannot be rendered."""
+    """The environment or the reward of a row failed, or the row's messages cannot be rendered."""
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """One sampled answer: its prompt's tokens, its own tokens [N], and the log probabilities [N] of their sampling.
+    """One sampled answer: its prompt's tokens, its own tokens [N], and their log probabilities [N] when sampled.
 
-    sequence_id: the server's name of the answer, under which it keeps the record of the sampling.
+    sequence_id: the server's name for the answer and for the record of its sampling.
     """
 
     prompt: Sequence[int]
@@ -70,27 +70,27 @@ class SampledTurn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Consecutive turns of an episode as one sequence: the prompt of each turn begins with all tokens before it.
+    """Consecutive turns of an episode as one sequence: the prompt of each turn begins with all earlier tokens.
 
-    So a conversation of many turns is computed and trained once, and not once for each turn. N is the number of sampled
-    tokens of all turns.
+    A conversation of many turns is therefore computed and trained once, not once for each turn. N is the number of
+    sampled tokens of all turns.
     """
 
     turns: Sequence[SampledTurn]
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens: the last prompt has those of the turns before."""
+        """All tokens. The last prompt contains those of earlier turns."""
         return self.turns[-1].tokens
 
     @property
     def logprobs(self) -> npt.NDArray[np.float64]:
-        """The log probabilities [N] of the sampling."""
+        """The log probabilities [N] of the sampled tokens when they were sampled."""
         return np.concatenate([turn.logprobs for turn in self.turns])
 
     @property
     def answers(self) -> npt.NDArray[np.intp]:
-        """The places [N] of sampled tokens among all tokens."""
+        """The indices [N] of the sampled tokens among all tokens."""
         return np.concatenate([len(turn.prompt) + np.arange(len(turn.answer)) for turn in self.turns])
 
     async def logprobs_by(
@@ -98,7 +98,7 @@ class Trajectory:
     ) -> npt.NDArray[np.float64]:
         """The log probabilities [N] of the sampled tokens under another model.
 
-        prompt: the tokens that this model sees in place of the first turn's prompt; None: the same.
+        prompt: the tokens that this model sees instead of the first turn's prompt; None: the same.
         """
         import tinker
 
@@ -111,7 +111,7 @@ class Trajectory:
     def datum(
         self, advantages_N: npt.NDArray[np.float64], weight: float | None = None, trust_region: float = 0.0
     ) -> tinker.Datum:
-        """The input of a policy's loss, with its provenance; only sampled tokens are learnt.
+        """The input for a policy's loss, with its provenance. Only sampled tokens are learnt.
 
         advantages_N: of sampled tokens. weight: of each of them; None = not sent. trust_region: how far a token's
         probability may move, sent as thresholds of its ratio (Qi et al., 2026, "DPPO-Binary-TV"); 0 = not sent.
@@ -146,7 +146,7 @@ class Trajectory:
         return datum.with_provenance(inputs, targets)
 
     def _spans(self) -> ProvenanceSpans:
-        """The origin of all tokens: for each turn what is new in its prompt, and its answer."""
+        """The origin of all tokens: for each turn the new part of its prompt, and its answer."""
         from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
         spans: ProvenanceSpans = []
@@ -163,9 +163,9 @@ class Trajectory:
 class Episode:
     """One conversation: the messages so far, the model's answers, and the sum of the rewards.
 
-    row: the beginning of the row's prompt. environment: None until it is made. answered: the places of the model's
-    answers among the messages. parts: sums of the parts of the rewards. attempt: how many conversations in its place
-    were interrupted before. interrupted: why the environment is not available any more; "" while it is.
+    row: the beginning of the row's prompt. environment: None until it is made. answered: the indices of the model's
+    answers among the messages. parts: sums of the parts of the rewards. attempt: how many earlier attempts at this
+    conversation were interrupted. interrupted: why the environment became unavailable; "" while it is available.
     """
 
     row: str = ""
@@ -181,7 +181,7 @@ class Episode:
     interrupted: str = ""
 
     def add_reward(self, reply: Reply) -> None:
-        """Add a reply's reward and its parts; UserError when one of them is not a finite number."""
+        """Add a reply's reward and its parts. UserError: one of them is not a finite number."""
         self.reward += checked_reward(reply.reward)
         for name, part in reply.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + checked_reward(part, f"part {name!r} of the reward")
@@ -189,8 +189,8 @@ class Episode:
     def trajectories(self) -> list[Trajectory]:
         """The turns in order, as few sequences as possible.
 
-        A turn begins a new sequence where its prompt does not begin with the tokens before, for example because the
-        chat template drops reasoning of earlier answers.
+        A turn begins a new sequence if its prompt does not begin with all earlier tokens, for example because the
+        chat template drops the reasoning of earlier answers.
         """
         found: list[list[SampledTurn]] = []
         for turn in self.turns:
@@ -204,7 +204,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Lost:
-    """A conversation, or all of a row, that a step does not learn from. repeated: whether it was begun again."""
+    """A conversation, or all conversations of a row, that a step does not learn from. repeated: it was begun again."""
 
     prompt: str
     reason: str
@@ -212,25 +212,25 @@ class Lost:
 
 
 def is_varied(group: Sequence[Episode]) -> bool:
-    """Whether the rewards of a group differ. Equal ones have no advantages (Yu et al., 2025, "DAPO", section 3.2)."""
+    """Whether the rewards of a group differ. Equal ones give no advantages (Yu et al., 2025, "DAPO", section 3.2)."""
     return len({episode.reward for episode in group}) > 1
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """How conversations go: `group_size` for each row, with at most `max_turns` answers of at most `max_tokens` tokens.
+    """Holds conversations: `group_size` for each row, with at most `max_turns` answers of at most `max_tokens` tokens.
 
     Tokens are sampled at temperature 1 from the model's whole distribution, as the losses assume. A conversation ends
     when its next prompt and answer may exceed `max_context` tokens.
 
-    judge: the reward or environment, as errors name it. max_bad_fraction: share of rows whose environment or reward may
-    fail; `failures` has their prompts and errors. environment_seconds: for each call of an environment or reward.
-    environment_retries: how many times a conversation is begun again whose environment was not available. After that it
-    is left out of its group, and so is a group that has too few others to compare with.
+    judge: name of the reward or environment for errors. max_bad_fraction: share of rows whose environment or reward may
+    fail; `failures` contains their prompts and errors. environment_seconds: for each call of an environment or reward.
+    environment_retries: how many times a conversation is begun again if its environment was unavailable. After that it
+    is left out of its group. A group that is left with too few conversations to compare is also left out.
 
-    warned: the lines that were logged. plain_calls: plain functions are called one after another, in the order
-    of samples. So a function with a state, such as a random generator, gives the same rewards again. places: the rows
-    that may have conversations at the same time; None = all.
+    warned: the lines that were logged. plain_calls: makes plain functions run one after another, in the order of
+    samples. A function with state, such as a random generator, therefore gives the same rewards again. places: limits
+    the rows that may have conversations at the same time; None = no limit.
     """
 
     renderer: Renderer
@@ -250,9 +250,10 @@ class Rollouts:
 
     @classmethod
     def judged(cls, parameters: JudgeParameters, make: EnvironmentMaker, renderer: Renderer, **others: Any) -> Rollouts:
-        """The conversations that a reward or environment judges.
+        """Rollouts that a reward or environment judges.
 
-        parameters: which one, and its limits. make: of the same, by `environment_maker`. others: fields of this class.
+        parameters: the reward or environment, and its limits. make: its `environment_maker`. others: fields of this
+        class.
         """
         return cls(
             renderer,
@@ -268,10 +269,10 @@ class Rollouts:
     async def groups(
         self, sampler: tinker.SamplingClient, rows: Sequence[Row], seed: Sequence[int], lost: list[Lost] | None = None
     ) -> list[list[Episode]]:
-        """A group of conversations for each row, all concurrent. Equal seeds give equal samples of the same model.
+        """Hold a group of conversations for each row, all concurrently. Equal seeds give equal samples of a model.
 
-        A row whose environment fails has no group. lost: a list that gets the conversations that are begun again or
-        left out. UserError: no row has a group. EnvironmentUnavailableError: no row has one, because no environment
+        A row whose environment fails gets no group. lost: a list that gets the conversations that are begun again or
+        left out. UserError: no row got a group. EnvironmentUnavailableError: no row got one, because no environment
         was available within `environment_seconds`.
         """
         lost = [] if lost is None else lost
@@ -296,7 +297,7 @@ class Rollouts:
         return groups
 
     def refuse_failures(self, rows: int) -> None:
-        """Raise UserError when more of the `rows` rows have failed than max_bad_fraction allows."""
+        """Raise UserError if more of the `rows` rows have failed than max_bad_fraction allows."""
         if len(self.failures) > self.max_bad_fraction * rows:
             refused = too_many_wrong(len(self.failures), rows, self.max_bad_fraction, "data")
             errors = [f"{prompt!r}: {error}" for prompt, error in self.failures.items()]
@@ -340,7 +341,7 @@ class Rollouts:
     async def _conversations(
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], count: int
     ) -> list[Episode]:
-        """`count` conversations that begin with a row; some may be interrupted."""
+        """Hold `count` conversations that begin with a row. Some may be interrupted."""
         episodes = [Episode(shorten(row.prompt[-1]["content"]), tools=row.tools) for _ in range(count)]
         try:
             await _all(self._begin(episode, row) for episode in episodes)
@@ -358,7 +359,7 @@ class Rollouts:
     async def _answers(
         self, sampler: tinker.SamplingClient, going: Sequence[Episode], seed: Sequence[int]
     ) -> list[SampledTurn]:
-        """One answer for each conversation; equal prompts share one request."""
+        """Sample one answer for each conversation. Equal prompts share one request."""
         import tinker
 
         prompts = [tuple(self._prompt(episode)) for episode in going]
@@ -385,7 +386,7 @@ class Rollouts:
         return not (episode.ended or episode.interrupted) and self._has_space(episode)
 
     def _has_space(self, episode: Episode) -> bool:
-        """Whether the context has space for another answer; the first answer of a conversation must have it."""
+        """Whether the context has space for another answer. FailedRowError: it has no space for the first answer."""
         prompt = self._prompt(episode)
         fits = len(prompt) + self.max_tokens <= self.max_context
         if not fits and not episode.turns:
@@ -413,7 +414,7 @@ class Rollouts:
             episode.ended = not reply.messages
 
     async def _stop(self, episode: Episode) -> None:
-        """Ask an environment that did not end the conversation for its last reward."""
+        """Add the last reward of an environment that did not end the conversation."""
         stopped = getattr(episode.environment, "stopped", None)
         if stopped is not None and not (episode.ended or episode.interrupted):
             async with self._asking(episode):
@@ -421,9 +422,9 @@ class Rollouts:
 
     @asynccontextmanager
     async def _asking(self, episode: Episode, answer: str | None = None) -> AsyncIterator[None]:
-        """Inside, the environment is called, and has `environment_seconds`. It may turn out to be unavailable.
+        """Limit calls of the environment in the block to `environment_seconds`, and note if it is unavailable.
 
-        answer: that it is to reward; None: none.
+        answer: the answer to reward, if any.
         """
         refuse_after_interruption()
         plain = isinstance(episode.environment, Asked) and episode.environment.plain and answer is not None
@@ -456,9 +457,9 @@ class Rollouts:
 
 @contextmanager
 def _of_row(part: str, answer: str | None = None) -> Iterator[None]:
-    """Errors in the block, which are those of a person's code on one row, become FailedRowError.
+    """Convert errors of user code on one row, which runs in the block, to FailedRowError.
 
-    part: the code, as the error names it. answer: of the model, which the code was given.
+    part: name of the code for the error. answer: the model's answer that the code was given.
     """
     try:
         yield
@@ -470,7 +471,7 @@ def _of_row(part: str, answer: str | None = None) -> Iterator[None]:
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Wait until all calls have ended, and raise the first error: no call goes on after its row has failed."""
+    """Wait until all calls have ended, then raise the first error, so that no call continues after its row failed."""
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if result is not None:
             raise result

@@ -1,4 +1,4 @@
-"""The errors of rows that are refused, and their fixes: columns to map and fields to ignore."""
+"""The errors of rejected rows, and their fixes: columns to map and fields to ignore."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinkerflow.backend.core.errors import UserError
 
 _SHOWN = 80  # characters of a wrong value that an error shows
 FEW = 3  # errors on one line
-PLACEHOLDER = "COLUMN"  # in an example of columns, where no column has a likely name
+PLACEHOLDER = "COLUMN"  # in an example of columns, if no column has a likely name
 _LIKELY = {  # names of columns, in lower case, that usually hold a field
     "prompt": ("prompt", "question", "instruction", "input", "query", "q", "frage", "pregunta"),
     "completion": ("completion", "answer", "response", "output", "reply", "a", "antwort", "respuesta"),
@@ -22,16 +22,16 @@ _LIKELY = {  # names of columns, in lower case, that usually hold a field
 
 
 def likely_columns(fields: Sequence[str], columns: Sequence[str]) -> dict[str, str]:
-    """Field -> the column that probably holds it by its name, in any case; PLACEHOLDER where none has a likely name."""
+    """Field -> the column that probably contains it, by its name in any case, or PLACEHOLDER."""
     by_name = {column.strip().lower(): column for column in reversed(columns)}
     likely = {name: next((by_name[one] for one in _LIKELY.get(name, ()) if one in by_name), "") for name in fields}
     return {name: column or PLACEHOLDER for name, column in likely.items()}
 
 
 class RowError(UserError):
-    """A row is refused; the message names the field, the value and the rule.
+    """A row is rejected. The message names the field, the value and the rule.
 
-    problem: the same for equal problems of other rows, whose values differ.
+    problem: equal for rows with the same problem, even if their values differ.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class RowError(UserError):
     ) -> None:
         """An error of one row.
 
-        name: the field, as in messages[2].content. value: it is not shown if it is None. rule: it ends the message.
-        row: the rest of the rule, which is about this row only. columns, ignore: a fix, as in `DataSource`.
+        name: the field, as in messages[2].content. value: shown unless it is None. rule: follows the value. row: the
+        rest of the rule, which concerns only this row. columns, ignore: a fix, as in `DataSource`.
         """
         self.columns, self.ignore = dict(columns or {}), list(ignore)
         self.problem = re.sub(r"\[\d+\]", "", name) + rule
@@ -55,7 +55,7 @@ class RowError(UserError):
         super().__init__(self.of("data"))
 
     def of(self, parameter: str) -> str:
-        """The message with the fix for a data set: `parameter` is data or held_out."""
+        """The message with the fix for a data set. parameter: data or held_out."""
         if self.columns:
             ignored = f" and {parameter}.ignore: {_flow(self.ignore)}" if self.ignore else ""
             return f"{self._text}; for example {parameter}.columns: {_flow(self.columns)}{ignored}"
@@ -66,13 +66,13 @@ class RowError(UserError):
 
 
 def left_out(errors: Sequence[str], everywhere: str) -> str:
-    """The first few of the errors on one line. everywhere: the place of all of them; "" = there is none."""
+    """The first few errors on one line. everywhere: the place of all of them; "" = there is none."""
     more = [f"and {len(errors) - FEW} more"] if len(errors) > FEW else []
     return "; ".join([*errors[:FEW], *more, *([f"all: {everywhere}"] if everywhere else [])])
 
 
 def too_many_wrong(wrong: int, rows: int, most: float, parameter: str) -> str:
-    """The beginning of an error about more wrong rows than the data set `parameter` allows."""
+    """The beginning of the error for more wrong rows than the data set `parameter` allows."""
     verb = "is" if wrong == 1 else "are"
     return f"{wrong} of {rows} rows {verb} wrong, at most {most:.1%} may be left out ({parameter}.max_bad_fraction)"
 

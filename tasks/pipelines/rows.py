@@ -1,4 +1,4 @@
-"""Rows of training data: the forms that a row may have, its content, and the errors of rows that are refused.
+"""Rows of training data: the forms that a row may have, its content, and the errors of rejected rows.
 
     chat               messages: [{role, content, reasoning_content, tool_calls, tool_call_id, name, weight}], tools
     sharegpt           conversations: [{from, value}], system, tools
@@ -9,7 +9,7 @@
     text               text
 
 A prompt or an answer is a text (one message of the user or the assistant) or a list of messages. A field that is null
-counts as absent. Every other field is used, or the row is refused with the field's name.
+counts as absent. Every other field is either used, or the row is rejected with the field's name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Json: TypeAlias = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_DEPTH = 64
-_NAMED = 400  # characters of the names of fields that an error lists
+_NAMED = 400  # characters of field names in an error
 _REQUIRED: Mapping[Form, tuple[str, ...]] = {
     "chat": ("messages",),
     "sharegpt": ("conversations",),
@@ -59,7 +59,7 @@ _IN_WORDS: Mapping[Form, str] = {
     "prompt": "a prompt",
     "text": "a text",
 }
-_EXAMPLES: tuple[Form, ...] = ("prompt_completion", "preference", "prompt", "text")  # whose fields hold plain texts
+_EXAMPLES: tuple[Form, ...] = ("prompt_completion", "preference", "prompt", "text")  # their fields contain plain texts
 _WRITTEN_AS_JSON = ("messages", "conversations", "tools", "history")  # files without lists store them as JSON texts
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SPEAKERS = {
@@ -70,7 +70,7 @@ _SPEAKERS = {
 
 
 class Message(TypedDict):
-    """One message of a conversation, as chat templates take it; arguments of tool calls are objects."""
+    """One message of a conversation in the form that chat templates take. Arguments of tool calls are objects."""
 
     role: str
     content: str
@@ -86,7 +86,7 @@ class Row:
     """A row of any schema: a conversation and its continuation, or a text.
 
     prompt: messages that are never trained on. chosen: the continuation, whose assistant messages are trained on; empty
-    when the model answers. rejected: the worse continuation of a preference. tools: the tools that may be called, in
+    if the model answers. rejected: the worse continuation of a preference. tools: the tools that may be called, in
     OpenAI's form. text: a plain text, trained on as a whole. extra: all other fields of the row.
     """
 
@@ -110,7 +110,7 @@ class Row:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Row:
-        """The row that `to_json` wrote."""
+        """Restore a row from the values that `to_json` returned."""
         return Row(
             tuple(value["prompt"]),
             tuple(value["chosen"]),
@@ -123,12 +123,12 @@ class Row:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Rows of one form to their content.
+    """Parses rows of one form.
 
-    form: how the rows are written. columns: field of the form -> column of the data, where they differ. ignore: paths
-    of fields that are left out on purpose, such as `id` or `messages.refusal`; `*` is every field that the form does
-    not have. extra: the other fields that are used; None = all of them. user: the pipeline, for errors. forms: when the
-    form is unknown, those that the pipeline takes, for errors. parameter: data or held_out, for errors.
+    form: of the rows. columns: field of the form -> column of the data, if they differ. ignore: paths of fields to
+    leave out, such as `id` or `messages.refusal`; `*` is every field that is not in the form. extra: the other fields
+    that are used; None = all of them. user: the pipeline, for errors. forms: if the form is unknown, the forms that the
+    pipeline accepts, for errors. parameter: data or held_out, for errors.
     """
 
     form: Form
@@ -141,12 +141,12 @@ class RowReader:
 
     @property
     def schema(self) -> Schema:
-        """What rows of the form are to pipelines."""
+        """The schema of the form's rows."""
         same: dict[Form, Schema] = {"sharegpt": "chat", "alpaca": "prompt_completion"}
         return same.get(self.form) or self.form  # type: ignore[return-value]
 
     def parse(self, raw: object) -> Row:
-        """The content of a row. RowError when the row does not have the form, or has a field that is not used."""
+        """Parse a row. RowError: the row does not match the form, or contains an unused field."""
         try:
             values = self._fields(raw)
         except RecursionError:
@@ -169,7 +169,7 @@ class RowReader:
         return Row(prompt, chosen, rejected, extra, tools, text)
 
     def unused(self, fields: Mapping[str, object]) -> RowError:
-        """The error about fields of a row that nothing uses, and their values. All such errors have one `problem`."""
+        """The error for unused fields of a row. fields: name -> value. All such errors have the same `problem`."""
         if len(fields) > 1:
             error = RowError(", ".join(fields), None, f"are not used by {self.user}", ignore=list(fields))
         else:
@@ -180,7 +180,7 @@ class RowReader:
         return error
 
     def _incomplete(self, missing: Sequence[str], values: Json) -> RowError:
-        """The error about a row without required fields, with an example of columns for them."""
+        """The error for a row without required fields, with an example of columns for them."""
         forms = self.forms or (self.form,)
         has = [name for name, value in values.items() if value is not None]
         wanted = dict.fromkeys(name for form in forms for name in _REQUIRED[form])
@@ -206,7 +206,7 @@ class RowReader:
         return error
 
     def _fields(self, raw: object) -> Json:
-        """The row under the form's names, without ignored fields; every value can be written as JSON."""
+        """The row under the form's names, without ignored fields. Every value is representable as JSON."""
         if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
             raise RowError("row", raw, f"must be an object with the fields {', '.join(_REQUIRED[self.form])}")
         values = dict(raw)
@@ -254,7 +254,7 @@ class RowReader:
 
 
 def guess_form(raw: object) -> Form:
-    """The form whose required fields a row has; RowError when there is none."""
+    """The form whose required fields a row contains. RowError: there is none."""
     names = [name for name, value in raw.items() if value is not None] if isinstance(raw, dict) else []
     for form, fields in _REQUIRED.items():
         if set(fields) <= set(names):
@@ -265,12 +265,12 @@ def guess_form(raw: object) -> Form:
 
 
 def forms_of(schemas: Sequence[Schema]) -> tuple[Form, ...]:
-    """The forms that rows of some schemas have, in the order of the schemas."""
+    """The forms of some schemas' rows, in the order of the schemas."""
     return tuple(form for schema in schemas for form in get_args(Form) if RowReader(form).schema == schema)
 
 
 def fields_of(form: Form) -> tuple[str, ...]:
-    """The names that a form has, the required ones first."""
+    """The fields of a form, required ones first."""
     return (*_REQUIRED[form], *_OPTIONAL[form])
 
 
@@ -278,7 +278,7 @@ ALL_FIELDS = tuple(sorted({name for form in get_args(Form) for name in fields_of
 
 
 def strict_json(text: str) -> Any:
-    """The value of a JSON text. ValueError also for NaN and infinity, and for an object that has a name twice."""
+    """The value of a JSON text. ValueError: invalid JSON, NaN, infinity, or an object that contains a name twice."""
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
@@ -295,7 +295,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def path_pattern(path: Iterable[str | int]) -> str:
-    """A path in a row without positions in lists and names of properties, as `data.ignore` has it."""
+    """A path in a row as a pattern for `data.ignore`: without list indices, and with `*` for names of properties."""
     parts: list[str] = []
     for part in path:
         if isinstance(part, str):
@@ -308,7 +308,7 @@ def _names(names: Iterable[object]) -> str:
 
 
 def _known(name: str, value: Json, known: Sequence[str]) -> Json:
-    """The fields of an object that are not null; RowError for a field that is not known."""
+    """The fields of an object that are not null. RowError: a field is unknown."""
     unknown = [key for key, held in value.items() if key not in known and held is not None]
     if unknown:
         path = "".join(part.partition("]")[2] if "]" in part else part for part in name.split("["))
@@ -334,7 +334,7 @@ def _without(value: Any, ignore: frozenset[str], path: str) -> Any:
 
 
 def _plain(name: str, value: Any, depth: int = 0) -> Any:
-    """The value, if JSON can hold it exactly; dates become texts. RowError otherwise."""
+    """The value with dates as texts. RowError: JSON cannot represent it exactly."""
     if depth > MAX_DEPTH:
         raise RowError(name, "...", f"must not be nested more than {MAX_DEPTH} levels deep")
     match value:
@@ -435,7 +435,7 @@ def _message(name: str, raw: object) -> Message:
 
 
 def _content(name: str, value: object, *, blank: bool) -> str:
-    """A message's content as one text: the parts of a list are joined by line breaks."""
+    """A message's content as one text. The parts of a list are joined by line breaks."""
     if value is None and blank:
         return ""
     if isinstance(value, list):
@@ -451,7 +451,10 @@ def _part(name: str, raw: object) -> str:
 
 
 def _calls(name: str, value: object) -> list[Json]:
-    """Tool calls as templates take them; a call may be {id, type, function: {name, arguments}} or {name, arguments}."""
+    """Tool calls in the form that templates take.
+
+    A call may be {id, type, function: {name, arguments}} or {name, arguments}.
+    """
     if not isinstance(value, list):
         raise RowError(name, value, "must be a list of tool calls")
     calls = []
@@ -479,7 +482,7 @@ def _calls(name: str, value: object) -> list[Json]:
 
 
 def _tools(value: object) -> list[Json]:
-    """Tools in OpenAI's form; a tool may also be the function itself."""
+    """Tools in OpenAI's form. A tool may also be given as only its function."""
     if value is None or value == []:
         return []
     tools = []
@@ -499,7 +502,7 @@ def _tools(value: object) -> list[Json]:
 
 
 def _check_links(messages: Sequence[Message]) -> None:
-    """RowError for the result of a tool call that no earlier message makes, if calls have ids."""
+    """Raise RowError for a tool result without an earlier tool call of its id, if calls have ids."""
     ids: set[str] = set()
     for i, message in enumerate(messages):
         ids |= {call["id"] for call in message.get("tool_calls", []) if "id" in call}
@@ -516,7 +519,7 @@ def _answer(name: str, value: object) -> tuple[Message, ...]:
 
 
 def _split(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """The messages before the first assistant message, and those from it on."""
+    """The messages before the first assistant message, and the others."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
     if first is None:
         roles = [message["role"] for message in messages]
@@ -527,7 +530,7 @@ def _split(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Me
 
 
 def _turn(name: str, raw: object) -> Message:
-    """A message of ShareGPT's form. The value of a function_call is the call, or a list of calls, as JSON."""
+    """A message in ShareGPT's form. The value of a function_call is a call or a list of calls as JSON."""
     value = _object(name, raw, "from and value")
     if value.get("from") is None:
         return _message(name, value)
@@ -560,7 +563,7 @@ def _alpaca(values: Json) -> tuple[Message, ...]:
 
 
 def _preference(values: Json) -> tuple[tuple[Message, ...], ...]:
-    """Prompt, chosen and rejected messages; answers that repeat the prompt are cut behind it."""
+    """Prompt, chosen and rejected messages. A prompt that an answer repeats is cut off the answer."""
     chosen = _messages("chosen", values["chosen"], "assistant")
     rejected = _messages("rejected", values["rejected"], "assistant")
     if values.get("prompt") is None:

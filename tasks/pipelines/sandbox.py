@@ -1,11 +1,11 @@
-"""Execute a program that a model wrote: with limits, without the network, with temporary files of its own.
+"""Executes programs that a model wrote: with limits, without network access, with separate temporary files.
 
     async def solves(facts, answer):
         ran = await run_python(answer, stdin=facts["input"], seconds=5, megabytes=512)
         return float(ran.output.strip() == facts["output"])
 
-On Linux the program has namespaces of its own (`unshare`, from util-linux): it sees no network and no other process,
-all files are read-only, and /tmp is an empty folder in memory. Its environment has no variables of ours. Another kind
+On Linux the program runs in separate namespaces (`unshare`, from util-linux): it sees no network and no other process,
+all files are read-only, and /tmp is an empty folder in memory. It gets none of our environment variables. Another kind
 of sandbox, such as a container, is a command in PIPELINES_SANDBOX, to which a Python program is appended:
 
     PIPELINES_SANDBOX="docker run --rm -i --network none --memory 1g python:3.12-slim python3"
@@ -35,9 +35,9 @@ from tinkerflow.tasks.pipelines.environments import EnvironmentUnavailableError
 COMMAND = "PIPELINES_SANDBOX"
 IMAGE = "{image}"  # in COMMAND
 _NAMESPACES = "unshare --user --map-root-user --mount --net --pid --fork --kill-child --mount-proc"
-_CLOCK = 3  # times the CPU time of a program that it may last: a busy machine is not the program's fault
+_CLOCK = 3  # wall-clock limit of a program, as a multiple of its CPU limit, because the machine may be busy
 _START = 60.0  # seconds for the start and the end of a sandbox
-_LINE = 2**25  # bytes of a command's outputs as JSON: at most six for each byte of two outputs of 1 MiB
+_LINE = 2**25  # bytes of a command's outputs as JSON: two outputs of 1 MiB, at most six bytes for each byte
 Files = Mapping[str, str | bytes]
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -45,7 +45,7 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 @dataclass(frozen=True)
 class Ran:
     """A program that ended. status: its exit status, or minus the signal that ended it; 127 if it could not be started.
-    timed_out: at a time limit. output, errors: the first MiB of each.
+    timed_out: it exceeded a time limit. output, errors: the first MiB of each.
     """
 
     status: int
@@ -66,28 +66,28 @@ async def run_program(
     megabytes: int = 1024,
     stdin: str = "",
 ) -> Ran:
-    """Execute a command in a sandbox of its own. There are at most as many at once as CPUs; others wait.
+    """Execute a command in a new sandbox. At most as many run at the same time as there are CPUs. Others wait.
 
-    megabytes: memory of each process, and the size of the sandbox's /tmp. See `Sandbox` for all others.
+    megabytes: memory of each process, and the size of the sandbox's /tmp. See `Sandbox.execute` for all others.
     """
     async with Sandbox(megabytes) as sandbox:
         return await sandbox.execute(command, files, seconds, stdin)
 
 
 class Sandbox:
-    """A sandbox whose commands run one after another and share their files; a context manager.
+    """A sandbox whose commands run one after another and share their files. It is a context manager.
 
-    It starts with its first command. A command's processes end with it. Raises EnvironmentUnavailableError when the
-    sandbox itself fails, for example because it is killed. Raises UserError when this machine cannot isolate a program.
+    The sandbox starts with its first command. A command's processes end with the command. EnvironmentUnavailableError:
+    the sandbox itself failed, for example because it was killed. UserError: this machine cannot isolate a program.
     """
 
     def __init__(self, megabytes: int = 1024, folders: Sequence[str] = (), image: str = "") -> None:
-        """megabytes: memory of each process, and the size of /tmp with `folders`. folders: absolute paths of more empty
-        folders. image: replaces {image} in PIPELINES_SANDBOX.
+        """megabytes: memory of each process, and the size of /tmp including `folders`. folders: absolute paths of more
+        empty folders. image: replaces {image} in PIPELINES_SANDBOX.
         """
         self._megabytes, self._folders, self._image = megabytes, [*folders], image
         self._process: asyncio.subprocess.Process | None = None
-        self._idle = True  # no command is being executed
+        self._idle = True  # whether no command is being executed
 
     async def __aenter__(self) -> Sandbox:
         return self
@@ -101,12 +101,12 @@ class Sandbox:
         folder: str = "",
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Ran:
-        """Execute a command. There are at most as many at once as CPUs; others wait.
+        """Execute a command. At most as many run at the same time as there are CPUs. Others wait.
 
         command: the program and its arguments; `python` is the sandbox's own Python. files: texts and bytes to write
-        before, by paths, which are absolute or below the sandbox's own folder. seconds: CPU time of each process; the
-        program ends after three times as long by the clock. stdin: the program's standard input. folder: in which it
-        begins; "": the sandbox's own. variables: more environment variables.
+        first, by path, absolute or relative to the sandbox's own folder. seconds: CPU time of each process; the
+        wall-clock limit is three times as long. stdin: the program's standard input. folder: its working directory;
+        "": the sandbox's own folder. variables: more environment variables.
         """
         spec = {
             "command": list(command),
@@ -163,7 +163,7 @@ class Sandbox:
         await self._end()
 
     async def _end(self) -> bytes:
-        """End the sandbox; its last errors. It removes its files itself, unless a command is being executed."""
+        """End the sandbox. Returns its last errors. It removes its files itself, unless a command is being executed."""
         process = self._process
         if process is None:
             return b""
@@ -179,7 +179,7 @@ class Sandbox:
 
 
 def _slot() -> asyncio.Semaphore:
-    """Held while a command is executed."""
+    """The event loop's semaphore, held while a command is executed."""
     return _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
 
 
@@ -193,7 +193,7 @@ def _settings(megabytes: int, folders: Sequence[str], *, isolated: bool) -> str:
 
 @cache
 def _refusal() -> str:
-    """The reason why this machine cannot isolate a program; "" if it can."""
+    """The reason why this machine cannot isolate a program, or "" if it can."""
     try:
         command = [*_NAMESPACES.split(), sys.executable, "-I", "-c", _child()]
         begun = _settings(1024, ["/app"], isolated=True)

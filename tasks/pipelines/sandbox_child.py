@@ -1,7 +1,7 @@
-"""The program inside of a sandbox: reads commands, executes each with limits, and writes how it ended.
+"""The program inside a sandbox: reads commands, executes each with limits, and writes the results.
 
-`sandbox` passes the text of this file to a Python interpreter, perhaps in a container. So it imports the standard
-library alone. Each line of its standard input and output is a JSON object.
+`sandbox` passes the text of this file to a Python interpreter, perhaps in a container. Therefore it imports only the
+standard library. Each line of its standard input and output is a JSON object.
 """
 
 import base64
@@ -32,9 +32,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def own_files(megabytes: int, folders: list[str]) -> None:
-    """Make all files read-only for this mount namespace, and its /tmp and /dev/shm empty folders in memory.
+    """Make all files read-only in this mount namespace, and /tmp and /dev/shm empty folders in memory.
 
-    folders: more empty folders. The root folder is then a new one, in memory, which has them and all others.
+    folders: more empty folders. With any, the root becomes a new folder in memory that contains them and all others.
     """
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY)
     _check(_libc.syscall(_MOUNT_SETATTR, _HERE, b"/", _RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)))
@@ -58,7 +58,7 @@ def own_files(megabytes: int, folders: list[str]) -> None:
 
 
 def no_other_sockets() -> None:
-    """Refuse sockets that are not of the network namespace, such as those of files. io_uring could make them, too."""
+    """Refuse sockets outside the network namespace, such as Unix sockets, and io_uring, which could make them."""
     architecture, socket = _SOCKETS[platform.machine()]
     program = [
         (0x20, 0, 0, 4),  # load the architecture
@@ -88,7 +88,7 @@ def _check(result: int) -> None:
 
 
 def limit(seconds: float, megabytes: int, *, isolated: bool) -> None:
-    """Limit the process that executes the program. Its capabilities are dropped: so it cannot look into this one."""
+    """Limit the process that executes the program, and drop its capabilities, so that it cannot inspect this one."""
     cpu = max(1, round(seconds))
     for name, most in (
         (resource.RLIMIT_AS, megabytes * 2**20),
@@ -106,7 +106,7 @@ def limit(seconds: float, megabytes: int, *, isolated: bool) -> None:
 
 
 def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, Any]:
-    """Execute a command; how it ended. folder: of its files. isolated: this process has namespaces of its own."""
+    """Execute a command. Returns its result. folder: of its files. isolated: this process has its own namespaces."""
     seconds, megabytes, first = spec["seconds"], spec["megabytes"], os.getpid() == 1
     for name, content in spec["files"].items():
         path = Path(folder, name)
@@ -144,7 +144,7 @@ def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, A
 
 
 def main() -> None:
-    """Execute the commands of the standard input, one after another. The first line describes the sandbox."""
+    """Execute the commands on standard input one after another. The first line describes the sandbox."""
     sandbox = json.loads(sys.stdin.readline())
     if sandbox["isolated"]:
         own_files(sandbox["megabytes"], sandbox["folders"])

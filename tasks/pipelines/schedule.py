@@ -1,4 +1,4 @@
-"""The rows and the learning rate of a step: pure functions of its number, so that a resumed run does the same."""
+"""The rows and the learning rate of a step: pure functions of the step's number, so that a resumed run repeats them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkerflow.tasks.pipelines.parameters import TrainingParameters
 def batch_of(step: int, *, size: int, rows: int, seed: int) -> list[int]:
     """The indices of the rows [size] of step `step` (from 0).
 
-    Each epoch takes every row once, in a new order. rows: how many there are. seed: of the orders.
+    Each epoch takes every row once, in a new order. rows: number of all rows. seed: of the orders.
     """
     picked = []
     for position in range(step * size, (step + 1) * size):

@@ -1,4 +1,4 @@
-"""Greedy answers of a model to the prompts of rows, and how good weights are: on rows with answers, or by a reward."""
+"""Greedy answers of a model to the prompts of rows, and scores of weights: on rows with answers, or by a reward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 async def greedy_answers(
     sampler: tinker.SamplingClient, renderer: Renderer, rows: Sequence[Row], *, max_tokens: int, max_context: int
 ) -> list[Sample]:
-    """The greedy answer to each row's prompt, all requested together.
+    """Sample the greedy answer to each row's prompt. All are requested together.
 
     max_tokens: of an answer. max_context: of a prompt with its answer.
     """
@@ -47,15 +47,16 @@ async def greedy_answers(
 
 
 def expected_answer(row: Row, renderer: Renderer) -> str:
-    """The answer that the row gives; empty when it gives none."""
+    """The answer in the row, or an empty text."""
     return renderer.answer_text(row) if row.chosen else str(row.extra.get("answer", ""))
 
 
 class Scores(BaseModel):
     """Scores of one set of weights on one data set: loss and exact match, or a reward.
 
-    reward: mean over rows, of the mean of a row's answers. reward_error: its standard error, from the means of rows;
-    None for a single row. parts: means of the parts of the reward, over the answers that have them. answers: how many.
+    reward: mean over rows of the mean over a row's answers. reward_error: its standard error, from the means of rows;
+    None for a single row. parts: means of the parts of the reward, over the answers that have them. answers: number of
+    rewarded answers.
     """
 
     rows: int
@@ -69,7 +70,7 @@ class Scores(BaseModel):
     weights: str = Field("", description="path of the weights; empty = those of the base model")
 
     def value(self, metric: Metric) -> float:
-        """The score `metric`; UserError when it was not measured."""
+        """The score `metric`. UserError: it was not measured."""
         found: float | None = getattr(self, metric)
         if found is None:
             raise UserError(f"metric {metric}: these scores have none")
@@ -98,9 +99,9 @@ async def score(
 ) -> Scores:
     """Score the weights of `sampler`.
 
-    name: of the weights, for the task run's name. renderer: makes tokens of prompts. rows, examples: the same data, as
-    it is and as tokens. max_tokens: of an answer. max_context: of a prompt with its answer. shown: how many answers the
-    scores keep.
+    name: of the weights, for the task run's name. renderer: tokenizes prompts. rows, examples: the same data, as rows
+    and as tokens. max_tokens: of an answer. max_context: of a prompt with its answer. shown: number of answers to keep
+    in the scores.
     """
     import tinker
 
@@ -120,11 +121,11 @@ async def score(
 async def score_reward(
     name: str, sampler: tinker.SamplingClient, rollouts: Rollouts, rows: Sequence[Row], seed: int, *, shown: int
 ) -> tuple[Scores, StepRollouts]:
-    """Score the weights of `sampler` by a reward; the scores, and the conversations for people.
+    """Score the weights of `sampler` by a reward. Returns the scores, and the conversations for people.
 
-    The samples are those of `rl` on held-out rows, for the same seed. name: of the weights, for the task run's name.
-    rollouts: how conversations go. rows: the prompts. shown: how many answers the scores keep. UserError: more rows
-    failed than `rollouts` allows.
+    With the same seed, `rl` draws the same samples on held-out rows. name: of the weights, for the task run's name.
+    rollouts: holds the conversations. rows: the prompts. shown: number of answers to keep in the scores. UserError:
+    more rows failed than `rollouts` allows.
     """
     lost: list[Lost] = []
     groups = await rollouts.groups(sampler, rows, [seed, HELD_OUT], lost)

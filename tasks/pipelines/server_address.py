@@ -1,4 +1,4 @@
-"""The server that pipelines use when no Prefect block names one."""
+"""The server that pipelines use if no Prefect block names one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.service import api_answers, refuse_other_service, service_url
 from tinkerflow.backend.settings import Settings
 
-API_KEY = "tml-local"  # accepted by a server on loopback that has no keys
+API_KEY = "tml-local"  # accepted by a server on loopback without keys
 
 
 def server_from_environment(settings: Settings, server: str = "") -> tuple[str, str]:
     """URL and key from TINKER_BASE_URL and TINKER_API_KEY, or of the service of the data dir.
 
-    server: a URL that replaces TINKER_BASE_URL. UserError when no service of the data dir runs, and the API at the
-    settings' host and port serves another one.
+    server: a URL that replaces TINKER_BASE_URL. UserError: no service of the data dir is running, and the API at the
+    settings' host and port belongs to another service.
     """
     url = server or os.environ.get("TINKER_BASE_URL") or _own_service(settings)
     return url, os.environ.get("TINKER_API_KEY") or API_KEY
@@ -32,7 +32,7 @@ def _own_service(settings: Settings) -> str:
 
 
 def offered_name(wanted: str, offered: Collection[str]) -> str:
-    """The name under which a server offers `wanted`, a name or an alias; UserError when it does not offer it."""
+    """The name under which a server offers `wanted`, a name or an alias. UserError: the server does not offer it."""
     from tinkerflow.backend.catalog.model_card import alias_of
 
     name = next((name for name in offered if alias_of(name) == wanted), wanted)

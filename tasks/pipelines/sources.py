@@ -1,10 +1,10 @@
-"""Where rows come from: files and folders behind any fsspec URL, read one row at a time.
+"""Sources of rows: files and folders at any fsspec URL, read one row at a time.
 
 A file ends in .jsonl or .ndjson, .json (a list of rows), .csv or .tsv (the first line names the columns), .txt (one
 text), each also compressed (.gz, .bz2, .xz, .zst), .parquet or .arrow. A folder contains such files at any depth, or
 was written by `save_to_disk` of `datasets`.
 
-A row that cannot be read comes with its error, and the rows behind it follow.
+A row that cannot be read is returned with its error, and reading continues with the next row.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _BATCH = 1024  # rows of a Parquet file in memory at a time
 
 
 def _alone(value: object) -> object:
-    """A name alone as a list of it."""
+    """Convert a single name to a list."""
     return [value] if isinstance(value, str) else value
 
 
 class DataSource(BaseModel):
-    """Where rows come from, how they are written, and the checks that they must pass."""
+    """A source of rows, the form of the rows, and the checks that they must pass."""
 
     model_config = ConfigDict(extra="forbid")
     parameter: ClassVar[str] = "data"  # its name, for errors
@@ -83,19 +83,19 @@ class DataSource(BaseModel):
 
 
 class HeldOutSource(DataSource):
-    """Its `columns` and `ignore` are those of `data`, unless they are given."""
+    """A source of held-out rows. `columns` and `ignore` default to those of `data`."""
 
     parameter: ClassVar[str] = "held_out"
 
     def like(self, data: DataSource) -> HeldOutSource:
-        """The same with the `columns` and `ignore` of `data`, as far as they are not given here."""
+        """A copy with the `columns` and `ignore` of `data`, unless they are given here."""
         shared = {"columns", "ignore"} - self.model_fields_set
         return self.model_copy(update={name: getattr(data, name) for name in shared})
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as it was read. where: `file:line` for people; lines and rows count from 1. is_empty: without any value."""
+    """A row as read. where: `file:line` for people; lines and rows count from 1. is_empty: the row has no values."""
 
     where: str
     value: object
@@ -106,9 +106,9 @@ Item = RawRow | tuple[RawRow, RowError]
 
 
 def read_rows(source: DataSource) -> Iterator[Item]:
-    """All rows of a source, in the order of the files' names; a row that cannot be read comes with its error.
+    """All rows of a source, ordered by file name. A row that cannot be read is returned with its error.
 
-    Raises UserError when there is nothing to read, or a file is damaged.
+    UserError: there is nothing to read, or a file is damaged.
     """
     if source.url.startswith(JOURNAL):
         from tinkerflow.tasks.pipelines.rated import rated_rows
@@ -128,7 +128,7 @@ def read_rows(source: DataSource) -> Iterator[Item]:
             yield from _read(filesystem, file)
         except UserError:
             raise
-        except Exception as error:  # codecs and pyarrow have errors of their own
+        except Exception as error:  # codecs and pyarrow raise their own errors
             reason = " ".join(str(error).split())
             raise UserError(
                 f"{source.parameter}.url {source.url!r}: {PurePosixPath(file).name} cannot be read: {reason}"
@@ -136,12 +136,12 @@ def read_rows(source: DataSource) -> Iterator[Item]:
 
 
 def _made_rows(origin: str, rows: Iterable[object]) -> Iterator[RawRow]:
-    """Rows that come from no file, each with its number."""
+    """Rows that do not come from a file, each with its number."""
     return (RawRow(f"{origin}:{number}", row) for number, row in enumerate(rows, 1))
 
 
 def _files(filesystem: AbstractFileSystem, path: str, source: DataSource) -> list[str]:
-    """The files behind a URL; UserError when there are none."""
+    """The files at a URL. UserError: there are none."""
     if filesystem.isfile(path):
         return [path]
     if not filesystem.exists(path):
@@ -172,7 +172,7 @@ def _is_named_for(part: str, split: str) -> bool:
 
 
 def _saved_to_disk(filesystem: AbstractFileSystem, folder: str, split: str) -> list[str] | None:
-    """The Arrow files of a folder by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; None for other folders."""
+    """The Arrow files in a folder of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; None for other folders."""
     if filesystem.exists(f"{folder}/dataset_dict.json"):
         splits = json.loads(filesystem.cat_file(f"{folder}/dataset_dict.json"))["splits"]
         if split not in splits and not (split == "" and len(splits) == 1):
@@ -185,7 +185,7 @@ def _saved_to_disk(filesystem: AbstractFileSystem, folder: str, split: str) -> l
 
 
 def _kind(path: str) -> str:
-    """The kind of a file: `lines`, `json`, `csv`, `text`, `parquet`, `arrow`; empty for a file that we do not read."""
+    """The kind of a file: `lines`, `json`, `csv`, `text`, `parquet`, `arrow`; empty for an unsupported file."""
     name = PurePosixPath(path)
     ending = PurePosixPath(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
     return _LINES.get(ending, "") or _TABLES.get(name.suffix, "")
@@ -221,7 +221,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[Item]:
 
 
 def _cut_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines without their ends, cut to MAX_ROW_BYTES + 1 bytes. `readline` of remote files takes no limit."""
+    """The lines without line ends, cut to MAX_ROW_BYTES + 1 bytes. `readline` of remote files accepts no limit."""
     line = bytearray()
     while chunk := file.read(2**20):
         for i, piece in enumerate(chunk.split(b"\n")):
@@ -266,11 +266,11 @@ def _document(file: IO[bytes], name: str) -> Iterator[Item]:
         yield RawRow(f"{name}:{number}", row)
 
 
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)  # JSON strings, and the signs between elements
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)  # JSON strings and structural characters
 
 
 def _elements(data: bytes) -> list[bytes] | None:
-    """The texts of a JSON list's elements, which may be wrong themselves; None when the list does not end."""
+    """The texts of a JSON list's elements, which may be invalid themselves. None: the list does not end."""
     data = data.strip()
     depth, start, elements = 0, 1, list[bytes]()
     if not data.startswith(b"["):
@@ -290,9 +290,9 @@ def _elements(data: bytes) -> list[bytes] | None:
 
 
 def _csv(file: IO[bytes], name: str, usual: str) -> Iterator[Item]:
-    """Rows of a CSV file; an empty cell is absent. usual: its separator, unless line 1 has more of another.
+    """Rows of a CSV file. Empty cells are omitted. usual: the separator, unless line 1 contains more of another.
 
-    Spreadsheets write an empty row as separators alone.
+    Spreadsheets write an empty row as only separators.
     """
     csv.field_size_limit(MAX_ROW_BYTES)
     lines = (line.decode(errors="surrogateescape").removeprefix("\ufeff") for line in file)
@@ -328,7 +328,7 @@ def _csv(file: IO[bytes], name: str, usual: str) -> Iterator[Item]:
 
 
 def _has_bytes(cells: Iterable[str]) -> bool:
-    """Whether texts that were decoded with `surrogateescape` have bytes that are not UTF-8."""
+    """Whether texts that were decoded with `surrogateescape` contain bytes that are not UTF-8."""
     return any("\udc80" <= character <= "\udcff" for cell in cells for character in cell)
 
 
@@ -343,7 +343,7 @@ def _text_row(file: IO[bytes], name: str) -> Item:
 
 
 def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
-    import pyarrow as pa  # here: the import takes half a second, which readers of lines do not need
+    import pyarrow as pa  # imported here because it takes half a second, and readers of lines do not need it
     import pyarrow.parquet as pq
 
     batches = pq.ParquetFile(file).iter_batches(_BATCH) if kind == "parquet" else pa.ipc.open_stream(file)
@@ -365,7 +365,7 @@ def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without the fields that a table's columns of objects fill up with nulls."""
+    """The value without null fields, which a table's columns of objects use for absent ones."""
     if isinstance(value, dict):
         return {name: _without_nulls(held) for name, held in value.items() if held is not None}
     return [_without_nulls(held) for held in value] if isinstance(value, list) else value

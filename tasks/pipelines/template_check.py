@@ -1,4 +1,4 @@
-"""Fields of rows that a chat template does not show: training would drop them in silence, so the row is refused.
+"""Detects fields of rows that a chat template does not show. Training would silently drop them, so rows are rejected.
 
 A template is a program, so the check runs it with each text of a conversation replaced by a unique mark. A mark that is
 absent from the rendered text belongs to a field that the template may drop.
@@ -18,10 +18,10 @@ Path = tuple[str | int, ...]
 
 
 class TextOf(Protocol):
-    """Renders a conversation by the template."""
+    """Renders a conversation with the template."""
 
     def __call__(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], /, *, asking: bool) -> str:
-        """The text; asking: up to where the assistant answers. RowError if the template refuses the conversation."""
+        """The text. asking: up to where the assistant answers. RowError: the template rejects the conversation."""
         ...
 
 
@@ -29,7 +29,7 @@ class TemplateCheck:
     """Checks conversations against one template. Each shape of a conversation is tried once."""
 
     def __init__(self, text_of: TextOf) -> None:
-        """text_of: renders by the template."""
+        """text_of: renders with the template."""
         self._text_of = text_of
         self._shown_shapes: set[tuple[Any, ...]] = set()
         self._shown_tools: set[str] = set()
@@ -49,7 +49,7 @@ class TemplateCheck:
         self._shown_shapes.add(shape)
 
     def _missing(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Path]:
-        """The texts that the template may not show: all of them if it refuses marks in their places."""
+        """The paths of texts that the template may not show: all of them if it rejects marks in their places."""
         marked = deepcopy(list(messages))
         marks = {f"zq{n}qz": path for n, path in enumerate(_marked_paths(messages))}
         for mark, path in marks.items():
@@ -61,9 +61,9 @@ class TemplateCheck:
         return [path for mark, path in marks.items() if mark not in text]
 
     def _is_shown(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], path: Path) -> bool:
-        """Whether another text at the path changes the conversation up to its message.
+        """Whether a different text at the path changes the conversation up to its message.
 
-        Templates drop the reasoning of earlier turns, as they do when a model is sampled.
+        Later messages are left out, because templates drop the reasoning of earlier turns, as in sampling.
         """
         until = deepcopy(list(messages[: int(path[0]) + 1]))
         before = self._text(until, tools)
@@ -77,7 +77,7 @@ class TemplateCheck:
         return self._text_of(messages, tools, asking=messages[-1]["role"] != "assistant")
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RowError for the first keyword in a tool's definition without which the text is the same."""
+        """Raise RowError for the first keyword in a tool's definition that does not change the text."""
         text = None
         for path, value in _leaves(tools):
             pattern = path_pattern(("tools", *path))
@@ -111,7 +111,7 @@ def _shape(message: Message) -> tuple[Any, ...]:
 
 
 def _marked_paths(messages: Sequence[Message]) -> Iterator[Path]:
-    """The places of texts that a template must show; ids of calls only link messages, and are checked with the row."""
+    """The paths of texts that a template must show. Ids of calls only link messages, and are checked with the row."""
     for i, message in enumerate(messages):
         for key in ("content", "reasoning_content", "name"):
             if message.get(key):
@@ -124,7 +124,7 @@ def _marked_paths(messages: Sequence[Message]) -> Iterator[Path]:
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The paths of all values in a value that contain no further ones, except for empty lists and objects."""
+    """The paths and values of all leaves in a value, except for empty lists and objects."""
     items: Any = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -143,7 +143,7 @@ def _value(root: Any, path: Path) -> Any:
 
 
 def _is_repeated_name(messages: Sequence[Message], path: Path) -> bool:
-    """Whether the path is the name of a tool's result that repeats the name of an earlier call."""
+    """Whether the path is the name in a tool's result, and repeats the name of an earlier call."""
     at, key = path[0], path[-1]
     if len(path) != 2 or key != "name" or not isinstance(at, int) or messages[at]["role"] != "tool":
         return False

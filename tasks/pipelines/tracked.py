@@ -1,7 +1,7 @@
-"""The steps of a pipeline in the trackers that its parameter `tracking` names. Training never waits for a tracker.
+"""Mirrors a pipeline's steps to the trackers in its parameter `tracking`. Training never waits for a tracker.
 
-Each tracker has a thread. The tracker's run is that of the pipeline: a retry, or a run with the same `resume`, goes on
-in it, although its training run is another one. Only values that the tracker does not have are written.
+Each tracker has a thread. The tracker's run is that of the pipeline: a retry, or a run with the same `resume`,
+continues it, although its training run is a different one. Only values that the tracker lacks are written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tinkerflow.tasks.pipelines.progress import SegmentRecord, StepMetrics
 
 log = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 120.0  # that the end of a pipeline waits for all trackers
+_CLOSE_SECONDS = 120.0  # how long the end of a pipeline waits for all trackers
 
 
 class TrackedSteps:
     """The values of a pipeline's steps, and the threads that write them to trackers."""
 
     def __init__(self, trackers: Sequence[Tracker], run: TrackedRun, clock: Clock) -> None:
-        """Start a thread for each tracker. run: as the trackers show it. clock: the time of values."""
+        """Start a thread for each tracker. run: as shown by the trackers. clock: gives the time of values."""
         self._run, self._now = run, clock.now
         self._folder = Settings().tracking_folder
         self._rows: list[StepRow] = []  # of this process; grows only
@@ -53,11 +53,11 @@ class TrackedSteps:
         self._wake()
 
     def add_segment(self, segment: SegmentRecord) -> None:
-        """Show a recorded segment: its steps, and at the last one what was measured on the held-out rows."""
+        """Show a recorded segment: its steps, and at the last one the measurements on held-out rows."""
         self.add([*segment.steps, StepMetrics(step=segment.last_step, values=segment.held_out)])
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until the trackers have everything, at most for _CLOSE_SECONDS."""
+        """Wait until the trackers have stored everything, for at most _CLOSE_SECONDS."""
         self._outcome = outcome
         self._wake()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -71,7 +71,7 @@ class TrackedSteps:
             changed.set()
 
     def _keep(self, tracker: Tracker) -> None:
-        """Write rows to a tracker until the end; after a failure again from the first, after a pause."""
+        """Write rows to a tracker until the end. After a failure and a pause, begin again with the first row."""
         pauses: Iterator[float] = backoffs()
         changed, failed = self._changed[tracker.name], False
         while True:
@@ -85,7 +85,7 @@ class TrackedSteps:
                     log.warning("the steps are not shown now, and later if the tracker works: %s", error)
                 failed = True
                 if mirror is not None:
-                    with suppress(TrackerError):  # so that no thread of the library goes on writing
+                    with suppress(TrackerError):  # so that no thread of the library keeps writing
                         mirror.close("unfinished")
                 time.sleep(next(pauses))
 
@@ -104,7 +104,7 @@ class TrackedSteps:
 
 @asynccontextmanager
 async def tracked(run: PreparedRun, name: str, segments: Sequence[SegmentRecord]) -> AsyncIterator[TrackedSteps]:
-    """Show a pipeline's run in its trackers. name: that retries share. segments: the recorded ones, also shown."""
+    """Show a pipeline's run in its trackers. name: shared by retries. segments: recorded segments to show first."""
     steps = TrackedSteps(trackers_named(run.parameters.tracking), describe(run, name), SystemClock())
     for segment in segments:
         steps.add_segment(segment)
@@ -120,14 +120,14 @@ async def tracked(run: PreparedRun, name: str, segments: Sequence[SegmentRecord]
 
 
 def describe(run: PreparedRun, name: str) -> TrackedRun:
-    """The run as trackers show it. name: that retries share."""
+    """The run as trackers show it. name: shared by retries."""
     values = run.parameters.model_dump(mode="json", exclude={"name", "connection", "work", "resume", "tracking"})
     config = {"pipeline": run.pipeline, "offered_model": run.model.name, **_flat(values)}
     return TrackedRun(name, run.pipeline, f"{run.parameters.name} {name[:8]}", (run.pipeline,), config)
 
 
 def _flat(values: dict[str, object], outer: str = "") -> dict[str, str | int | float | bool]:
-    """The values of all sections by their dotted names; lists as JSON."""
+    """The values of all sections by their dotted names. Lists are JSON."""
     found: dict[str, str | int | float | bool] = {}
     for name, value in values.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Training in segments: some steps, then a saved state and its record. Any process can continue from the record."""
+"""Training in segments: some steps, then a saved state and its record, from which any process can continue."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ class Recipe(Protocol):
 
     @property
     def ahead(self) -> int:
-        """Steps that may be submitted before the one before them is answered: 0 where a step looks at its result."""
+        """How many submitted steps may be unanswered when the next is submitted; 0 if steps depend on results."""
         ...
 
     async def prepare(self, trainer: Trainer) -> None:
-        """Called once in every process before its first step; `trainer.at(0)` is the model before any step."""
+        """Prepare once in every process, before its first step. `trainer.at(0)` is the model before any step."""
         ...
 
     def begin(self, step: int) -> None:
-        """A segment begins with `step`; all steps before it are answered."""
+        """Begin a segment with `step`. All earlier steps are answered."""
         ...
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
-        """Submit a step's gradients and its optimizer step without waiting; the awaitable gives the step's metrics."""
+        """Submit a step's gradients and optimizer step without waiting. The awaitable returns the step's metrics."""
         ...
 
     async def held_out(self, client: tinker.TrainingClient) -> Values:
-        """Measure on the held-out rows; {} when there are none."""
+        """Measure on the held-out rows. Returns {} if there are none."""
         ...
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a checkpoint comes from; stored with the checkpoint on the server.
+    """The origin of a checkpoint, stored with the checkpoint on the server.
 
     run: the name that retries share. data: name and digest of the training data. code: name and version of this
-    program. parent: the checkpoint that training began with, empty for the base model.
+    program. parent: the checkpoint that training began with; empty for the base model.
     """
 
     pipeline: str
@@ -78,16 +78,16 @@ class Lineage:
 
 
 def data_name(url: str, key: str) -> str:
-    """The name of training data for people: the file and a digest. url: of the data. key: names the data in plans."""
+    """A readable name of training data: the file and a digest. url: of the data. key: the data's name in plans."""
     scheme, _, rest = url.rpartition("://")
     file = rest.partition("?")[0].rstrip("/").rpartition("/")[2] or scheme
     return f"{file} {key.removeprefix('rendered/').removesuffix('.npz')}"
 
 
 class Trainer:
-    """A model being trained, and the record of its training. After any failure it is opened again at the last record.
+    """A model being trained, and the record of its training. After a failure it is reopened at the last record.
 
-    Steps of a lost process after the last record are in no later weights: their adapter is not used any more.
+    Steps of a lost process after the last record do not affect later weights, because their adapter is not used again.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class Trainer:
         watch: OutlierWatch | None = None,
         settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Keep the parts; nothing is requested from the server yet.
+        """Store the parts. No request is sent to the server yet.
 
-        run: its parameters and its connection. recipe: makes the steps. progress: the record of this run. lineage: the
-        origin that checkpoints record. watch: leaves out rows that spoil a step; None: no step is made again. settings:
-        of the pipeline, for the page of the training run.
+        run: the parameters and the connection. recipe: makes the steps. progress: the record of this run. lineage: the
+        origin, stored with checkpoints. watch: leaves out rows that spoil a step; None: no step is made again.
+        settings: of the pipeline, for the page of the training run.
         """
         self.run = run
         self.training = run.parameters.training
@@ -112,7 +112,7 @@ class Trainer:
         self.lineage = lineage
         self.watch = watch
         self.settings = settings
-        self.newest_run = ""  # the id of the newest training run, also when no model is live
+        self.newest_run = ""  # the id of the newest training run, even if no model is live
         self._live: tuple[int, tinker.TrainingClient] | None = None
 
     async def at(self, step: int) -> tinker.TrainingClient:
@@ -137,7 +137,10 @@ class Trainer:
         return client
 
     async def before(self, step: int) -> tinker.TrainingClient:
-        """The live model as it was before `step`, counted from 1, which spoiled it. The watch leaves out its rows."""
+        """Restore the live model to its state before `step`, counted from 1, which spoiled it.
+
+        The watch leaves out the rows that caused this.
+        """
         assert self.watch is not None
         run_id = self.run_id
         await self.release()
@@ -154,18 +157,18 @@ class Trainer:
     def _metadata(self, step: int) -> dict[str, str]:
         parameters = self.run.parameters
         kept = parameters.history or self.watch is not None
-        segment = str(self.training.segment_steps)  # also where it is no part of the plan, so that runs compare
+        segment = str(self.training.segment_steps)  # even if it is not part of the plan, so that runs can be compared
         plan = {"planned_steps": str(self.training.steps), "save_every": segment, "training.segment_steps": segment}
         shown = {**self.settings, **({FLOW_RUN: str(flow_run.id)} if flow_run.id else {})}
         return shown | self.lineage.metadata(step) | {"name": parameters.name} | plan | (HISTORY if kept else {})
 
     @property
     def run_id(self) -> str:
-        """The training run of the live model, "" when no model is live."""
+        """The training run of the live model, or "" if no model is live."""
         return "" if self._live is None else str(self._live[1].model_id)
 
     def moved(self, step: int) -> None:
-        """The live model has made all steps up to `step`."""
+        """Note that the live model has made all steps up to `step`."""
         assert self._live is not None
         self._live = (step, self._live[1])
 
@@ -188,12 +191,12 @@ class Trainer:
 
 
 async def grad_norm(update: Awaitable[tinker.OptimStepResponse]) -> float:
-    """Norm of an optimizer step's gradients before clipping; NaN if it is not finite."""
+    """The norm of an optimizer step's gradients before clipping; NaN if it is not finite."""
     return float(((await update).metrics or {}).get("grad_norm", math.nan))
 
 
 class _SpoiledStepError(Exception):
-    """A step, counted from 1, that is unusual. made: the steps before it."""
+    """A step, counted from 1, is unusual. made: the steps before it."""
 
     def __init__(self, step: int, made: list[StepMetrics]) -> None:
         super().__init__(step)
@@ -201,7 +204,7 @@ class _SpoiledStepError(Exception):
 
 
 def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
-    """Whether a retry may succeed: not when a parameter or the data is wrong, or the server refuses, as for a limit."""
+    """Whether a retry may succeed: not if a parameter or the data is wrong, or the server refuses (at a limit)."""
     from tinker import RequestFailedError
     from tinker.types import RequestErrorCategory
 
@@ -224,8 +227,9 @@ async def train_segment(
     """Make the steps first_step..last_step (counted from 1), measure, save the state, and record the segment.
 
     trainer: the model and its record. control: reports requests to stop. on_step: gets the metrics of each
-    step. When somebody asks to stop, the segment ends with the current step and measures nothing; None when no step was
-    made. A failure leaves no record and no live model: the same call makes the steps again, on the state before them.
+    step. After a request to stop, the segment ends with the current step, without measurements. Returns None if no step
+    was made. A failure leaves no record and no live model. The same call then makes the steps again, on the state
+    before them.
     """
     try:
         if trainer.watch is not None:
@@ -242,7 +246,7 @@ async def train_segment(
         if not made:
             return None
         left_out = [] if trainer.watch is None else trainer.watch.left_out
-        cut = control.stopping and made[-1].step < trainer.training.steps  # a person who stops a run is waiting
+        cut = control.stopping and made[-1].step < trainer.training.steps  # the person who stopped the run is waiting
         segment = SegmentRecord(
             first_step=first_step,
             last_step=made[-1].step,
@@ -255,7 +259,7 @@ async def train_segment(
         trainer.progress.add(segment)
         trainer.moved(segment.last_step)
     except Exception:
-        await trainer.release()  # so that the next attempt is within max_live_models
+        await trainer.release()  # so that the next attempt does not exceed max_live_models
         raise
     return segment
 
@@ -268,19 +272,18 @@ async def make_steps(
     control: Control,
     on_step: Callable[[StepMetrics], None],
 ) -> list[StepMetrics]:
-    """Make the steps `first` to `last`, or until somebody asks to stop; submitted steps are always awaited.
+    """Make the steps `first` to `last`, or until a request to stop. Submitted steps are always awaited.
 
     trainer: learning rates and recipe. client: the model before the step `first`. control: reports requests to stop or
-    pause.
-    on_step: gets the metrics of each step.
-    _SpoiledStepError: the trainer's watch refuses a step. ServerError: without a watch, a gradient is not finite.
+    pause. on_step: gets the metrics of each step.
+    _SpoiledStepError: the trainer's watch rejects a step. ServerError: without a watch, a gradient is not finite.
     """
     watch = trainer.watch
     made: list[StepMetrics] = []
     pending: list[asyncio.Future[Values]] = []
 
     async def answered(ahead: int) -> None:
-        """Wait until at most `ahead` of the submitted steps are not answered."""
+        """Wait until at most `ahead` of the submitted steps are unanswered."""
         while len(pending) > ahead:
             step = first + len(made)
             values = {**await pending.pop(0), "learning_rate": learning_rate(step - 1, trainer.training)}
@@ -314,7 +317,7 @@ async def make_steps(
 
 
 async def _save(trainer: Trainer, client: tinker.TrainingClient, step: int) -> str:
-    """Save a state to resume from; its path. The state after the last step stays, earlier ones expire."""
+    """Save a state to resume from. Returns its path. The state after the last step is kept; earlier ones expire."""
     last = step == trainer.training.steps
     saved = await client.save_state(
         f"step-{step:08d}",

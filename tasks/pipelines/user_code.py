@@ -1,4 +1,4 @@
-"""Rewards and environments as Python code of a user: import it, call it, and show where it failed or blocks."""
+"""User code, such as rewards and environments: imports it, calls it, and shows where it failed or blocks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class InterruptedCodeError(BaseException):
-    """Code that blocked the event loop was interrupted after a request to stop; the message names its place.
+    """Code that blocked the event loop was interrupted after a request to stop. The message names its place.
 
-    No `except Exception` in the code of a user catches it.
+    `except Exception` in user code does not catch it.
     """
 
 
@@ -37,7 +37,7 @@ _NOT_THEIRS = ("tinkerflow", "importlib")  # packages
 def import_named(field: str, path: str) -> object:
     """The object at `package.module:name`.
 
-    UserError, which names `field`: there is no such module or name, or the module's own code fails.
+    field: the parameter, for the error. UserError: there is no such module or name, or the module's own code fails.
     """
     module, _, name = path.partition(":")
     try:
@@ -55,7 +55,7 @@ def import_named(field: str, path: str) -> object:
 
 
 def _not_found(module: str, name: str) -> str:
-    """Why a module cannot be imported: the folders that were searched, and a module with nearly its name."""
+    """Why a module was not found: the searched folders, and a module with a similar name."""
     package, _, last = module.rpartition(".")
     parent = sys.modules.get(package)
     if parent is not None and last == "py":
@@ -69,9 +69,9 @@ def _not_found(module: str, name: str) -> str:
 
 
 async def call_in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """The value of a plain function, which does not block the event loop.
+    """Call a plain function in a thread, so that it does not block the event loop. Returns its value.
 
-    The thread does not end when the call is cancelled. It is a daemon, so that it does not keep the process alive.
+    The thread does not end when the call is cancelled. It is a daemon, so it does not keep the process alive.
     """
     future, context = Future[T](), copy_context()
 
@@ -89,16 +89,16 @@ async def call_in_thread(function: Callable[..., T], *arguments: object) -> T:
 
 
 async def call_in_loop(function: Callable[..., Any], *arguments: object) -> Any:
-    """The value of a function, or of an `async def`, in the event loop; `blocking_reported` names it when it blocks."""
+    """Call a function or an `async def` in the event loop. Returns its value. `blocking_reported` reports blocking."""
     value = function(*arguments)
     return await value if inspect.isawaitable(value) else value
 
 
 @contextmanager
 def blocking_reported(seconds: float, report: Callable[[str], None]) -> Iterator[None]:
-    """In the block, report code of `call_in_loop` that blocks this event loop for more than `seconds`.
+    """During the block, report code of `call_in_loop` that blocks this event loop for more than `seconds`.
 
-    report: called in a thread, in this context, with the function, its file and its line. Each time is reported once.
+    report: called in a thread, in this context, with the function, its file and its line, once each time it blocks.
     """
     loop, blocked, ended = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
     context = copy_context()
@@ -123,7 +123,7 @@ def blocking_reported(seconds: float, report: Callable[[str], None]) -> Iterator
 
 
 def place_in_loop(frame: FrameType | None) -> str:
-    """The function of a user that `call_in_loop` is executing in these frames, with its file and line; else ""."""
+    """The user's function that `call_in_loop` is executing in these frames, with its file and line, or ""."""
     walked = [*traceback.walk_stack(frame)] if frame is not None else []
     calls = [i for i, (found, _) in enumerate(walked) if found.f_code is call_in_loop.__code__]
     own = [(found, line) for found, line in walked[: calls[0] if calls else 0] if _is_theirs(found)]
@@ -139,7 +139,7 @@ def _is_theirs(frame: FrameType) -> bool:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of an error in the user's file: the first file that is not ours. Frames of libraries are left out."""
+    """The frames of an error in the user's file, the first file that is not ours. Omits frames of libraries."""
     walked = traceback.walk_tb(error.__traceback__)
     own = [(frame, line) for frame, line in walked if _is_theirs(frame)]
     file = own[0][0].f_code.co_filename if own else ""

@@ -1,10 +1,10 @@
-"""Which weights a step samples from, when sampling runs ahead of training with a bound on staleness.
+"""The weights that a step samples from if sampling runs ahead of training with bounded staleness.
 
-Step s samples from the weights after s - lag steps, and never from weights before its segment. That depends on the
-step's number alone, and not on how long samples and environments take. So a killed run samples from weights
-of the same age again.
+Step s samples from the weights after s - lag steps, and never from weights before its segment. This depends only on the
+step's number, not on the duration of sampling and environments. A restarted run therefore samples from weights of the
+same age again.
 
-A segment begins when all steps before it are trained, because a resumed run has only the weights that a segment saved.
+A segment begins when all earlier steps are trained, because a resumed run has only the weights that a segment saved.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class WeightVersions:
     """The samplers of the weights that steps of a segment need. Version v is the weights after v steps."""
 
     def __init__(self, lag: int) -> None:
-        """No versions yet. lag: how many steps training may be ahead of the weights that a step samples from."""
+        """Begin without versions. lag: how many steps training may be ahead of the weights that a step samples from."""
         self.lag = lag
         self._first = 0
         self._samplers: dict[int, asyncio.Future[tinker.SamplingClient]] = {}
 
     def begin(self, step: int) -> None:
-        """A segment begins with `step`, and all steps before it are trained."""
+        """Begin a segment with `step`. All earlier steps are trained."""
         self._first, self._samplers = step, {}
 
     def version_for(self, step: int) -> int:
@@ -38,13 +38,13 @@ class WeightVersions:
         return await self._taken(client, self.version_for(step))
 
     async def ready_to_train(self, client: tinker.TrainingClient, step: int) -> None:
-        """Wait until all steps before `step` are trained, and their weights are saved for steps that need them."""
+        """Wait until all steps before `step` are trained, and their weights are saved if a lag needs them."""
         if self.lag:
             await self._taken(client, step)
 
     def trained(self, client: tinker.TrainingClient, step: int) -> None:
-        """The optimizer step of `step` is submitted: save the weights after it."""
-        self._samplers.pop(step - self.lag, None)  # only steps up to this one have sampled from it
+        """Save the weights after `step`, whose optimizer step has been submitted."""
+        self._samplers.pop(step - self.lag, None)  # no later step samples from it
         if self.lag:
             self._request(client, step + 1)
 
@@ -66,9 +66,9 @@ class WeightVersions:
                 sampler.cancel()
             elif error := request.exception():
                 sampler.set_exception(error)
-                sampler.exception()  # a segment that fails for another reason may not ask for it
+                sampler.exception()  # marks it as retrieved: a failed segment may not read it
             else:
                 sampler.set_result(request.result())
 
-        saved = client.save_weights_and_get_sampling_client(record_stability_info=True)  # data name these samples
+        saved = client.save_weights_and_get_sampling_client(record_stability_info=True)  # training data refer to these samples
         asyncio.ensure_future(saved).add_done_callback(pass_on)

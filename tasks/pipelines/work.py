@@ -3,11 +3,11 @@
     data/<digest>.jsonl           rows that passed their check
     quarantine/<digest>.jsonl     rows that failed it, each with its error
     tokens/<key>.npz              rows as tokens
-    progress/<run>/plan           digest of all that decides the outcome of a training run; `parameters` has the values
-    progress/<run>/segments/<n>   the segments that a training run has done
+    progress/<run>/plan           digest of everything that decides a training run's outcome; `parameters`: the values
+    progress/<run>/segments/<n>   the finished segments of a training run
     progress/<run>/kept/<name>    measurements before its first step
     rollouts/<training run>/<n>   the rollouts of a step, for people (backend/catalog/rollouts.py)
-    evaluations/<run>/<n>         the rewarded answers of an evaluation of its weights, for people, too
+    evaluations/<run>/<n>         the rewarded answers of an evaluation of the run's weights, also for people
     champions/<name>/<n>.json     the champions of a name, one after another (backend/catalog/champions.py)
 
 Objects are written once and never change. A second write of the same content does nothing. Only rollouts of old steps
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @cache
 def open_work(url: str) -> Blobs:
-    """The work folder at `url`; each process has a single object per URL."""
-    from tinkerflow.backend.store.blobs import open_blobs  # here: checks of parameters and rows need no store
+    """Open the work folder at `url`. Each process has a single object per URL."""
+    from tinkerflow.backend.store.blobs import open_blobs  # here: parameter checks need no store
 
     return open_blobs(url)
 
 
 def read_json(work: Blobs, key: str) -> Any | None:
-    """The value that was written as `key`; None when none was."""
+    """The value that was written as `key`, or None."""
     try:
         return orjson.loads(work.read(key))
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def read_json(work: Blobs, key: str) -> Any | None:
 
 
 def create_json(work: Blobs, key: str, value: object) -> None:
-    """Write a value as a new object; FileExistsError when the object exists with other content."""
+    """Write a value as a new object. FileExistsError: the object exists with different content."""
     data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     try:
         work.create(key, data)
@@ -54,7 +54,7 @@ def create_json(work: Blobs, key: str, value: object) -> None:
 
 
 def create_once(work: Blobs, key: str, data: bytes) -> None:
-    """Write an object, unless it exists; the key must imply the content."""
+    """Write an object unless it exists. The key must imply the content."""
     with suppress(FileExistsError):
         work.create(key, data)
 

@@ -1,7 +1,7 @@
 """Libraries of environments, one module for each: `reasoning_gym` serves `reasoning-gym:NAME` and `reasoning-gym://`.
 
-A module has `environment_maker(name)`, which makes the conversations of `environment: PREFIX:NAME`, and
-`read_rows(url, split)`, the rows of a data source `PREFIX://…`.
+A module defines `environment_maker(name)`, which makes the conversations of `environment: PREFIX:NAME`, and
+`read_rows(url, split)`, which returns the rows of a data source `PREFIX://…`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, che
 
 
 def adapter_named(prefix: str) -> ModuleType | None:
-    """The module for this prefix of an environment or of a data source's URL; None when there is none.
+    """The module for this prefix of an environment or of a data source's URL, or None.
 
-    Raises UserError when the module's library is not installed.
+    UserError: the module's library is not installed.
     """
     modules = {module.name.replace("_", "-"): module.name for module in pkgutil.iter_modules(__path__)}
     if prefix not in modules:
@@ -35,7 +35,7 @@ def adapter_named(prefix: str) -> ModuleType | None:
 
 
 def url_settings(query: str) -> dict[str, Any]:
-    """The settings in a URL's query; values are JSON, or else texts."""
+    """The settings in a URL's query. Values that are not valid JSON are texts."""
     settings: dict[str, Any] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
         try:
@@ -46,11 +46,11 @@ def url_settings(query: str) -> dict[str, Any]:
 
 
 def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
-    """What makes conversations: `environment`, or one turn with the function `reward`.
+    """The function that makes conversations: with `environment`, or of one turn that the function `reward` rewards.
 
-    environment: the import path of a class, or PREFIX:NAME for one of a library in `adapters`.
-    Raises UserError when an import path is wrong, the function cannot take two arguments, or a method of the class is
-    not `async def`.
+    environment: the import path of a class, or PREFIX:NAME for an environment of a library in `adapters`.
+    UserError: an import path is wrong, the function does not accept two arguments, or a method of the class is not
+    `async def`.
     """
     if environment:
         prefix, _, name = environment.partition(":")
@@ -66,6 +66,6 @@ def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
         inspect.signature(function).bind({}, "")
     except TypeError as error:
         raise UserError(f"reward {reward!r}: {error}; it is called with the row's fields and the answer") from error
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature
         pass
     return lambda facts: Asked(facts, function)

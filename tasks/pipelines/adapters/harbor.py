@@ -3,12 +3,12 @@
     data: {url: "harbor:///data/tasks"}
     environment: harbor:/data/tasks
 
-The folder is a task, or has a task in each of its folders: `task.toml`, `instruction.md`, `environment/Dockerfile` and
-`tests/test.sh`. A conversation has a sandbox of its own. The model calls the tool `bash`, and sees the output. Its
-first answer without a command ends the conversation. Then the tests are copied to /tests and executed. They write the
-reward to /logs/verifier/reward.txt, or to reward.json with the reward's parts.
+The folder is a task, or each of its subfolders is one: `task.toml`, `instruction.md`, `environment/Dockerfile` and
+`tests/test.sh`. Each conversation gets its own sandbox. The model calls the tool `bash`, and sees the output. Its first
+answer without a command ends the conversation. Then the tests are copied to /tests and executed. They write the reward
+to /logs/verifier/reward.txt, or to reward.json with the reward's parts.
 
-A sandbox that is made from the task's image is named by {image} in PIPELINES_SANDBOX. Every other sandbox has the
+If PIPELINES_SANDBOX contains {image}, sandboxes are made from the task's image. All other sandboxes contain the
 machine's own programs, so a Dockerfile may only copy files.
 """
 
@@ -40,7 +40,7 @@ from tinkerflow.tasks.pipelines.rows import Json, Message
 from tinkerflow.tasks.pipelines.sandbox import COMMAND, IMAGE, Ran, Sandbox
 
 _SCHEME = "harbor://"
-_ENTRY = "harbor"  # the field of a row that has its task's folder
+_ENTRY = "harbor"  # the field of a row that contains its task's folder
 _FENCED = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 _SECONDS = 60.0  # of CPU time, for each process of a command
 _SHOWN = 4_000  # characters of an output
@@ -59,7 +59,8 @@ _BASH = {
 @dataclass(frozen=True)
 class Task:
     """A task. instruction: for the model. workdir: the folder of its commands. files: of the sandbox, by absolute path.
-    tests: files of /tests. variables: of all commands, and of the tests alone. test_seconds: CPU time of the tests.
+    tests: files of /tests. variables: for all commands. test_variables: for the tests only. test_seconds: CPU time of
+    the tests.
     """
 
     name: str
@@ -88,7 +89,7 @@ def read_rows(url: str, split: str) -> Iterator[Json]:
 
 
 def environment_maker(name: str) -> EnvironmentMaker:
-    """Conversations about the tasks of the folder `name`. Rows must come from it, else UserError."""
+    """Conversations about the tasks of the folder `name`. UserError: a row does not come from it."""
     refuse_code("environment", f"harbor:{name}")
 
     def make(facts: Facts) -> _Terminal:
@@ -126,7 +127,7 @@ class _Terminal:
         return Reply(0.0, [Message(role=role, content=output) for output in outputs])
 
     async def stopped(self) -> Reply:
-        """Execute the tests; their reward."""
+        """Execute the tests, and return their reward."""
         task, log = self._task, "/logs/verifier/test-stdout.txt"
         command = f"rm -f {_REWARD}.*; bash /tests/test.sh > {log} 2>&1; tail -c 300 {log} >&2; "
         command += f"cat {_REWARD}.json 2> /dev/null || cat {_REWARD}.txt"
@@ -144,7 +145,7 @@ class _Terminal:
         await self._open.aclose()
 
     async def _output(self, call: Json) -> str:
-        """The output of a command of the model, as it sees it."""
+        """Execute a call of the model. Returns the output as the model sees it."""
         if call["name"] != "bash":
             return f"tool {call['name']!r}: must be bash"
         command = call["arguments"].get("command") if isinstance(call["arguments"], dict) else None
@@ -177,7 +178,7 @@ def _call(command: str) -> Json:
 
 
 def _reply(written: str) -> Reply:
-    """The reward of reward.txt or reward.json. Raises ValueError, KeyError or UserError when it is none."""
+    """The reward in reward.txt or reward.json. ValueError, KeyError or UserError: it contains no reward."""
     with suppress(ValueError):
         return Reply(checked_reward(float(written)))
     parts = dict(json.loads(written))
@@ -187,7 +188,7 @@ def _reply(written: str) -> Reply:
 
 @lru_cache(1024)
 def read_task(folder: Path) -> Task:
-    """The task of a folder. UserError: it does not have the form of a task, or needs something that we do not have."""
+    """The task in a folder. UserError: the folder is not a valid task, or needs an unsupported feature."""
     try:
         config = tomllib.loads((folder / "task.toml").read_text())
         instruction = (folder / "instruction.md").read_text()
@@ -225,7 +226,10 @@ def read_task(folder: Path) -> Task:
 
 
 def _built(context: Path) -> tuple[dict[str, bytes], str]:
-    """The files that a Dockerfile copies, unless an image has them, and its last WORKDIR. ValueError: it needs more."""
+    """The files that a Dockerfile copies, unless an image contains them, and its last WORKDIR.
+
+    ValueError: the Dockerfile needs more, or its WORKDIR is a folder of the system.
+    """
     dockerfile = context / "Dockerfile"
     lines = dockerfile.read_text().replace("\\\n", " ").splitlines() if dockerfile.exists() else []
     has_image = IMAGE in os.environ.get(COMMAND, "")
@@ -253,7 +257,7 @@ def _built(context: Path) -> tuple[dict[str, bytes], str]:
 def _files(root: Path, name: str, target: PurePosixPath, *, inside: bool = True) -> dict[str, bytes]:
     """A file, or all files of a folder, by their paths in the sandbox.
 
-    inside: `target` is the folder of a file, else its path. OSError: there is none. ValueError: it leaves `root`.
+    inside: `target` is the folder of a file, else its path. OSError: no such file. ValueError: a path leaves `root`.
     """
     source = root / name
     found = {target / source.name if inside else target: source}

@@ -1,10 +1,10 @@
-"""Environments that an OpenEnv server has (https://github.com/meta-pytorch/OpenEnv), each conversation in its session.
+"""Environments of an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), with a session for each conversation.
 
-    data: {url: prompts.jsonl}      # rows as {"prompt": "Play Wordle.", "reset": {"seed": 1}}
+    data: {url: prompts.jsonl}      # rows like {"prompt": "Play Wordle.", "reset": {"seed": 1}}
     environment: openenv:http://127.0.0.1:8000
 
-A conversation resets the environment with the row's `reset`, shows the observation behind the row's prompt, and takes a
-step with each answer, until the environment is done. If an action has one text field, the answer is this text.
+A conversation resets the environment with the row's `reset`, shows the observation after the row's prompt, and takes a
+step with each answer until the environment is done. If an action has one text field, the answer is its value.
 Otherwise the answer must be the action as a JSON object.
 """
 
@@ -28,17 +28,17 @@ from tinkerflow.tasks.pipelines.environments import (
 )
 from tinkerflow.tasks.pipelines.rows import Json, Message
 
-_REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")  # codes of actions that do not have the environment's form
-_FULL = ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR")  # codes of sessions that the server cannot begin
+_REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")  # codes for actions that are invalid in the environment
+_FULL = ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR")  # codes for sessions that the server cannot begin
 
 
 def read_rows(url: str, split: str) -> Iterator[Json]:
-    """Raise UserError: a server has no prompts."""
+    """Raise UserError: a server contains no prompts."""
     raise UserError(f"data.url {url!r}: an OpenEnv server has no rows; write a file of prompts, with `reset` for each")
 
 
 def environment_maker(name: str) -> EnvironmentMaker:
-    """Conversations with the server at the URL `name`; UserError when it is no URL."""
+    """Conversations with the server at the URL `name`. UserError: `name` is not an HTTP URL."""
     refuse_code("environment", f"openenv:{name}")
     if urlsplit(name).scheme not in ("http", "https"):
         raise UserError(f"environment 'openenv:{name}': must be openenv:http://HOST:PORT or openenv:https://…")
@@ -46,12 +46,12 @@ def environment_maker(name: str) -> EnvironmentMaker:
 
 
 class _Played:
-    """A conversation in a session of the server: a WebSocket."""
+    """A conversation in a session of the server, over a WebSocket."""
 
     def __init__(self, url: str, facts: Facts) -> None:
         self._url, self._facts = url, facts
         self._open = AsyncExitStack()
-        self._text_field = ""  # the only field of an action; "" if actions are JSON objects
+        self._text_field = ""  # the only field of an action; "" if answers are JSON objects
 
     async def begin(self) -> Sequence[Message]:
         try:
@@ -83,11 +83,11 @@ class _Played:
         await self._open.aclose()
 
     async def _request(self, kind: str, data: Json) -> Json:
-        """The server's observation. ValueError: the action does not have the environment's form."""
+        """Send a request, and return the data of the answer. ValueError: the action is invalid in the environment."""
         try:
             await self._socket.send_json({"type": kind, "data": data})
             answer = await self._socket.receive_json()
-        except (aiohttp.ClientError, TypeError) as error:  # TypeError: the message says that the connection is closed
+        except (aiohttp.ClientError, TypeError) as error:  # TypeError: the connection was closed
             raise EnvironmentUnavailableError(f"{self._url}: the session was lost: {error}") from error
         found: Json = answer["data"]
         if answer["type"] != "error":
@@ -101,14 +101,14 @@ class _Played:
 
 
 def _text_field(action: Json) -> str:
-    """The name of the only field of an action, if it is a text; otherwise "" ."""
+    """The name of the only (required) field of an action if its type is string, otherwise an empty text."""
     fields = {name: field for name, field in action.get("properties", {}).items() if name != "metadata"}
     needed = [name for name in fields if name in action.get("required", ())] or list(fields)
     return needed[0] if len(needed) == 1 and fields[needed[0]].get("type") == "string" else ""
 
 
 def _text(observation: Json) -> str:
-    """An observation for the model: its only field, if this is a text, or else all as JSON."""
+    """An observation for the model: the text of its only field, or else all fields as JSON."""
     shown: dict[str, Any] = {
         name: value for name, value in observation.items() if value is not None and name != "metadata"
     }

@@ -3,9 +3,9 @@
     data: {url: "reasoning-gym://chain_sum?size=500&seed=1&max_terms=3"}
     environment: reasoning-gym:chain_sum
 
-The URL names the task, the number of questions (500), the seed (0) and settings of the task. Equal URLs have equal
-questions. A reward is 1 for a right answer, and less for wrong ones, down to 0, as the task defines. If an answer has
-<answer>…</answer>, only the last of these is checked.
+The URL contains the task, the number of questions (default 500), the seed (default 0) and settings of the task. Equal
+URLs give equal questions. The reward is 1 for a right answer, and less for a wrong one, down to 0, as the task defines.
+If an answer contains <answer>…</answer>, only the last such part is checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def read_rows(url: str, split: str) -> Iterator[dict[str, Any]]:
-    """The task's questions, and their answers as completions. UserError: the library refuses the URL's settings."""
+    """The task's questions, with their answers as completions. UserError: the library rejects the URL's settings."""
     if split:
         raise UserError(f"data.split {split!r}: {url} has no splits; another seed gives other questions")
     dataset = _dataset(url)
@@ -42,7 +42,10 @@ def read_rows(url: str, split: str) -> Iterator[dict[str, Any]]:
 
 
 def environment_maker(name: str) -> EnvironmentMaker:
-    """A question and an answer, rewarded by the task `name`. Rows must come from its data source, else UserError."""
+    """Conversations of one question and answer, rewarded by the task `name`.
+
+    UserError: a row does not come from the task's data source.
+    """
 
     def make(facts: Facts) -> Asked:
         if dict(facts.get(_ENTRY, {})).get("url", "").partition("?")[0] != _SCHEME + name:
@@ -63,7 +66,7 @@ def _score_entry(url: str, index: int, text: str) -> float:
 
 @lru_cache(1024)
 def _entry(url: str, index: int) -> dict[str, Any]:
-    """A question with its answer. The dataset makes it again at each access, and all answers of a group need it."""
+    """A question with its answer, cached: the dataset makes it again at each access, and a group needs it often."""
     entry: dict[str, Any] = _dataset(url)[index]
     return entry
 

@@ -3,11 +3,11 @@
     data: {url: "verifiers://gsm8k?num_train_examples=500"}
     environment: verifiers:gsm8k
 
-NAME is a module with a function `load_environment`; the URL has its arguments. The rows are the environment's dataset,
-and with `split: eval` its evaluation dataset. A conversation is a rollout of verifiers: whenever the rollout asks its
-model, it gets an answer of ours. The reward comes at the end, and the rubric's metrics are its parts.
+NAME is a module with a function `load_environment`, and the URL contains its arguments. The rows are the environment's
+dataset, or with `split: eval` its evaluation dataset. A conversation is a rollout of verifiers: whenever the rollout
+requests a completion, it gets our model's answer. The reward comes at the end, with the rubric's metrics as its parts.
 
-Calls of tools are found as `called_tools` defines.
+Tool calls are parsed by `called_tools`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tinkerflow.tasks.pipelines.environments import (
 from tinkerflow.tasks.pipelines.rows import Json, Message
 
 _SCHEME = "verifiers://"
-_ENTRY = "verifiers"  # the field of a row that has its example
+_ENTRY = "verifiers"  # the field of a row that contains its example
 _loading = Lock()
 _unavailable: ContextVar[list[Exception]] = ContextVar("_unavailable")  # errors of one conversation's reward functions
 
 
 def read_rows(url: str, split: str) -> Iterator[Json]:
-    """The prompts of the environment's dataset, and its tools. UserError: the environment cannot be loaded."""
+    """The prompts and tools of the environment's dataset. UserError: the environment cannot be loaded."""
     if split not in ("", "train", "eval"):
         raise UserError(f"data.split {split!r}: must be train or eval for {url}")
     environment = _environment(url)
@@ -64,7 +64,7 @@ def read_rows(url: str, split: str) -> Iterator[Json]:
 
 
 def environment_maker(name: str) -> EnvironmentMaker:
-    """Conversations with the environment `name`. Rows must come from its data source, else UserError."""
+    """Conversations with the environment `name`. UserError: a row does not come from its data source."""
     refuse_code("environment", f"verifiers:{name}")
 
     def make(facts: Facts) -> _Rollout:
@@ -77,7 +77,7 @@ def environment_maker(name: str) -> EnvironmentMaker:
 
 
 class _Model(Client):  # type: ignore[misc]
-    """The model of one rollout: its requests wait for answers from outside."""
+    """The model of one rollout. Its requests wait until the conversation answers them."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -124,7 +124,7 @@ class _Model(Client):  # type: ignore[misc]
 
 
 class _Rollout:
-    """A conversation that a rollout of verifiers leads, in a task of its own."""
+    """A conversation that a rollout of verifiers leads in a separate task."""
 
     def __init__(self, url: str, example: Json) -> None:
         self._url, self._example, self._model = url, example, _Model()
@@ -150,7 +150,7 @@ class _Rollout:
         return Reply(0.0, self._shown[len(known) + 1 :])
 
     async def stopped(self) -> Reply:
-        """The reward of the conversation so far: the rollout ends as for a prompt that is too long."""
+        """End the rollout as if the prompt were too long. Returns the reward of the conversation so far."""
         assert self._answer is not None and self._rollout is not None, "the conversation has begun"
         self._answer.set_exception(vf.OverlongPromptError("the conversation has max_turns answers, or is too long"))
         return await self._rollout
@@ -162,7 +162,7 @@ class _Rollout:
             await asyncio.wait({self._rollout})
 
     async def _next(self) -> Reply | None:
-        """Wait for the next request to the model, or for the end of the rollout: its reward."""
+        """Wait for the next request to the model, or for the rollout's end. Returns the reward at the end, or None."""
         assert self._rollout is not None, "the conversation has begun"
         request = asyncio.create_task(self._model.requests.get())
         try:
@@ -194,7 +194,7 @@ async def _scored(environment: Any, example: Json, model: _Model) -> Reply:
 
 
 def _is_unavailable(error: BaseException | None) -> bool:
-    """Whether an error, or an error that caused it, says nothing about the model."""
+    """Whether the infrastructure failed, not the model: this error, or an error that caused it, shows this."""
     return error is not None and (
         isinstance(error, (*UNAVAILABLE, vf.InfraError)) or _is_unavailable(error.__cause__ or error.__context__)
     )
@@ -211,7 +211,7 @@ def _environment(url: str) -> Any:
 @lru_cache(8)
 def _loaded(url: str) -> Any:
     name, _, query = url.removeprefix(_SCHEME).partition("?")
-    # Environments set handlers of SIGINT and SIGTERM. These are the flow's, and only the main thread can set them.
+    # Environments set handlers of SIGINT and SIGTERM. The flow has its own, and only the main thread can set them.
     module: Any = sys.modules[vf.Environment.__module__]
     signals, module.signal = module.signal, SimpleNamespace(signal=lambda *_: None, SIGINT=None, SIGTERM=None)
     try:
@@ -228,7 +228,7 @@ def _loaded(url: str) -> Any:
 
 
 def _rubrics(part: Any) -> Iterator[Any]:
-    """All rubrics of an environment or of a rubric."""
+    """All rubrics within an environment or a rubric."""
     for below in [*getattr(part, "envs", ()), *getattr(part, "rubrics", ()), getattr(part, "rubric", None)]:
         if below is not None:
             yield from _rubrics(below)
@@ -237,7 +237,7 @@ def _rubrics(part: Any) -> Iterator[Any]:
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The reward function; `_scored` learns of failures of its infrastructure, which a rubric makes rewards of 0."""
+    """Wrap a reward function so that `_scored` gets infrastructure failures, which a rubric turns into rewards of 0."""
 
     @wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _message(message: Any) -> Message:
-    """A message of verifiers as one of ours."""
+    """Convert a message of verifiers to ours. UserError: it has parts other than text."""
     content = message.content or ""
     if not isinstance(content, str):
         parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
@@ -273,7 +273,7 @@ def _message(message: Any) -> Message:
 
 
 def _tool(tool: Any) -> Json:
-    """A tool of verifiers in OpenAI's form."""
+    """Convert a tool of verifiers to OpenAI's form."""
     defined = tool if isinstance(tool, Mapping) else tool.model_dump()
     names = ("name", "description", "parameters")
     return {"type": "function", "function": {name: defined[name] for name in names if defined.get(name) is not None}}
