@@ -1,6 +1,6 @@
 """Cards of trained models: Markdown for people, with the header that the Hugging Face hub reads.
 
-https://huggingface.co/docs/hub/model-cards describes the header. `model_card.ModelCard` has facts about a base model.
+https://huggingface.co/docs/hub/model-cards describes the header. `model_card.ModelCard` describes a base model.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _HEADER = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)  # of a README on the hu
 
 @dataclass
 class TrainedData:
-    """The data in a state of a run. `add` takes up one successful request after another.
+    """The data in a state of a run. Call `add` with each successful request in order.
 
-    steps: optimizer steps. rows: digests of the trained rows by the number of times that each was trained. tokens: of
-    all of these times. loaded: the checkpoint with which the run began, or that it loaded last; None if it began with a
-    fresh adapter.
+    steps: optimizer steps. rows: how many times each row was trained, by the row's digest. tokens: trained tokens,
+    counting repetitions. loaded: the checkpoint that the run began with or loaded last; None if it began with a fresh
+    adapter.
     """
 
     steps: int = 0
@@ -47,11 +47,11 @@ class TrainedData:
 
     @property
     def data_digest(self) -> str:
-        """One digest for the different rows, whatever their order."""
+        """One digest of the distinct rows, independent of their order."""
         return chain(sorted(self.rows))
 
     def add(self, kind: str, payload: bytes) -> None:
-        """Take up a successful request."""
+        """Count a successful request."""
         if kind == "forward_backward":
             for datum in pb.ForwardBackwardRequest.FromString(payload).data:
                 key = row_digest(datum)
@@ -79,19 +79,19 @@ def row_digest(datum: pb.Datum) -> str:
 
 
 def loaded_by(kind: str, payload: bytes) -> str | None:
-    """The checkpoint that a request loads; None for requests that load none."""
+    """The checkpoint that a request loads, or None."""
     return str(orjson.loads(payload)["path"]) if kind in ("load_model", "load_weights") else None
 
 
 def saved_by(run_id: str, kind: str, payload: bytes) -> str | None:
-    """The checkpoint that a request of a run saves; None for requests that save none, or none with a name."""
+    """The named checkpoint that a request of a run saves, or None."""
     if kind not in _SAVES or not (name := orjson.loads(payload).get("path")):
         return None
     return f"tinker://{run_id}/{_SAVES[kind]}/{name}"
 
 
 def trained_data(journal: Journal, store: Store, saved: Saved) -> TrainedData | None:
-    """The data in a checkpoint, None if its run has no history. StoreError: the history is damaged."""
+    """The data in a checkpoint, or None if its run has no history. StoreError: the history is damaged."""
     try:
         if not journal.histories.exists(saved.run_id):
             return None
@@ -110,9 +110,9 @@ def trained_data(journal: Journal, store: Store, saved: Saved) -> TrainedData | 
 def card(journal: Journal | None, store: Store, saved: Saved, base: Path, *, merged: bool = False) -> str:
     """The card of a checkpoint: training, data, curve, evaluation and license.
 
-    journal: None if there is none; the card then has only facts of the checkpoint itself. saved: the checkpoint. base:
-    the folder of its base model. merged: the model has the adapter merged into it. StoreError: the run's history is
-    damaged.
+    journal: None if there is none; the card then contains only facts of the checkpoint itself. saved: the checkpoint.
+    base: the folder of its base model. merged: whether the adapter is merged into the model. StoreError: the run's
+    history is damaged.
     """
     license_, source = license_of(base)
     hub = hub_name(saved.meta.base_model)
@@ -171,7 +171,7 @@ def _usage(saved: Saved, hub: str, *, merged: bool) -> Iterator[str]:
 
 
 def merge_hint(saved: Saved) -> str:
-    """How to get a folder that loads without the service's own files; "" where the base model is on the hub."""
+    """How to get a folder that loads without the service's own files; "" if an adapter's base model is on the hub."""
     if saved.spec.rank and hub_name(saved.meta.base_model) is not None:
         return ""
     base = "The base model is a folder of the service" if saved.spec.rank else "These are the parameters alone"
@@ -198,7 +198,7 @@ def _training(journal: Journal, saved: Saved) -> Iterator[str]:
 
 
 def _spread(points: Sequence[StepFigures]) -> list[StepFigures]:
-    """At most _POINTS of the points, with the first and the last."""
+    """At most _POINTS of the points, including the first and the last."""
     if len(points) <= _POINTS:
         return list(points)
     return [points[round(n * (len(points) - 1) / (_POINTS - 1))] for n in range(_POINTS)]
@@ -210,7 +210,7 @@ def _row(point: StepFigures) -> str:
 
 
 def license_of(folder: Path) -> tuple[str, str]:
-    """The license that a model's folder states, and where; "" if it states none."""
+    """The license in a model's folder, or "", and the file that states it."""
     readme = folder / "README.md"
     found = _HEADER.match(readme.read_text(errors="replace")) if readme.is_file() else None
     if found is not None:

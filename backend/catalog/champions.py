@@ -2,7 +2,7 @@
 
     champions/<name>/<n>.json     the n-th champion of a name
 
-A new champion is a new entry, so the history stays. `tasks/pipelines/champions.py` writes them.
+A new champion is a new entry, so the history is kept. `tasks/pipelines/champions.py` writes the entries.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def champion_key(name: str, number: int) -> str:
 
 
 def newest_champion(work: Blobs, name: str) -> dict[str, Any] | None:
-    """The newest champion of `name` as it was written; None if there is none."""
+    """The newest champion of `name` as written, or None."""
     folder = _folder(name)
     numbers = sorted(work.children(folder))
     return None if not numbers else dict(orjson.loads(work.read(f"{folder}/{numbers[-1]}")))
 
 
 def champion_history(work: Blobs, name: str) -> list[dict[str, Any]]:
-    """All champions of `name` as they were written, oldest first."""
+    """All champions of `name` as written, oldest first."""
     folder = _folder(name)
     return [dict(orjson.loads(work.read(f"{folder}/{number}"))) for number in sorted(work.children(folder))]
 
 
 def checked_name(field: str, value: str) -> str:
-    """The name `value` as a part of a key; UserError if it could lead to another folder."""
+    """The name `value` as part of a key. UserError: it could lead to another folder."""
     if not _NAME.fullmatch(value):
         raise UserError(f"{field} {value!r}: must be 1 to 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")
     return value

@@ -20,9 +20,9 @@ class Rebuilt:
 
 
 def rebuild(journal: Journal, store: Store, project: str = LOCAL_OWNER) -> Rebuilt:
-    """Insert rows for all committed checkpoints in the store. Existing rows stay as they are.
+    """Insert rows for all committed checkpoints in the store. Existing rows do not change.
 
-    Repeating the call after a crash continues the work. Recovery snapshots are left out, because they are useless
+    Repeating the call after a crash continues the work. Recovery snapshots are skipped, because they are useless
     without the later requests.
 
     project: the owner of the checkpoints that were saved without a key.

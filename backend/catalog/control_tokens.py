@@ -1,9 +1,9 @@
-"""Control tokens in the texts of a conversation stay text; only the chat template writes real ones.
+"""Keeps control tokens in the texts of a conversation as text, so that only the chat template writes real ones.
 
 A user who writes `<|im_end|>` must not end the message. `ControlTokens.hide` marks such texts before the template is
-rendered: the first character of each is replaced by a stand-in, a Unicode noncharacter. The length is the same, so
-templates work as before. `ControlTokens.encode` then finds the control tokens that the template itself wrote, puts the
-hidden characters back, and encodes everything between control tokens as text.
+rendered: the first character of each is replaced by a stand-in, a Unicode noncharacter. The length does not change, so
+templates work as before. `ControlTokens.encode` then finds the control tokens that the template itself wrote, restores
+the hidden characters, and encodes everything between control tokens as text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-# Noncharacters of Unicode, which texts do not contain, then characters for private use in case a model needs more.
+# Unicode noncharacters, which texts do not contain, then private-use characters in case a model needs more.
 _START, *_STAND_INS = map(chr, (*range(0xFDD0, 0xFDF0), *range(0x10F000, 0x10FFFE)))
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -25,12 +25,12 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class ControlTokens:
     """The tokens that structure a conversation of one model.
 
-    These are the special tokens, and the added tokens that the chat template names, such as `<tool_call>`. Texts of the
-    assistant may contain the latter: earlier answers and training data have their reasoning and calls in the content.
+    These are the special tokens, and the added tokens in the chat template, such as `<tool_call>`. Texts of the
+    assistant may contain the latter: earlier answers and training data include reasoning and calls in the content.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        """Read them from a tokenizer. template: the source of its chat template, "" for none."""
+        """Read the tokens from a tokenizer. template: the source of its chat template, "" for none."""
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
         self._special = [entry.content for entry in added if entry.special]
@@ -47,7 +47,7 @@ class ControlTokens:
 
     # ------------------------------------------------------------ before rendering
     def hide(self, value: Any, *, assistant: bool = False) -> Any:
-        """The value with all texts in it hidden, keys included.
+        """Hide the control tokens in all texts of a value, including keys.
 
         assistant: whether the texts are the assistant's, which may contain control tokens that are not special.
         """
@@ -60,7 +60,7 @@ class ControlTokens:
         return value
 
     def hide_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages of a conversation, hidden, in OpenAI's form. Roles and types are not texts of users."""
+        """Hide the control tokens in messages of OpenAI's form, except in roles and types, which are not user texts."""
         return [
             {
                 name: value
@@ -90,11 +90,11 @@ class ControlTokens:
 
     # ------------------------------------------------------------ after rendering
     def restore(self, text: str) -> str:
-        """A rendered text with the hidden characters put back, as the template would have written it."""
+        """Restore the hidden characters in a rendered text."""
         return text.translate(self._original)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a rendered text, without the tokens that a tokenizer adds around every text."""
+        """Encode a rendered text, without the tokens that a tokenizer adds around every text."""
         restored = self.restore(text)
         if restored == text:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -109,7 +109,7 @@ class ControlTokens:
         return tokens
 
     def _encode_text(self, text: str, before: AddedToken | None, after: AddedToken | None) -> list[int]:
-        """The tokens of a text between two control tokens."""
+        """Encode a text between two control tokens."""
         if before is not None and before.rstrip:
             text = text.lstrip()
         if after is not None and after.lstrip:
@@ -146,5 +146,5 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _starts(texts: Sequence[str]) -> re.Pattern[str]:
-    """Finds the first character of each of these texts, also where they overlap."""
+    """A pattern for the first character of each of these texts, even if they overlap."""
     return re.compile(f"(?={_any_of(texts)}).", re.DOTALL) if texts else re.compile(r"(?!)")

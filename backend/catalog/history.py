@@ -1,4 +1,4 @@
-"""Reading a run's history: its segments in the store, and then the requests that are only in the journal."""
+"""Reads a run's history: first its segments in the store, then the requests that are only in the journal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkerflow.backend.store import Store
 
 
 def past_requests(journal: Journal, store: Store, run_id: str, *, after: int = -1) -> Iterator[PastRequest]:
-    """The answered requests of a run in order, those with a seq_id above `after`. One segment is in memory at a time.
+    """The answered requests of a run with a seq_id above `after`, in order. One segment is in memory at a time.
 
     StoreError: a segment cannot be read, or is damaged.
     """

@@ -1,4 +1,4 @@
-"""The sizes of popular models, which come with this package: a plan for them needs no network."""
+"""The sizes of popular models, which are included in this package, so that a plan for them needs no network."""
 
 from __future__ import annotations
 

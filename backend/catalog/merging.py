@@ -3,8 +3,8 @@
 If all parameters were trained, the trained weights replace those of the base model.
 
 The folder is read and written tensor by tensor, so that one tensor is in memory at a time. Names and dtypes are those
-of the base model's files. Experts in MXFP4 are written in bfloat16 if the adapter has MLPs. Matrices in FP8 are always
-written in bfloat16, because the sum cannot be represented in FP8.
+of the base model's files. Experts in MXFP4 are written in bfloat16 if the adapter changes MLPs. Matrices in FP8 are
+always written in bfloat16, because the sum cannot be represented in FP8.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str],
 
 
 class _Merger:
-    """Adds an adapter to tensors of its base model, or replaces them by trained weights."""
+    """Adds an adapter to tensors of its base model, or replaces them with trained weights."""
 
     def __init__(self, cfg: ModelConfig, state: AdapterState) -> None:
         self.cfg = cfg
@@ -117,7 +117,7 @@ class _Merger:
         ]
 
     def check(self, tensors: Iterable[_Written]) -> None:
-        """UserError if a tensor of the adapter has no tensor in the base model, or another shape."""
+        """Raise UserError if a tensor of the adapter has no matching tensor in the base model, or another shape."""
         places = {name: part.shape for one in tensors for name, part in self._parts(one.name, one.tensor).items()}
         unused = set(self._state.weights)
         for name, shape in places.items() if self._state.spec.full else ():
@@ -136,7 +136,7 @@ class _Merger:
             raise UserError(f"saved tensor {min(unused)!r} belongs to no tensor of this {self.family.title} model")
 
     def merged(self, one: _Written) -> npt.NDArray[Any] | None:
-        """The sum in the dtype of the file; None for an unchanged tensor."""
+        """The merged tensor in the dtype of the file; None for an unchanged tensor."""
         changed = [name for name in self._parts(one.name, one.tensor) if self._source(name) in self._state.weights]
         if not changed and isinstance(one.tensor, StoredTensor):
             return None
@@ -165,7 +165,7 @@ class _Merger:
         return update * np.float32(LORA_ALPHA / own / peft_factor(spec.rank, own))
 
     def _parts(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """A tensor of the files by our names: the tensor itself, or views of the matrices that are fused into it."""
+        """A tensor of the files under our names: the tensor itself, or views of the matrices that are fused into it."""
         return self.family.unpack(self.cfg, {name: tensor})
 
 
@@ -179,7 +179,7 @@ def _shards(tensors: list[_Written]) -> list[list[_Written]]:
 
 
 def _write(path: Path, shard: list[_Written], merger: _Merger) -> None:
-    """Write a safetensors file with one tensor in memory at a time, after a header with the places of all tensors."""
+    """Write a safetensors file, a header with the offsets of all tensors first, with one tensor in memory at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for one in shard:

@@ -1,4 +1,4 @@
-"""The facts about a base model that need no loading: read from its Hugging Face folder, stored as JSON."""
+"""Facts about a base model that are known without loading it: read from its Hugging Face folder, stored as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelCard:
     name: the configured name, which clients use. path: its absolute folder on this machine. tokenizer_id: the hub id or
     folder for `transformers.AutoTokenizer.from_pretrained`. max_context: the longest sequence served, in tokens.
     eos_token_ids: tokens that end an answer; may be empty. context_rule: the reason for max_context, for errors.
-    parameters: numbers in the weights; a tied unembedding counts once. experts_per_token: 0 without experts.
+    parameters: the number of weights; a tied unembedding counts once. experts_per_token: 0 without experts.
     """
 
     name: str
@@ -48,9 +48,9 @@ class ModelCard:
 
     @classmethod
     def load(cls, name: str, *, max_context: int = 0) -> Self:
-        """The card of the model called `name` (`find_model`), which is copied to this host on first use.
+        """Load the card of the model `name` (`find_model`), which is copied to this host on first use.
 
-        max_context: 0 = the model's limit, up to 32768. UserError names a missing, unreadable or unsupported part.
+        max_context: 0 = the model's limit, up to 32768. UserError: a part is missing, unreadable or unsupported.
         """
         folder = find_model(name)
         config = load_config(folder, name=name)
@@ -82,7 +82,7 @@ class ModelCard:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`, which also accepts cards without newer fields; ValueError if it is not a card."""
+        """The inverse of `to_json`, which also accepts cards without newer fields. ValueError: it is not a card."""
         values = json.loads(text)
         known = {field.name for field in fields(cls)}
         needed = {field.name for field in fields(cls) if field.default is MISSING}
@@ -92,28 +92,28 @@ class ModelCard:
 
 
 def alias_of(name: str) -> str:
-    """The other name of a base model for clients; "" if it has none."""
+    """The alias of a base model for clients, or ""."""
     return EMBEDDED if Path(name).parts[-len(EMBEDDED_FOLDER) :] == EMBEDDED_FOLDER else ""
 
 
 def public_name(name: str) -> str:
-    """The name of a base model for clients and people: its other name, if it has one."""
+    """The name of a base model for clients and people: its alias, if it has one."""
     return alias_of(name) or name
 
 
 @cache
 def image_processor(folder: str) -> ImageProcessor | None:
-    """The image processor of the model in a card's folder; None if the model only takes text.
+    """The image processor of the model in a card's folder; None if the model takes only text.
 
-    UserError if the processor needs an unsupported step.
+    UserError: the processor needs an unsupported step.
     """
     return open_processor(load_config(folder), folder)
 
 
 def context_of(name: str, config: ModelConfig, wanted: int) -> int:
-    """The longest sequence to serve of a model, in tokens; UserError if `wanted` exceeds the model's limit.
+    """The longest sequence to serve for a model, in tokens.
 
-    wanted: 0 = the model's limit, up to 32768.
+    wanted: 0 = the model's limit, up to 32768. UserError: it exceeds the model's limit.
     """
     if wanted > config.max_positions:
         raise UserError(f"base model {name!r}: max_context {wanted}; the model allows at most {config.max_positions}")
@@ -125,7 +125,7 @@ def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
     for file in ("generation_config.json", "config.json"):
         path = folder / file
         values = read_object(path, name) if path.is_file() else {}
-        text = values.get("text_config") or {}  # of a model that also sees images
+        text = values.get("text_config") or {}  # of a model that also takes images
         ids = values.get("eos_token_id", text.get("eos_token_id"))
         if ids is not None:
             found = tuple(ids) if isinstance(ids, list) else (ids,)

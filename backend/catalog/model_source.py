@@ -1,10 +1,10 @@
-"""The files of a base model: in a folder, on the hub, or in a folder of Google Cloud Storage.
+"""Finds the files of a base model: in a folder, on the hub, or in Google Cloud Storage.
 
 Files of a bucket are copied to this host once, next to the cache of the hub, and checked against the bucket's MD5 sums:
 
     $HF_HOME/tinkerflow/<bucket>--<prefix>/<version>/config.json, model-00001-of-00004.safetensors, ...
 
-A version is a hash of the listed names, sizes and generations. A model that is replaced in the bucket gets another
+A version is a hash of the listed names, sizes and generations. A model that is replaced in the bucket gets a new
 folder here, so weights in use never change.
 """
 
@@ -45,8 +45,8 @@ def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     """The folder of a base model on this host.
 
     name: a folder, its `file://` URL, a hub id, a hub id with a revision (`org/model@revision`), or
-    `gs://bucket/prefix`. Files of the hub or a bucket are copied here unless they are here. files: patterns of the
-    files' names. UserError if the model does not exist, or cannot be read.
+    `gs://bucket/prefix`. Files of the hub or a bucket are copied here unless they already exist. files: patterns of
+    the files' names. UserError: the model does not exist, or cannot be read.
     """
     if not name:
         raise UserError("base model '': give a folder, a hub id or a gs:// URL")
@@ -61,7 +61,7 @@ def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def _from_hub(name: str, repository: str, revision: str, files: Sequence[str]) -> Path:
-    # Imported here: a model in a folder should not wait for a network library.
+    # Imported here because a model in a folder should not wait for a network library.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -115,7 +115,7 @@ def _version(listed: dict[str, Stamp]) -> str:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Lock out the other processes of this host, which wait. The kernel releases the lock when its process dies."""
+    """Hold the lock for the block. Other processes of this host wait. The kernel releases it when the process dies."""
     with open_private(lock, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -131,7 +131,7 @@ def _check_room(url: str, home: Path, needed: int) -> None:
 
 
 def _copy(url: str, read: Callable[[str, int, int], bytes], files: dict[str, Stamp], folder: Path) -> None:
-    """Copy the files. Each is renamed after it is complete, verified and on disk. OSError if a file is wrong."""
+    """Copy the files. Each is renamed once it is complete, verified and on disk. OSError: a file is wrong."""
     make_folder(folder)
     told, done, whole = time.monotonic(), 0, sum(stamp.size for stamp in files.values())
     with ThreadPoolExecutor(_THREADS, "model") as threads:
@@ -158,7 +158,7 @@ def _copy_part(read: Callable[[str, int, int], bytes], draft: Path, name: str, s
 
 
 def _check_sum(name: str, draft: Path, stamp: Stamp) -> None:
-    """OSError unless the draft equals the object. Composed objects have no MD5, so only their size is compared."""
+    """Raise OSError unless the draft equals the object. Composed objects have no MD5, so only sizes are compared."""
     with draft.open("rb") as file:
         md5 = hashlib.file_digest(file, "md5").digest() if stamp.md5 else b""
     if draft.stat().st_size != stamp.size or md5 != stamp.md5:

@@ -1,8 +1,8 @@
-"""Training runs as OpenLineage events, for catalogs such as Marquez and DataHub. Nothing waits for the receiver.
+"""Sends training runs as OpenLineage events to catalogs such as Marquez and DataHub. Nothing waits for the receiver.
 
 Events are made from the journal, with its times, and the id of a run is derived from ours. An event that is sent again
-after a crash therefore equals the first one, except for data whose history was deleted meanwhile. A file keeps which
-events were sent. https://openlineage.io/spec defines the events; the library `openlineage-python` has their classes.
+after a crash therefore equals the first one, except for data whose history was deleted meanwhile. A file records which
+events were sent. https://openlineage.io/spec defines the events, and the library `openlineage-python` their classes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAMESPACE = "tinkerflow"
-_MOST_READ = 16  # runs whose history is in memory; the others are read again from their beginning
+_MOST_READ = 16  # runs whose history is in memory; other histories are read again from their beginning
 _PAGE = 500
 _ENDS: Mapping[ModelState, str] = {ModelState.UNLOADED: "COMPLETE", ModelState.FAILED: "FAIL", ModelState.LOST: "FAIL"}
 
@@ -64,7 +64,7 @@ def data_facts(data: TrainedData) -> DataFacts:
 
 @dataclass
 class _ReadHistory:
-    """A history as far as it was read. saved: the data in each checkpoint, by its path."""
+    """A history up to request `seq_id`. saved: the data in each checkpoint, by its path."""
 
     seq_id: int = -1
     data: TrainedData = field(default_factory=TrainedData)
@@ -75,24 +75,24 @@ class LineageMirror:
     """Sends the events of training runs to one receiver."""
 
     def __init__(self, url: str, journal: Journal, store: Store, folder: Path, projects: Collection[str] = ()) -> None:
-        """Nothing is sent yet. UserError when the library is not installed.
+        """Prepare to send events. UserError: the library is not installed.
 
         url: of the receiver: http://, https:// or file:///. journal, store: of the runs and their histories. folder:
-        for the data of all trackers. projects: whose runs are sent; none = those of all projects.
+        for the data of all trackers. projects: their runs are sent; none = all projects.
         """
         self._transport = _transport(url)
         self._url, self._journal, self._store, self._projects = url, journal, store, projects
         self._folder = folder / "openlineage"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sent = _Sent(self._folder / "sent.txt")
-        self._seen: dict[str, RunSaves] = {}  # as each run was when all its events had been sent
+        self._seen: dict[str, RunSaves] = {}  # the state of each run when all its events had been sent
         self._read: dict[str, _ReadHistory] = {}
         self._live: set[str] = set()
         self._failures: dict[str, int] = {}
         self._all_at = -ALL_SECONDS
 
     def keep(self, stop: threading.Event) -> None:
-        """Send what is new until `stop` is set. UserError when another process does so."""
+        """Send new events until `stop` is set. UserError: another process is already sending them."""
         restarts = Restarts()
         with alone(self._folder):
             while not stop.is_set():
@@ -109,7 +109,7 @@ class LineageMirror:
         self._transport.close()
 
     def once(self) -> None:
-        """Send what the journal has now. UserError as in `keep`; TrackerError or StoreError when something fails."""
+        """Send the journal's current events. UserError: as in `keep`. TrackerError or StoreError: a run failed."""
         with alone(self._folder):
             while True:
                 failed = len(self._failures)
@@ -122,9 +122,9 @@ class LineageMirror:
         self._transport.close()
 
     def turn(self) -> None:
-        """Send the events that are new. TrackerError or StoreError: the rest is sent by the next turn.
+        """Send new events. TrackerError or StoreError: a run failed, and the next turn sends the rest.
 
-        Runs whose events have failed come last, so that an event that the receiver refuses holds no other run up.
+        Runs whose events have failed come last, so that an event that the receiver rejects does not block other runs.
         """
         now = time.monotonic()
         read = partial(self._journal.ancestries.saves, self._projects)
@@ -143,7 +143,7 @@ class LineageMirror:
             self._all_at = now
 
     def _send_run(self, run_id: str) -> bool:
-        """Send the events of a run. Returns False if a checkpoint waits for the history to have its request."""
+        """Send the events of a run. Returns False if a checkpoint waits until its request is in the history."""
         run, name = self._journal.models.get(run_id, None), self._journal.models.label(run_id)
         checkpoints = sorted(self._checkpoints(run_id), key=lambda one: (one.created_at, one.path))
         end, complete = _ENDS.get(run.state, ""), True
@@ -175,7 +175,7 @@ class LineageMirror:
         data: DataFacts | None = None,
         saved: CheckpointView | None = None,
     ) -> None:
-        """Send an event unless it was sent.
+        """Send an event unless it has already been sent.
 
         run, name: the run with its name, "" if it has none. key: of the event in the run. kind: OpenLineage's type.
         at: the time of the event. data: of the run. saved: the checkpoint that the event is about.
@@ -198,7 +198,7 @@ class LineageMirror:
         return found
 
     def _data(self, run: ModelView, path: str | None) -> DataFacts | None:
-        """The data in a checkpoint, or (path None) in all of the run; None if its history does not have them."""
+        """The data in a checkpoint, or with path None in the whole run; None if they are not in the history."""
         if not self._journal.histories.exists(run.id):
             return None
         read = self._read.pop(run.id, None) or _ReadHistory()
@@ -221,7 +221,7 @@ class LineageMirror:
 
 
 class _Sent:
-    """A file with the events that were sent: a line for each, with its run. A line that a crash cut off is ignored."""
+    """A file with the sent events: a line for each, with its run. A line that a crash cut off is ignored."""
 
     def __init__(self, path: Path) -> None:
         text = path.read_text() if path.exists() else ""
@@ -256,7 +256,7 @@ def run_event(
     """The event of a run.
 
     run, name: the run with its name, "" if it has none. kind: START, RUNNING, COMPLETE, FAIL or OTHER. at: its time.
-    data: of the run, None if they are not known. saved: a checkpoint, the event's output. store_url: where it is.
+    data: of the run, None if unknown. saved: a checkpoint, the event's output. store_url: of the checkpoint's store.
     """
     from openlineage.client import event_v2 as events
     from openlineage.client import facet_v2 as facets
@@ -296,7 +296,7 @@ def run_event(
 
 
 def _inputs(run: ModelView, data: DataFacts | None) -> list[InputDataset]:
-    """The base model, the checkpoint with which the run began, and its data as far as they are known."""
+    """The base model, the checkpoint that the run began with, and its data, if known."""
     from openlineage.client.event_v2 import InputDataset
     from openlineage.client.facet_v2 import datasource_dataset, input_statistics_input_dataset
 
@@ -309,7 +309,7 @@ def _inputs(run: ModelView, data: DataFacts | None) -> list[InputDataset]:
         found = [InputDataset("https://huggingface.co", hub[0], facets=named)]
     if (parent := data.loaded if data is not None else run.origin) is not None:
         found.append(InputDataset("tinker", parent.removeprefix("tinker://")))
-    digest = data.version if data is not None else run.user_metadata.get("data", "")  # pipelines name a digest there
+    digest = data.version if data is not None else run.user_metadata.get("data", "")  # pipelines store a digest there
     if digest:
         statistics: dict[str, Any] = {}
         if data is not None and data.figures:
@@ -321,7 +321,7 @@ def _inputs(run: ModelView, data: DataFacts | None) -> list[InputDataset]:
 
 
 def _trained(figures: Mapping[str, int]) -> Any:
-    """Our own facet: figures of the trained data. Its schema is that of any facet."""
+    """Our own facet with figures of the trained data. Its schema is the generic one of facets."""
     from openlineage.client.generated.base import InputDatasetFacet
 
     return _facet(InputDatasetFacet).with_additional_properties(**figures)
@@ -356,7 +356,7 @@ def _producer() -> str:
 
 
 def check_library(url: str) -> None:
-    """UserError when the library for events to this URL is not installed."""
+    """Raise UserError if the library is not installed. url: of the receiver, for the error."""
     if find_spec("openlineage") is None:
         raise UserError(f"openlineage_url {url!r}: its library is not installed; pip install 'tinkerflow[openlineage]'")
 

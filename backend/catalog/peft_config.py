@@ -1,7 +1,7 @@
 """PEFT's adapter_config.json: checks of its fields, and of its agreement with the adapter's tensors.
 
 PEFT loads the tensors of the modules that the config targets, and ignores all others without an error. Here, tensors
-that the config leaves out are refused, because the two files contradict each other.
+that the config leaves out are rejected, because the two files contradict each other.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _READ = {
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # other values change the base model's weights
 _KEY = re.compile(r"\^?(experts\.\\d\+\.)?[\w.]+")
 _ALL_LINEAR = "all-linear"  # PEFT's name for every linear module except the unembedding
-_PATTERN_SECONDS = 5.0  # limit for all patterns of a config; a pattern that backtracks without end is refused
+_PATTERN_SECONDS = 5.0  # limit for all patterns of a config, because a pattern may backtrack without end
 
 
 def read_fields(config: bytes) -> Mapping[str, Any]:
-    """The fields of adapter_config.json; UserError for a field that we do not support."""
+    """The fields of adapter_config.json. UserError: a field is not supported."""
     try:
         values = orjson.loads(config)
         orjson.dumps(values)  # fails for values that nest too deeply to be shown
@@ -61,12 +61,12 @@ class Scales:
     """rank_pattern and alpha_pattern of a config. The first key that is the end of a module's name applies."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """UserError for a key that is not the end of a name, and for values that are not sizes."""
+        """values: of the config. UserError: a key is not the end of a module's name, or lora_alpha is invalid."""
         self._rank, self._alpha = values["r"], _alpha("lora_alpha", values.get("lora_alpha", 8))
         self._ranks, self._alphas = (_pattern(values, field) for field in ("rank_pattern", "alpha_pattern"))
 
     def alpha(self, module: str, own: int) -> float:
-        """The alpha of a module whose tensors have the rank `own`; UserError if the config has another rank."""
+        """The alpha of a module whose tensors have the rank `own`. UserError: the config gives another rank."""
         if (rank := _of(self._ranks, module, self._rank)) != own:
             raise wrong_file(ADAPTER_CONFIG, f"the rank of {module!r} is {rank!r}: must be {own}, that of its tensors")
         return _alpha(f"alpha_pattern of {module!r}", _of(self._alphas, module, self._alpha))
@@ -91,7 +91,7 @@ def _of(pattern: Mapping[str, tuple[int, Any]], module: str, default: Any) -> An
     The time does not depend on the number of keys.
     """
     keys = [f"^{module}"]
-    for name in {module, EXPERT.sub(r".experts.\\d+.", module)}:  # the second form stands for all experts
+    for name in {module, EXPERT.sub(r".experts.\\d+.", module)}:  # the second form matches all experts
         parts = name.split(".")
         keys += (".".join(parts[n:]) for n in range(len(parts)))
     return min((pattern[key] for key in keys if key in pattern), default=(0, default))[1]
@@ -110,7 +110,7 @@ class Targets:
     """
 
     def __init__(self, values: Mapping[str, Any], unembed: str) -> None:
-        """UserError for a field of another type. unembed: the name of the unembedding's module."""
+        """unembed: the name of the unembedding's module. UserError: a field has the wrong type."""
         self._values, self._unembed = values, unembed
         self._names: dict[str, frozenset[str]] = {}
         self._seconds_left = _PATTERN_SECONDS
@@ -126,7 +126,7 @@ class Targets:
         self._layers = frozenset([layers] if type(layers) is int else layers or ())
 
     def check(self, modules: Collection[str]) -> None:
-        """UserError for the first module that the config does not target. modules: those with tensors in the file."""
+        """Raise UserError for the first module that the config does not target. modules: with tensors in the file."""
         rules = {
             "exclude_modules": lambda module: not self._fits("exclude_modules", module),
             "target_modules": self._is_targeted,

@@ -1,4 +1,4 @@
-"""Import of PEFT adapters: checks against the base model, and conversion to checkpoints for further training.
+"""Imports PEFT adapters: checks them against the base model, and converts them to checkpoints for further training.
 
 PEFT scales the update of a module by lora_alpha / r. Our adapters share one alpha, so B is multiplied by the quotient
 of the two scales. A power of two causes no rounding.
@@ -28,11 +28,11 @@ _SWITCHES = ("train_attn", "train_mlp", "train_unembed")  # of a LoraSpec
 
 
 def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraSpec | None = None) -> AdapterState:
-    """The state to save for an adapter in PEFT's files; its optimizer starts fresh.
+    """Convert an adapter in PEFT's files to a state to save. The optimizer starts fresh.
 
     cfg: the base model. config, adapter: the bytes of adapter_config.json and adapter_model.safetensors, of float32,
-    float16 or bfloat16. asked: its rank and targets; None: those of the files. UserError names the field or tensor that
-    this service cannot compute or train, its value, and the rule.
+    float16 or bfloat16. asked: the requested rank and targets; None: those of the files. UserError: this service cannot
+    compute or train a field or tensor; the error names it, its value and the rule.
     """
     values = read_fields(config)
     try:
@@ -57,7 +57,7 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
 
 
 def largest_size(cfg: ModelConfig, spec: LoraSpec) -> int:
-    """The most bytes that adapter_model.safetensors of such an adapter can have: float32, experts of full rank."""
+    """The largest possible size of adapter_model.safetensors in bytes: in float32, with experts of full rank."""
     each = [(projection, spec.rank) for projection in modules(cfg, replace(spec, expert_rank=None)).values()]
     numbers = sum(rank * (projection.inputs + projection.outputs) for projection, rank in each)
     return 4 * numbers + _HEADER_BYTES * (2 * len(each) + 8)
@@ -75,9 +75,8 @@ def save_import(
 ) -> Saved:
     """Commit an imported adapter as a training checkpoint of its own run. Repeating a request returns its checkpoint.
 
-    session_id: of the import. state: of `import_adapter`. base_model: the name for clients. owner: the project. name:
-    of the checkpoint. request_id: "" = the session is imported once. ConflictError if another request has used the
-    name.
+    session_id: of the import. state: from `import_adapter`. base_model: the name for clients. owner: the project. name:
+    of the checkpoint. request_id: "" = the session is imported once. ConflictError: another request has used the name.
     """
     meta = CheckpointMeta(base_model=base_model, owner=owner, request_id=request_id or session_id)
     path = import_path(session_id, name)

@@ -1,8 +1,8 @@
-"""Receipts: a small signed statement of everything that a training run was given and answered.
+"""Receipts: small signed statements of all inputs and results of a training run.
 
-A receipt has no data. It has digests of all inputs and results of a run in their order, each digest covering everything
-before it, at up to MARKS steps. Two receipts, or a receipt and a history, are compared mark by mark. The signature is
-Ed25519 (RFC 8032) with a key that the service keeps in its database; the receipt has the public key.
+A receipt contains no data, only digests of the inputs and results of a run in order, at up to MARKS steps. Each digest
+covers everything before it. Two receipts, or a receipt and a history, are compared mark by mark. The signature is
+Ed25519 (RFC 8032) with a key that the service keeps in its database. The receipt contains the public key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SECRET = "receipts"
 
 @dataclass(frozen=True)
 class Mark:
-    """The run after a request: the optimizer steps so far, and digests of all inputs and of all results up to it."""
+    """The run after a request: the optimizer steps so far, and digests of all inputs and of all results so far."""
 
     step: int
     seq_id: int
@@ -105,7 +105,7 @@ def make_receipt(journal: Journal, store: Store, run_id: str, now: datetime) -> 
 
 
 def check_receipt(receipt: Any) -> list[Mark]:
-    """The marks of a receipt whose signature is right. UserError for anything else."""
+    """Verify a receipt, and return its marks. UserError: it is not a receipt with a valid signature."""
     if not isinstance(receipt, dict) or receipt.get("format") != FORMAT:
         raise UserError(f"receipt: it is not a {FORMAT} of `tinkerflow receipt`")
     try:
@@ -119,7 +119,7 @@ def check_receipt(receipt: Any) -> list[Mark]:
 
 
 def first_difference(receipt: Iterable[Mark], found: Iterable[Mark]) -> str | None:
-    """The first place where a history differs from a receipt, for people; None if it does not."""
+    """Describe the first difference between a history and a receipt for people. Returns None if they agree."""
     by_request = {mark.seq_id: mark for mark in found}
     before = 0
     for mark in receipt:
@@ -135,6 +135,6 @@ def first_difference(receipt: Iterable[Mark], found: Iterable[Mark]) -> str | No
 
 
 def _signed(receipt: Mapping[str, Any]) -> bytes:
-    """The bytes that are signed: the receipt without its signature, with sorted keys."""
+    """The bytes to sign: the receipt without its signature, with sorted keys."""
     parts = {name: value for name, value in receipt.items() if name != "signature"}
     return orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)

@@ -3,8 +3,8 @@
     rollouts/<training run>/<step>.json        conversations that a step learned from
     evaluations/<training run>/<number>.json   conversations of an evaluation of the run's weights, numbered from 1
 
-An object is written once. The newest FULL of a run stay, and of older ones every EVERY-th. An object has at most
-MOST_BYTES: token probabilities are left out first, then whole groups.
+An object is written once. The newest FULL objects of a run are kept, and every EVERY-th older one. An object has at
+most MOST_BYTES: token probabilities are left out first, then whole groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Kind = Literal["rollouts", "evaluations"]
 
 
 class RolloutMessage(BaseModel):
-    """A message. tokens, logprobs: of an answer of the model, the sampled tokens and their log probabilities."""
+    """A message. tokens, logprobs: the sampled tokens of a model's answer, and their log probabilities."""
 
     role: str
     text: str
@@ -38,9 +38,9 @@ class RolloutMessage(BaseModel):
 
 
 class RolloutSample(BaseModel):
-    """A conversation after its prompt. reward: None where there are none. parts: of the reward, by name.
+    """A conversation after its prompt. reward: None without rewards. parts: of the reward, by name.
 
-    length: number of sampled tokens. attempt: how many conversations in its place were interrupted before.
+    length: number of sampled tokens. attempt: how many earlier attempts at this conversation were interrupted.
     """
 
     reward: float | None
@@ -52,12 +52,12 @@ class RolloutSample(BaseModel):
 
     @property
     def turns(self) -> int:
-        """How many answers the model gave."""
+        """The number of the model's answers."""
         return sum(message.role == "assistant" for message in self.messages)
 
     @property
     def tools(self) -> list[str]:
-        """The tools that answered, in their order."""
+        """The tools that answered, in order."""
         return [message.name or "tool" for message in self.messages if message.role == "tool"]
 
 
@@ -69,7 +69,7 @@ class RolloutGroup(BaseModel):
 
 
 class DroppedRollout(BaseModel):
-    """Conversations that the step did not learn from. fate: the outcome. reason: why."""
+    """A conversation or group that the step did not learn from. fate: the outcome. reason: why."""
 
     prompt: str
     fate: str
@@ -111,13 +111,13 @@ class StepRollouts(BaseModel):
 
 
 def write_rollouts(work: Blobs, run_id: str, rollouts: StepRollouts) -> None:
-    """Write a step, unless it is written already, and remove the older step that need not stay. OSError: no access."""
+    """Write a step unless it is already written, and remove an older step that need not be kept. OSError: no access."""
     with suppress(FileExistsError):
         _write(work, "rollouts", run_id, rollouts)
 
 
 def write_evaluation(work: Blobs, run_id: str, rollouts: StepRollouts) -> int:
-    """Write an evaluation of a run's weights under the next number, which is returned. OSError: no access."""
+    """Write an evaluation of a run's weights under the next number. Returns the number. OSError: no access."""
     while True:
         number = max(numbers_of(work, "evaluations", run_id), default=0) + 1
         with suppress(FileExistsError):  # another evaluation has ended meanwhile
@@ -133,7 +133,7 @@ def _write(work: Blobs, kind: Kind, run_id: str, rollouts: StepRollouts) -> None
 
 
 def numbers_of(work: Blobs, kind: Kind, run_id: str) -> list[int]:
-    """The steps of a training run that have rollouts, or the numbers of its evaluations, in their order."""
+    """The steps of a training run that have rollouts, or the numbers of its evaluations, in order."""
     names = (name.removesuffix(".json") for name in work.children(rollouts_folder(kind, run_id)))
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
@@ -150,7 +150,7 @@ def read_rollouts(work: Blobs, kind: Kind, run_id: str, number: int) -> StepRoll
 
 
 def bounded(rollouts: StepRollouts) -> StepRollouts:
-    """The rollouts within MOST_BYTES. Only the first groups that fit have the probabilities of their tokens."""
+    """The rollouts within MOST_BYTES. Groups keep their token probabilities, or are kept at all, only if they fit."""
     kept, room = [], MOST_BYTES
     for group in rollouts.groups:
         for one in (group, _without_tokens(group)):

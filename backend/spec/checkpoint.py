@@ -1,4 +1,4 @@
-"""What a checkpoint is: its `tinker://` path, the keys and digests of its files, and the facts that go with it."""
+"""The parts of a checkpoint: its `tinker://` path, the keys and digests of its files, and its metadata."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from tinkerflow.backend.spec.ranks import LoraSpec
 
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = CheckpointKind
 KINDS = tuple(CheckpointKind)
-RECOVERY = "recovery"  # recovery snapshots: clients can neither list nor name them; the journal knows their paths
+RECOVERY = "recovery"  # recovery snapshots: clients can neither list nor name them; the journal stores their paths
 RUNS = "runs"
-UPLOADS = "uploads"  # files that are uploaded, until they become a checkpoint
+UPLOADS = "uploads"  # uploaded files, until they become a checkpoint
 RUN_RULE = "1 to 200 letters, digits, '.', '_', ':' or '-', not starting with '.' or ':'"
-BLOCK = 4 * 2**20  # bytes of a stored file that are hashed together, so that a part of it can be read and verified
+BLOCK = 4 * 2**20  # bytes of a stored file that are hashed together, so that a part can be read and verified
 # Run ids contain ':' (`sess-1:train:0`). POSIX file names and object keys allow it, so all stores have one layout.
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}")
 _STEP = re.compile(r"@(0|[1-9][0-9]{0,17})")
 
 
 def is_run_id(text: str) -> bool:
-    """Whether `text` may be a run id: see RUN_RULE (one path segment, no traversal)."""
+    """Whether `text` is a valid run id: see RUN_RULE (one path segment, no traversal)."""
     return _RUN.fullmatch(text) is not None
 
 
 def check_run_id(text: str) -> str:
-    """The run id itself; UserError when it is malformed."""
+    """The run id itself. UserError: it is malformed."""
     if not is_run_id(text):
         raise UserError(f"checkpoint run id {text!r}: must be {RUN_RULE}")
     return text
 
 
 def is_checkpoint_name(kind: str, text: str) -> bool:
-    """Whether a checkpoint of this kind may have the name `text`: see NAME_RULE, and `@{step}` of weights."""
+    """Whether `text` is a valid name for a checkpoint of this kind: see NAME_RULE; weights may also be `@{step}`."""
     return is_name(text) or (kind == WEIGHTS and _STEP.fullmatch(text) is not None)
 
 
@@ -47,7 +47,7 @@ def is_checkpoint_name(kind: str, text: str) -> bool:
 class CheckpointPath:
     """`tinker://{run_id}/{kind}/{name}`. Every part is checked, so that no path leads out of the store.
 
-    `tinker://{run_id}/weights/@{step}` is the run's state after that optimizer step, which its history can make.
+    `tinker://{run_id}/weights/@{step}` is the run's state after that optimizer step, recomputed from its history.
     """
 
     run_id: str
@@ -55,7 +55,7 @@ class CheckpointPath:
     name: str
 
     def __post_init__(self) -> None:
-        """UserError when a part is malformed."""
+        """UserError: a part is malformed."""
         check_run_id(self.run_id)
         if self.kind not in (*KINDS, RECOVERY):
             raise UserError(f"checkpoint kind {self.kind!r}: must be one of {', '.join(KINDS)}")
@@ -64,7 +64,7 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The parts of `tinker://run/kind/name`; UserError for any other text."""
+        """Parse `tinker://run/kind/name`. UserError: the text has another form."""
         scheme, separator, rest = text.partition("://")
         parts = rest.split("/")
         if scheme != "tinker" or not separator or len(parts) != 3:
@@ -75,7 +75,7 @@ class CheckpointPath:
 
     @classmethod
     def of_folder(cls, folder: str) -> Self:
-        """The path whose attempt's key prefix this is."""
+        """The path of the checkpoint with this key prefix of an attempt."""
         _, run_id, kind, name, _ = folder.split("/")
         return cls(run_id, kind, name)
 
@@ -85,12 +85,12 @@ class CheckpointPath:
 
     @property
     def step(self) -> int | None:
-        """The optimizer step of a path to weights whose name is `@{step}`; None for other paths."""
+        """The optimizer step of a path whose name is `@{step}`; None for other paths."""
         return int(self.name[1:]) if self.name.startswith("@") else None
 
     @property
     def folder(self) -> str:
-        """The key prefix that holds the commit object and the attempts."""
+        """The key prefix of the commit object and the attempts."""
         return f"{RUNS}/{self.run_id}/{self.kind}/{self.name}"
 
     @property
@@ -112,7 +112,7 @@ class Digest:
     blocks: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """ValueError when the number of blocks does not fit the size."""
+        """ValueError: the number of blocks does not match the size."""
         if len(self.blocks) != max(1, -(-self.size // BLOCK)):
             raise ValueError(f"{self.size} bytes have {len(self.blocks)} blocks of {BLOCK}")
 
@@ -149,7 +149,7 @@ class CheckpointMeta:
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint, with everything that its database row holds: rows can be rebuilt from commits."""
+    """A committed checkpoint, with everything in its database row, so that rows can be rebuilt from commits."""
 
     path: str
     run_id: str
@@ -165,5 +165,5 @@ class Saved:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files together."""
+        """The total size of all files."""
         return sum(digest.size for digest in self.files.values())

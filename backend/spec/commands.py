@@ -1,7 +1,7 @@
 """The ordered commands that a pool executes, and the plain data that they carry.
 
-Commands and replies are messages, so they can stand in unions on the wire. The data in them are dataclasses. Senders of
-commands need no JAX. Arrays are sent unchanged, so their dtypes matter. Letters: T tokens, K targets a position.
+Commands and replies are messages, so they can be members of unions on the wire. The data in them are dataclasses.
+Senders need no JAX. Arrays are sent unchanged, so their dtypes matter. Letters: T tokens, K targets of a position.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO_LOGPROB = -99999.0  # in empty cells of top-k lists, as the SDK expects
 # ------------------------------------------------------------------ the data
 @dataclass(frozen=True)
 class ImagePixels:
-    """An image in a sequence, as the model's tower takes it. start: the index of its first placeholder token.
+    """An image in a sequence, as input for the vision tower. start: the index of its first placeholder token.
 
     pixels_HWC uint8: rows, columns, and RGB. Its height and width are multiples of the side of a token's square.
     """
@@ -65,9 +65,9 @@ class Example:
 
     weights_TK multiply a token's loss. inputs: the other inputs of the loss, by their names on the wire. They are
     float32 [T, K] for the losses of backend/spec/losses. A traced loss declares ranks 0, 1 or 2, float32 or int32.
-    images: in the order of their positions. tokens_T has placeholders there.
-    routes_Tn: the experts of each token in every layer, n = L * k, as a sampler chose them. -1 = the router chooses;
-    None = it chooses all. supports: those of the targets, see `Supports`; None = the whole vocabulary.
+    images: in the order of their positions, where tokens_T contains placeholders.
+    routes_Tn: the experts that a sampler chose for each token in every layer, n = L * k. -1 = the router chooses;
+    None = it chooses all. supports: of the targets, see `Supports`; None = the whole vocabulary.
     """
 
     tokens_T: Int32
@@ -84,7 +84,7 @@ class Example:
 class CustomLoss:
     """A loss that a client traced. inputs: the rank of each input, `logprobs` first. nodes: the graph as JSON.
 
-    tinkerflow.backend.wire.read_custom_loss makes it, and refuses calls that are not listed.
+    tinkerflow.backend.wire.read_custom_loss creates it, and rejects calls that are not listed.
     """
 
     name: str
@@ -164,8 +164,8 @@ class SampleRequest:
     stop_tokens / stop_strings: generation ends after the first match, which is kept. temperature 0 is greedy.
     min_p: the least probability of a token, as a fraction of the most likely token's. priority: interactive requests
     precede the batch requests of the same owner in the queue. trace: the context of the request's span.
-    images: in the order of their positions. prompt_T has placeholders there. routes: the result lists the experts of
-    tokens, if the model has any. supports: it has the tokens that each token was drawn from.
+    images: in the order of their positions, where prompt_T contains placeholders. routes: return the experts of
+    tokens, if the model has any. supports: return the tokens that each token was drawn from.
     """
 
     request_id: str
@@ -274,7 +274,7 @@ class CreateAdapter(PoolMessage, frozen=True):
 
 
 class DropAdapter(PoolMessage, frozen=True):
-    """Forget an adapter; unknown ids are fine. Reply: Done."""
+    """Forget an adapter. Unknown ids are allowed. Reply: Done."""
 
     adapter_id: str
 
@@ -311,8 +311,8 @@ class NextMicroBatch(PoolMessage, frozen=True):
 class OptimStep(PoolMessage, frozen=True):
     """Make an optimizer step with the accumulated gradients, then clear them. Reply: OptimResult.
 
-    If the gradient norm is not finite, UserError: weights and moments stay, gradients are cleared. If the parameters
-    belong to a different optimizer than the adapter's, UserError, and nothing changes.
+    UserError: the gradient norm is not finite (weights and moments stay, gradients are cleared), or the parameters
+    belong to a different optimizer than the adapter's (nothing changes).
     """
 
     adapter_id: str
@@ -370,7 +370,7 @@ class MoveSnapshot(PoolMessage, frozen=True):
 
 
 class DropSnapshot(PoolMessage, frozen=True):
-    """Forget a snapshot. Requests that already sample it finish. Unknown ids are fine. Reply: Done."""
+    """Forget a snapshot. Requests that already sample it finish. Unknown ids are allowed. Reply: Done."""
 
     snapshot_id: str
 
@@ -390,7 +390,7 @@ class SampleStep(PoolMessage, frozen=True):
 
 
 class Ping(PoolMessage, frozen=True):
-    """Does nothing. Reply: Done."""
+    """Do nothing. Reply: Done."""
 
 
 class ReadCompileStatus(PoolMessage, frozen=True):
@@ -487,7 +487,7 @@ class AdapterState(PoolMessage, frozen=True):
 
 
 class AdapterKept(PoolMessage, frozen=True):
-    """Each process holds its part of a copy of the adapter, which has this shape and has made `step` steps."""
+    """Each process keeps its part of a copy of the adapter, which has this shape and has made `step` steps."""
 
     spec: LoraSpec
     step: int
@@ -523,8 +523,8 @@ class SampleProgress(PoolMessage, frozen=True):
 class CompileStatus(PoolMessage, frozen=True):
     """Compiled programs of rank 0, and the pages of its KV cache.
 
-    planned: programs that the warm-up compiles. ready: planned programs that are compiled, or `failed` to. needed:
-    programs compiled for a command before the warm-up had ended. late: programs compiled for a command after that.
+    planned: programs that the warm-up compiles. ready, failed: planned programs that are compiled, or failed to.
+    needed: programs compiled for a command before the warm-up ended. late: programs compiled for a command after it.
     kv_pages: the pages of all shards. kv_pages_used: the pages of active sequences; pages of cached prompts are free.
     drafted: tokens that were drafted for samples of adapters. drafts_accepted: those that were right.
     """

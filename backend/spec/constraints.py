@@ -1,10 +1,10 @@
 """Constraints on generated text: a JSON schema, a regular expression or a Lark grammar, checked before it is used.
 
-llguidance computes the allowed tokens (https://github.com/guidance-ai/llguidance) from a grammar and a tokenizer, in a
-fraction of a millisecond and without a start-up for each schema. It is in Rust, without torch, time or threads in its
-results. xgrammar needs torch at run time. outlines-core compiles a schema to an automaton, which takes seconds for a
-large one, and has no grammars. Work for a token is limited by counts, not by seconds. So every process of a group
-refuses the same requests.
+llguidance (https://github.com/guidance-ai/llguidance) computes the allowed tokens from a grammar and a tokenizer, in a
+fraction of a millisecond and without a start-up phase for each schema. It is written in Rust, does not need torch, and
+its results do not depend on time or threads. xgrammar needs torch at run time. outlines-core compiles a schema to an
+automaton, which takes seconds for a large schema, and does not support grammars. Work for a token is limited by counts,
+not by seconds, so every process of a group refuses the same requests.
 
 The API, the engine and the sampler use this module. It loads the library at the first constraint.
 """
@@ -32,12 +32,12 @@ T = TypeVar("T")
 Kind = Literal["json_schema", "regex", "grammar"]
 
 MAX_CHARACTERS = 65_536  # of a constraint's text
-KEPT_CONSTRAINTS = 32  # that a sampler keeps compiled, the most recent ones: one takes up to a second to compile
-_STACK = 256 * 2**20  # bytes, mostly unused: 8,000 rules that name each other take 28 MB, and the usual 8 MB overflow
+KEPT_CONSTRAINTS = 32  # most recent constraints that a sampler keeps compiled: compiling takes up to a second
+_STACK = 256 * 2**20  # bytes, mostly unused: 8,000 nested rules take 28 MB, which overflows the usual 8 MB
 _STACK_SIZE_LOCK = threading.Lock()
 _LONGEST = 300  # characters of an error's text
-# JSON has at most one space after a comma or a colon. A weak model would fill its answer with any other white space.
-# Without \u escapes, a name or a text has one spelling.
+# At most one space follows a comma or a colon. With more white space allowed, a weak model would fill its answer with
+# it. Without \u escapes, a name or a text has only one spelling.
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -45,18 +45,18 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-# A constraint up to both limits is checked in this process. Any other one is checked in a process of its own.
+# A constraint within both limits is checked in this process. Any other one is checked in a separate process.
 _SMALL = 4_096  # characters
-_FEW_EXPRESSIONS = 8  # several of one string take time and memory exponential in their number
-_SECONDS, _BYTES = 1, 2**30  # for such a process: of a processor, and of memory
+_FEW_EXPRESSIONS = 8  # several patterns for one string take time and memory exponential in their number
+_SECONDS, _BYTES = 1, 2**30  # limits of such a process: CPU time and memory
 
-# A token's mask takes 0.3 ms of one processor usually and some 50 ms at worst, and a grammar's automaton at most 40 MB.
+# A token's mask usually takes 0.3 ms of CPU time, at worst about 50 ms, and a grammar's automaton at most 40 MB.
 _STEP_FUEL, _STEP_ITEMS, _ROW_ITEMS = 100_000, 30_000, 1_000
 _STATES, _SYMBOLS = 20_000, 200_000
 
 
 def limits() -> LLParserLimits:
-    """The work that a grammar may cost, in counts."""
+    """The limits on the work for a grammar, as counts."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -70,7 +70,7 @@ def limits() -> LLParserLimits:
 
 
 def grammar_of(kind: Kind, text: str) -> str:
-    """The constraint in llguidance's format. ValueError: the library cannot hold answers to it."""
+    """The constraint in llguidance's format. ValueError: the library cannot enforce it."""
     from llguidance import LLMatcher
 
     if kind == "json_schema":
@@ -80,7 +80,7 @@ def grammar_of(kind: Kind, text: str) -> str:
 
 
 def check_constraint(name: str, kind: Kind, text: str) -> None:
-    """UserError, which names the field `name`, unless the text is a constraint of this kind within the limits."""
+    """Raise UserError unless the text is a constraint of this kind within the limits. name: the field, for errors."""
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{name} has {len(text)} characters: must have at most {MAX_CHARACTERS}")
     try:
@@ -96,7 +96,7 @@ def check_constraint(name: str, kind: Kind, text: str) -> None:
 
 
 def _problem_of(kind: Kind, text: str) -> str:
-    """Why a constraint cannot be compiled, or allows no text at all; empty when it can be obeyed."""
+    """The reason why a constraint cannot be compiled or allows no text; empty if it can be enforced."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(_byte_tokenizer(), grammar_of(kind, text), limits=limits(), log_level=0)
@@ -106,7 +106,7 @@ def _problem_of(kind: Kind, text: str) -> str:
 
 
 def _problem_in_process(kind: Kind, text: str) -> str:
-    """The same, from a process that ends when it exceeds its time or memory."""
+    """Like `_problem_of`, in a process that ends if it exceeds its time or memory."""
     command = (sys.executable, "-X", "utf8", "-m", __name__, kind)
     done = subprocess.run(command, input=text, capture_output=True, text=True, encoding="utf-8", check=False)
     if done.returncode:
@@ -116,20 +116,20 @@ def _problem_in_process(kind: Kind, text: str) -> str:
 
 
 def describe_error(text: str) -> str:
-    """An error of the library as one line for people."""
+    """An error of the library as one readable line."""
     return "no text fulfils it" if "NoExtension" in text else first_lines(text.removesuffix("<non-verbose/>"))
 
 
 def first_lines(text: str) -> str:
-    """A text on one line, cut to a length that people read."""
+    """A text on one line, cut to a readable length."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
 
 
 def on_large_stack(function: Callable[[], T]) -> T:
-    """`function()` in a thread whose stack is large enough for the library's deep recursion.
+    """Call `function` in a thread whose stack is large enough for the library's deep recursion. Returns its result.
 
-    An overflow of the stack would end the process. An error of the function is raised here.
+    A stack overflow would end the process. An error of the function is raised here.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -155,14 +155,14 @@ def on_large_stack(function: Callable[[], T]) -> T:
 
 @cache
 def _byte_tokenizer() -> LLTokenizer:
-    """A tokenizer with a token for each byte: which texts a grammar allows does not depend on the tokens."""
+    """A tokenizer with a token for each byte, because the texts that a grammar allows do not depend on the tokens."""
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
 
 
 def _main(kind: Any) -> None:
-    """Print the problem of the constraint on the standard input, within the limits of a process."""
+    """Print the problem of the constraint on standard input, within the limits of a process."""
     text = sys.stdin.read()
     _byte_tokenizer()
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))

@@ -1,8 +1,8 @@
 """The distance between the sampling policy and the trained policy, in each forward_backward: DRIFT_FIGURES.
 
-A trainer and a sampler that compute the same text differently (or samples that are older than the weights) bias every
-policy gradient, and no other metric shows it. Each figure is a metric of results, a column of training steps, a curve
-of the console, a value of trackers, a series of Prometheus, and, if it has a limit, an alarm with its event.
+If a trainer and a sampler compute the same text differently, or samples are older than the weights, every policy
+gradient is biased, and no other metric shows it. Each figure is a metric of results, a column of training steps, a
+curve of the console, a value in trackers, a Prometheus series, and, if it has a limit, an alarm with its event.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MOST = 20.0  # the largest difference of logprobs that is counted; its exp is 5
 
 @dataclass(frozen=True)
 class DriftLimits:
-    """The values of DRIFT_FIGURES from which on they are alarms, by column; 0 = never."""
+    """The values of DRIFT_FIGURES beyond which an alarm is raised, by column; 0 = no alarm."""
 
     kl: float = 0.0
     agreement: float = 0.0
 
     @property
     def first_agreement(self) -> float:
-        """That of all layers."""
+        """The limit for all layers."""
         return self.agreement
 
 
@@ -49,8 +49,8 @@ class DriftFigure:
 
     column: of the training step, where the figure is summed over tokens. metric: its name in results. title: of its
     curve. falls: whether smaller values are worse. unit: in words. event: of its alarm, "" = it has no limit. cause: a
-    sentence for its alarm. least_rise: a distance from this one on is an alarm, too, if it is far above the usual range
-    of its run; 0 = only the limit counts. routed_rise: the same for steps whose routing is measured.
+    sentence for its alarm. least_rise: a distance of at least this also raises an alarm if it is far above the usual
+    range of its run; 0 = only the limit counts. routed_rise: the same for steps whose routing is measured.
     """
 
     column: str
@@ -70,7 +70,7 @@ class DriftFigure:
 
     @property
     def meaning(self) -> str:
-        """The sentence for its series."""
+        """The sentence that describes its Prometheus series."""
         worst = "smallest" if self.falls else "largest"
         return f"The {worst} {self.metric} of the newest steps of live models, {self.unit}."
 
@@ -88,26 +88,27 @@ class DriftFigure:
         return value is not None and limit > 0 and (value < limit if self.falls else value > limit)
 
     def alarm(self, value: float, limits: DriftLimits) -> str:
-        """The line of an alarm."""
+        """The text of an alarm."""
         side = "below" if self.falls else "above"
         return f"{self.name} is {value:.3g}, {side} {self.limit(limits):g}: {self.cause}"
 
 
 class UsualDrift:
-    """The usual range of a DriftFigure in a run, which shows faults that are far below the limit.
+    """The usual range of a DriftFigure in a run, which reveals faults far below the limit.
 
     A float8 KV cache or a slightly different adapter moves `kl_sample_train` from 5e-5 to 1e-3 nats. In a mixture of
     experts, the divergence of a clean step is sometimes ten times the usual one, because a token of the prompt goes to
-    other experts. There the agreement of routers shows these faults: from 97 % to at most 87 %. In the first layer with
-    experts, it is steadiest, because no other router comes before: a float8 KV cache moves it from 98 % to 91 %.
+    other experts. There the agreement of routers reveals these faults: it falls from 97 % to at most 87 %. It is
+    steadiest in the first layer with experts, because no router precedes it: a float8 KV cache moves it from 98 % to
+    91 %.
     """
 
     def __init__(self, figure: DriftFigure) -> None:
-        """No value was measured yet."""
+        """Begin without values."""
         self._figure, self._logs = figure, UsualRange()
 
     def alarm(self, value: float, limits: DriftLimits, *, routed: bool) -> str:
-        """The line of an alarm for a value that is far worse than the values before; "" for others. Counts the value.
+        """Count a value. Returns the text of an alarm if it is far worse than the earlier values, else "".
 
         routed: whether the step's routing is measured.
         """
@@ -130,7 +131,7 @@ DRIFT_FIGURES = (
         unit="in nats",
         event="tinkerflow.run.drift",
         cause="the samples are of older weights or computed differently",
-        least_rise=3e-4,  # below, float32 and bfloat16 round so much
+        least_rise=3e-4,  # smaller values are rounding of float32 and bfloat16
         routed_rise=0.02,  # clean steps of a tiny mixture reach 0.004
     ),
     DriftFigure(
@@ -141,7 +142,7 @@ DRIFT_FIGURES = (
         unit="a share of sets of experts",
         event="tinkerflow.run.routing",
         cause="the routers of the trainer choose other experts than the sampler did",
-        routed_rise=0.12,  # and 0.09
+        routed_rise=0.12,  # clean steps reach 0.09
     ),
     DriftFigure(
         column="first_agreement",
@@ -164,7 +165,7 @@ DRIFT_FIGURES = (
 
 
 def drift_means(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The values of DRIFT_FIGURES in the metrics of a result, by column; without those that were not measured."""
+    """The values of DRIFT_FIGURES in the metrics of a result, by column. Figures that were not measured are absent."""
     return {figure.column: metrics[figure.metric] for figure in DRIFT_FIGURES if figure.metric in metrics}
 
 
@@ -172,7 +173,7 @@ DriftTokens = tuple[Floats, Floats, npt.NDArray[np.bool_]]
 
 
 def worst_tokens(tokens: Iterable[DriftTokens]) -> list[str]:
-    """The WORST tokens whose logprobs differ most, as phrases. tokens: see `kl_sample_train`."""
+    """The WORST tokens with the largest differences of logprobs, as phrases. tokens: see `kl_sample_train`."""
     found = []
     for datum, (sampled, trained, counted) in enumerate(tokens):
         apart = np.where(counted, np.abs(trained.astype(np.float64) - sampled), 0.0)
@@ -190,7 +191,7 @@ def kl_sample_train(tokens: Iterable[DriftTokens]) -> dict[str, float]:
     tokens: three arrays of equal shape for each example: the sampler's logprobs, the trainer's logprobs, and which
     tokens count. The estimator is Schulman's k3, exp(d) - 1 - d with d = trained - sampled. It is never negative, and
     unbiased if the tokens were drawn at temperature 1 without filters (http://joschu.net/blog/kl-approx.html). It is
-    about d**2 / 2 for small d. Both metrics are 0 when no token counts, because the SDK would drop a metric that a part
+    about d**2 / 2 for small d. Both metrics are 0 if no token counts, because the SDK would drop a metric that a part
     of a request lacks.
     """
     moved = [(trained.astype(np.float64) - sampled)[counted] for sampled, trained, counted in tokens]

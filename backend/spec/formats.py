@@ -1,4 +1,4 @@
-"""The number formats and the kinds of devices that a group can have, by the names that settings and commands use."""
+"""The number formats and device platforms of a group, by the names that settings and commands use."""
 
 from __future__ import annotations
 

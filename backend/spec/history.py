@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-HISTORY_KEY = "history"  # in the metadata of a run: "true" chooses it
+HISTORY_KEY = "history"  # in the metadata of a run: "true" enables it
 
 
 @dataclass(frozen=True)
 class PastRequest:
     """One answered request of a training run.
 
-    seq_id: its place in the run. kind: of the operation (`journal.Kind`). request_id: under which it was answered.
+    seq_id: its place in the run. kind: of the operation (`journal.Kind`). request_id: the id of the answered request.
     payload: the stored body. error: the failure, None if it succeeded. result_hash: `digest` of the result's bytes;
     "" after a failure, or if the result was dropped before the history was written. answered_at: with a time zone.
     """

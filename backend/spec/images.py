@@ -19,8 +19,8 @@ from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS, MAX_IMAGE_TOKENS
 
 _FORMATS = {"png": "PNG", "jpeg": "JPEG"}
-_LONGEST = 200  # times the shorter side: transformers refuses more
-_MOST_SCANS = 100  # of a JPEG file: each passes over all pixels, and a file could hold one in every 14 bytes
+_LONGEST = 200  # times the shorter side: transformers rejects more
+_MOST_SCANS = 100  # of a JPEG file: each passes over all pixels, and a file could contain one in every 14 bytes
 _SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # marker, length, colours
 
 
@@ -28,8 +28,8 @@ _SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # m
 class ImageProcessor:
     """A model's rules for images.
 
-    token: the id of the placeholder token. side: the side of the square of pixels that one token represents. least,
-    most: bounds of an image's pixels. mean, deviation: of each colour, where 1 is the brightest.
+    token: the id of the placeholder token. side: the side of the square that one token represents, in pixels. least,
+    most: bounds of an image's pixels. mean, deviation: of each color channel, where 1 is the brightest value.
     """
 
     token: int
@@ -40,11 +40,11 @@ class ImageProcessor:
     deviation: tuple[float, ...]
 
     def bytes_of(self, tokens: int) -> int:
-        """The bytes of the pixels of images with `tokens` tokens in all."""
+        """The size in bytes of the pixels of images with `tokens` tokens in total."""
         return tokens * self.side**2 * len(self.mean)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """The (width, height) after resizing. ValueError when one side is much longer than the other."""
+        """The (width, height) after resizing. ValueError: one side is much longer than the other."""
         if max(width, height) > _LONGEST * min(width, height):
             raise ValueError(f"{width} x {height} pixels: the longer side must be at most {_LONGEST} times the other")
         wide, high = (round(size / self.side) * self.side for size in (width, height))
@@ -62,12 +62,12 @@ class ImageProcessor:
         """The pixels [rows, columns, 3] of an image file, resized for the model.
 
         data: the content of the file. kind: its format, png or jpeg. name: the image's field, for errors. expected: the
-        number of tokens that the client expects. blank: return black pixels without memory, and decode nothing.
-        UserError names the wrong property. The size is checked before anything is decoded.
+        number of tokens that the client expects. blank: decode nothing, and return black pixels that take no memory.
+        UserError names the wrong property. The size is checked before decoding.
         """
-        from PIL import Image, ImageOps, UnidentifiedImageError  # late: most processes never read an image
+        from PIL import Image, ImageOps, UnidentifiedImageError  # here: few processes read images
 
-        if kind not in list(_FORMATS):  # it need not be a string
+        if kind not in list(_FORMATS):  # it may not be a string
             raise broken(f"{name}.format", kind, "png or jpeg")
         try:
             with Image.open(io.BytesIO(data), formats=[_FORMATS[kind]]) as file:

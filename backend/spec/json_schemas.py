@@ -1,13 +1,13 @@
-"""Rewrite a JSON schema so that llguidance enforces all of it, or raise an error that names the unsupported keyword.
+"""Rewrites a JSON schema so that llguidance enforces all of it, or raises an error that names an unsupported keyword.
 
 llguidance compiles most of JSON Schema (draft 2020-12). Its gaps would produce answers that do not validate:
 
 - It reads numbers as doubles and compiles some bounds wrongly. Here bounds become inclusive and move inward to numbers
-  that it reads exactly. A number in `const` or `enum` that it cannot read exactly is refused.
+  that it reads exactly. A number in `const` or `enum` that it cannot read exactly is rejected.
 - It compiles patterns with Rust's syntax, which differs from that of ECMA-262 (`_ecma_pattern`).
-- The keyword `x-guidance` turns its checks off, and it refuses an unknown `format`, which is an annotation. So all
-  keywords are removed except those that restrict values. The text of annotations is never interpreted.
-- It does not compare alternatives of `oneOf` behind a `$ref`. Here they are inlined.
+- The keyword `x-guidance` turns its checks off, and it rejects an unknown `format`, which is only an annotation.
+  Therefore all keywords are removed except those that restrict values. The text of annotations is never interpreted.
+- It does not compare alternatives of `oneOf` that are `$ref`s. Here they are inlined.
 
 The target of each `$ref` is rewritten once, and moves to `$defs` of the whole schema.
 """
@@ -25,7 +25,7 @@ from urllib.parse import unquote
 MAX_DEPTH = 200  # keywords and names on the way to a schema
 MAX_SCHEMAS = 20_000  # of a rewritten schema; inlined alternatives can multiply them
 EXACT = 2**53  # doubles hold every integer up to here
-_DIGITS = 15  # decimals of so many digits are read exactly by every parser of doubles
+_DIGITS = 15  # every parser of doubles reads decimals with at most this many digits exactly
 _LONGEST = 2**31  # no answer that fits a context is longer
 _REMAINDERS = 2**32  # llguidance computes remainders for multipleOf in unsigned integers of 32 bits, which wrap
 _TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
@@ -35,7 +35,7 @@ _OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
 _MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # of names to schemas
 _LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}  # of schemas
 _SINGLE = {"items", "additionalItems", "additionalProperties"}
-# Keywords that restrict values and that are not supported, each with its values that restrict nothing.
+# Unsupported keywords that restrict values, each with the values that restrict nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "not": (False,),
@@ -51,13 +51,13 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "$recursiveRef": (),
 }
 _PART = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^|.", re.DOTALL)  # of a pattern
-# A control character without a short escape in JSON. llguidance drops it from a text, or takes a class with all of them
-# for one with quotes and backslashes.
+# A control character without a short escape in JSON. llguidance drops it from a text, or mistakes a class with all of
+# them for one with quotes and backslashes.
 _CONTROLS = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
 _CONTROL_PART = re.compile(_CONTROLS + r"|\\(?:[v0c]|x[01].|x7[fF]|u00[01].|u007[fF])")
 _NO_CONTROLS = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]]"
-_ESCAPES = "bBtnrfv0xucpPk"  # letters behind a backslash that have a meaning in ECMA-262
-# Character classes: the characters that are in them for ECMA-262, Python and Rust, and those that are for any of them.
+_ESCAPES = "bBtnrfv0xucpPk"  # letters that have a meaning after a backslash in ECMA-262
+# Character classes: the characters in the class in all of ECMA-262, Python and Rust, and those in any of them.
 _SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}"
 _CLASSES = {
     "d": ("0-9", r"\p{Nd}"),
@@ -75,9 +75,9 @@ class ExactSchema:
 
 
 def exact_schema(schema: Mapping[str, Any]) -> ExactSchema:
-    """The rewritten schema: every answer that its grammar accepts validates against `schema`.
+    """Rewrite a schema. Every answer that its grammar accepts validates against `schema`.
 
-    ValueError names the keyword, its value and the rule where llguidance could not hold an answer to the schema.
+    ValueError: llguidance could not enforce the schema. The error names the keyword, its value and the rule.
     """
     rewriter = _Rewriter(schema)
     return ExactSchema(rewriter.rewrite(), rewriter.expressions)
@@ -85,7 +85,7 @@ def exact_schema(schema: Mapping[str, Any]) -> ExactSchema:
 
 @dataclass(frozen=True)
 class _Place:
-    """A schema in the request. root: the resource in which its references begin. path: for errors."""
+    """A schema in the request. root: the resource that its references are relative to. path: for errors."""
 
     schema: Any
     root: Mapping[str, Any]
@@ -98,10 +98,10 @@ class _Place:
 
 
 class _Rewriter:
-    """The rewriting of one schema."""
+    """Rewrites one schema."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        """Nothing is rewritten yet."""
+        """schema: to rewrite."""
         self._schema = schema
         self._resources = {each["$id"]: each for each in _schemas(schema) if isinstance(each.get("$id"), str)}
         self._names: dict[int, str] = {}  # of the targets of references, by identity
@@ -111,7 +111,7 @@ class _Rewriter:
         self.expressions = 0
 
     def rewrite(self) -> dict[str, Any]:
-        """The schema with its referenced definitions."""
+        """Rewrite the schema, with its referenced definitions."""
         rewritten = self._object(_Place(self._schema, self._schema))
         definitions = {}
         while self._pending:
@@ -151,7 +151,7 @@ class _Rewriter:
 
     # ------------------------------------------------------------------ schemas inside schemas
     def _nested(self, key: str, here: _Place, place: _Place) -> dict[str, Any]:
-        """A keyword whose value holds schemas."""
+        """Rewrite a keyword whose value contains schemas."""
         value, schema = here.schema, place.schema
         if key in ("properties", "patternProperties"):
             _check(isinstance(value, Mapping), here, "an object of schemas")
@@ -207,7 +207,7 @@ class _Rewriter:
 
     # ------------------------------------------------------------------ values
     def _restriction(self, key: str, here: _Place) -> dict[str, Any]:
-        """A keyword that restricts values by itself; nothing for an annotation."""
+        """Rewrite a keyword that itself restricts values. Returns {} for an annotation."""
         value = here.schema
         if key == "type":
             given = value if isinstance(value, list) else [value]
@@ -261,7 +261,7 @@ class _Rewriter:
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """All schemas that are objects in a schema, itself first. Values of literals and annotations are none."""
+    """The schema and all nested schemas that are objects. Values of literals and annotations are not schemas."""
     pending = [schema]
     while pending:
         each = pending.pop()
@@ -300,7 +300,7 @@ def _is_number(value: object) -> bool:
 
 
 def _decimal(value: float) -> Decimal:
-    """The number as JSON writes it."""
+    """The number as written in JSON."""
     return Decimal(value if isinstance(value, int) else repr(value))
 
 
@@ -309,7 +309,7 @@ def _exponent(value: Decimal) -> int:
 
 
 def _scale(values: Iterable[Decimal]) -> int:
-    """How many digits after the point all of the values need at most."""
+    """The most digits after the decimal point that a value needs."""
     return max(0, *(-_exponent(value) for value in values))
 
 
@@ -370,9 +370,9 @@ def _leaves(value: Any, kind: type = object) -> Iterator[Any]:
 
 # ------------------------------------------------------------------ patterns
 def _ecma_pattern(pattern: str) -> str:
-    """A pattern of ECMA-262 in Rust's syntax. It matches nothing that ECMA-262 or Python would not match.
+    """An ECMA-262 pattern in Rust's syntax. It matches nothing that ECMA-262 or Python would not match.
 
-    ValueError: a part that the three read differently, or that matches a control character without an escape in JSON.
+    ValueError: the three read a part differently, or it matches a control character without a short escape in JSON.
     """
 
     def refuse(part: str, rule: str = "without what regular expressions read differently") -> NoReturn:

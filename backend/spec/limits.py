@@ -1,4 +1,4 @@
-"""Bounds that requests and workers share. `wire/` checks most of them and words the errors."""
+"""Limits that requests and workers share. `wire/` checks most of them and raises the errors."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 MAX_RANK = 1024  # of a LoRA adapter, because all adapters share the memory
 ALL_PARTS = "trains all parameters: train_attn, train_mlp and train_unembed must be true"
-DEFAULT_MAX_CONTEXT = 32_768  # tokens of a sequence, unless the settings or the model say otherwise
-MODEL_CONTEXT = "the model's context"  # the reason for the longest sequence, unless memory is
+DEFAULT_MAX_CONTEXT = 32_768  # tokens of a sequence, unless the settings or the model have another limit
+MODEL_CONTEXT = "the model's context"  # the reason for the longest sequence, unless memory limits it
 MAX_SEQ = 2**31 - 1  # a sequence number of a model, or of a session's models and samplers: int32 on the wire
 MAX_TARGETS = 256  # scored tokens at one position of a datum
 # Target cells of one request, and cells of one datum's inputs: a sparse tensor could declare any shape.
 MAX_REQUEST_CELLS = 2**26
 MAX_INPUT_CELLS = 2**27  # of all inputs of all data of one request
-MAX_DATA = 4096  # of one request; the SDK sends 1,024. Their layout in micro-batches is computed where all must wait
-# Cells of any tensor that a traced loss computes: T x T of a long example would otherwise take all memory.
+MAX_DATA = 4096  # of one request; the SDK sends 1,024. Everything waits while their micro-batches are laid out
+# Cells of any tensor that a traced loss computes: a T x T tensor of a long example would otherwise take all memory.
 MAX_TRACED_CELLS = 2**26
 MAX_TRACED_RANK = 8  # dimensions of any tensor that a traced loss computes
-MAX_IMAGE_PIXELS = 2**25  # of an image before it is resized: a small file could hold any number
+MAX_IMAGE_PIXELS = 2**25  # of an image before it is resized: a small file could contain any number
 MAX_IMAGE_TOKENS = 4096  # of one image: every patch attends to all others
-MAX_REQUEST_PIXEL_BYTES = 2**27  # of all images of one request, as the model takes them: about 3 KB for a token
+MAX_REQUEST_PIXEL_BYTES = 2**27  # of all resized images of one request: about 3 KB for each token
 
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
 MAX_ASSET_BYTES = 2**25  # of an uploaded image

@@ -1,9 +1,9 @@
-"""Steps that leave the usual range of their run, and the rows of data that made them so.
+"""Detects steps outside the usual range of their run, and the rows of data that caused them.
 
-One rule decides about both. A figure is far from the others if it is more than 5 robust standard deviations above their
-median: 1.4826 times the median distance from it (Rousseeuw and Croux, Alternatives to the Median Absolute Deviation,
-1993). All figures are logarithms, such as the nats of a token or the logarithm of a gradient norm, and the deviation is
-at least a fifth of log 4. So whatever is far is also four times the median.
+One rule decides both. A figure is far from the others if it is more than 5 robust standard deviations above their
+median. The deviation is 1.4826 times the median distance from the median (Rousseeuw and Croux, Alternatives to the
+Median Absolute Deviation, 1993). All figures are logarithms, such as the nats of a token or the logarithm of a gradient
+norm, and the deviation is at least a fifth of log 4. Any far value is therefore also four times the median.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Literal
 
 _FAR = 5  # robust standard deviations
 _LEAST = math.log(4) / _FAR  # the smallest robust standard deviation of logarithms
-_USUAL_STEPS = 50  # whose figures are the usual ones
+_USUAL_STEPS = 50  # most recent steps, which define the usual range
 _FEWEST_STEPS = 10  # before any figure is unusual
-MOST_ROWS = 20  # of an examined step that are kept, the worst
+MOST_ROWS = 20  # worst rows of an examined step that are kept
 MOST_REPEATED = 1000  # repetitions of a row that are kept
-_SHOWN = 5  # of these
-MOST_TOKENS = 5  # of a row that are shown, the least likely
+_SHOWN = 5  # repetitions of a row that are shown
+MOST_TOKENS = 5  # least likely tokens of a row that are shown
 
 
 def _deviation(distances: Sequence[float]) -> float:
-    """The robust standard deviation of figures with these distances from their middle."""
+    """The robust standard deviation of figures with these distances from their median."""
     return max(1.4826 * median_low([abs(one) for one in distances]), _LEAST)
 
 
@@ -41,16 +41,16 @@ class UsualRange:
 
     @property
     def median(self) -> float:
-        """Of the last 50 values; infinite before there are ten."""
+        """The median of the last 50 values; infinite if there are fewer than ten."""
         return median(self._values) if len(self._values) >= _FEWEST_STEPS else math.inf
 
     def exceeded_by(self, value: float) -> bool:
         """Whether a value is far above the median, and above the trend, which may rise."""
         middle = self.median
-        if not value > middle + _FAR * _LEAST:  # which NaN is not, either
+        if not value > middle + _FAR * _LEAST:  # also true for NaN
             return False
         known = list(enumerate(self._values))
-        # the trend is the line of Theil and Sen, which a few outliers do not move
+        # the trend is the Theil-Sen line, which is robust to a few outliers
         slope = median((b - a) / (j - i) for (i, a), (j, b) in combinations(known, 2))
         start = median(value - slope * i for i, value in known)
         usual = max(middle, start + slope * len(known))
@@ -70,7 +70,7 @@ class UsualSteps:
         self._norms, self._losses = UsualRange(), UsualRange()
 
     def unusual(self, norm: float, loss: float) -> str:
-        """The reason why a step is unusual, "" for a usual one.
+        """The reason why a step is unusual, or "" for a usual one.
 
         norm: of the step's gradients. loss: of a token, in nats. The first ten steps are unusual only if the norm is
         not finite.
@@ -85,7 +85,7 @@ class UsualSteps:
         return ""
 
     def add(self, norm: float, loss: float) -> None:
-        """Count a step. Unusual steps count, too: the range follows a lasting change."""
+        """Count a step. Unusual steps also count, so that the range follows a lasting change."""
         self._norms.add(_log(norm))
         self._losses.add(loss)
 
@@ -100,14 +100,14 @@ Reason = Literal["", "not finite", "repeated", "weight", "tokens", "logprob", "n
 
 @dataclass(frozen=True)
 class BlamedRow:
-    """A row of a step, computed alone, from the state before the step.
+    """A row of a step, computed alone from the state before the step.
 
     number: its place among the rows of the step. tokens: their number. loss: the sum over the tokens. grad_norm: of the
     row's gradients. loss and grad_norm are None if they are not finite. worst: position, target and logprob of its
     least likely weighted tokens. repeated: the numbers of later rows of the step that are equal to it. surprise: the
-    negative logprob of its weighted tokens, in the mean. weight: the largest absolute weight or advantage of a token.
-    gap: the largest distance between the logprob that the row has for a token and the trainer's. These three are None
-    if they are not known.
+    mean negative logprob of its weighted tokens. weight: the largest absolute weight or advantage of a token.
+    gap: the largest distance between a token's logprob in the row and the trainer's. These three are None if they are
+    unknown.
 
     `ranked` sets the others. share: the part of the row and its repetitions in the sum of the gradient norms of all
     rows. reason: the figure in which the row is farthest above the other rows; "" if it is far in none. score: robust
@@ -129,27 +129,27 @@ class BlamedRow:
 
     @property
     def loss_per_token(self) -> float | None:
-        """The loss as a mean over the tokens."""
+        """The mean loss over the tokens."""
         return None if self.loss is None else self.loss / max(self.tokens, 1)
 
     @property
     def copies(self) -> int:
-        """How many times the step has the row."""
+        """How many times the step contains the row."""
         return 1 + len(self.repeated)
 
     @property
     def part(self) -> float:
-        """The norm of its part in the step: the gradients of equal rows add up."""
+        """The norm of its contribution to the step: the gradients of equal rows add up."""
         return math.inf if self.grad_norm is None else self.grad_norm * self.copies
 
     @property
     def spoilers(self) -> tuple[int, ...]:
-        """Numbers of the rows to leave out: its repetitions if it is only repeated, or else all of them."""
+        """Numbers of the rows to leave out: only the repetitions if being repeated is its only fault, else all."""
         return self.repeated if self.repeated and self.reason in ("repeated", "") else (self.number, *self.repeated)
 
     @property
     def explanation(self) -> str:
-        """The reason in words, with the row's share of the step; "" if the row is like the others."""
+        """The reason in words, with the row's share of the step, or "" if the row is like the others."""
         words = {
             "not finite": "not finite",
             "repeated": f"repeated {self.copies} times",
@@ -163,11 +163,11 @@ class BlamedRow:
 
 
 def ranked(rows: Iterable[BlamedRow]) -> list[BlamedRow]:
-    """The rows of a step with their reasons: first those unlike the others, and then by their part in the step.
+    """The rows of a step with their reasons: first rows unlike the others, then all others by their part in the step.
 
     Five figures of a row are compared with those of the other rows: the logarithms of its copies, of its largest weight
-    and of its part in the step, the nats of its tokens, and those between its logprobs and the trainer's. A large part
-    is the reason only if nothing else is, because it is an effect.
+    and of its part in the step, the nats of its tokens, and the nats between its logprobs and the trainer's. A large
+    part is the reason only if nothing else is, because it is an effect.
     """
     rows = list(rows)
     whole = math.fsum(row.part for row in rows if row.grad_norm is not None)
@@ -193,7 +193,7 @@ def ranked(rows: Iterable[BlamedRow]) -> list[BlamedRow]:
 
 
 def _scores(values: Sequence[float]) -> list[float]:
-    """How many robust standard deviations values are above their median; 0 for those that are not finite."""
+    """How many robust standard deviations each value is above the median; 0 for values that are not finite."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return [0.0] * len(values)
@@ -203,7 +203,7 @@ def _scores(values: Sequence[float]) -> list[float]:
 
 
 def for_pages(worst: Sequence[BlamedRow]) -> list[dict[str, object]]:
-    """The rows that the pages of a run keep, as JSON for `POST …/blames`. worst: as `ranked`."""
+    """The rows that the pages of a run keep, as JSON for `POST …/blames`. worst: from `ranked`."""
     return [asdict(replace(row, repeated=row.repeated[:MOST_REPEATED])) for row in worst[:MOST_ROWS]]
 
 
@@ -212,7 +212,7 @@ def least_likely(
 ) -> tuple[tuple[int, int, float], ...]:
     """Position, target and logprob of the tokens with the lowest logprobs, among those with a weight.
 
-    targets, logprobs, weights: one of each for every position; weights None: every token counts.
+    targets, logprobs, weights: one for each position; weights None: every token counts.
     """
     counted = (place for place in range(len(targets)) if weights is None or weights[place])
     places = [place for place in counted if math.isfinite(logprobs[place])]
@@ -227,10 +227,10 @@ def examined(
     weights: Sequence[float] | None = None,
     sampled: Sequence[float] | None = None,
 ) -> BlamedRow:
-    """The row with the figures of its tokens, given one of each for every position.
+    """The row with the figures of its tokens. Each argument has one value for each position.
 
-    targets: tokens. logprobs: the trainer's. weights: in the loss, or advantages; None: every token counts alike.
-    sampled: the logprobs that the row has for its tokens, in reinforcement learning.
+    targets: tokens. logprobs: the trainer's. weights: in the loss, or advantages; None: every token counts equally.
+    sampled: the tokens' logprobs in the row, in reinforcement learning.
     """
     places = [place for place in range(len(targets)) if weights is None or weights[place]]
     nats = math.fsum(-logprobs[place] for place in places) / max(1, len(places))
@@ -248,7 +248,7 @@ def _finite(value: float) -> float | None:
 
 
 def remedy(run_id: str, step: int, row: BlamedRow) -> str:
-    """The command that trains on from `step` without the row, or without its repetitions."""
+    """The command that continues training from `step` without the row, or without its repetitions."""
     without = " ".join(f"--without {step}:{number}" for number in row.spoilers)
     return f"tinkerflow rerun {run_id} --from {step} {without}"
 

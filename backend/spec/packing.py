@@ -1,9 +1,9 @@
 """The layout of examples of any lengths in micro-batches of few shapes: plain numbers, no arrays.
 
-Several short examples share a row. The width of a row is a power of two, at least 32 tokens. A micro-batch has a power
-of two of rows (times `row_multiple`). So few shapes are possible, and each is compiled once. Compilers of GPUs and TPUs
-take much longer than those of CPUs, so there the shapes are fewer still (`Grid.few`). The pool and the workers use the
-same functions, so they count the same micro-batches.
+Several short examples share a row. The width of a row is a power of two, at least 32 tokens. The number of rows of a
+micro-batch is a power of two (times `row_multiple`). Therefore few shapes are possible, and each is compiled once.
+Compilers for GPUs and TPUs take much longer than those for CPUs, so GPUs and TPUs use even fewer shapes (`Grid.few`).
+The pool and the workers use the same functions, so they count the same micro-batches.
 
 The devices split the rows. With context parallelism, long rows are split over several devices, so a micro-batch of them
 has fewer rows than there are devices (`Grid.fewest_rows`).
@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from tinkerflow.backend.spec.prefix_trees import Branch, Tree
 
-# The cost of attention: a token in a row of T tokens costs 1 + T / ATTENTION_TOKENS times a token alone.
-ATTENTION_TOKENS = 1024  # of CPUs, measured with 1024 hidden and 8x128 or 2x512 tokens; `Platform` has others
+# The cost of attention: a token in a row of T tokens costs 1 + T / ATTENTION_TOKENS times a single token.
+ATTENTION_TOKENS = 1024  # of CPUs, measured with 1024 hidden and 8x128 or 2x512 tokens; `Platform` defines others
 SHORTEST_ROW = 32
-_SHORTEST_OF_FEW = 256  # fewer tokens take GPUs and TPUs no less time, because they read all weights
+_SHORTEST_OF_FEW = 256  # fewer tokens are not faster on GPUs and TPUs, which read all weights anyway
 _MOST_OF_FEW = 4  # rows of a device in a full micro-batch; more and shorter rows would save 6 % of attention's cost
 
 Shape = tuple[int, int]  # rows, and tokens of each
@@ -54,10 +54,10 @@ class Grid:
         return _SHORTEST_OF_FEW if self.few else SHORTEST_ROW
 
     def fewest_rows(self, width: int) -> int:
-        """The number of rows of `width` tokens is a multiple of this.
+        """The smallest number of rows of `width` tokens. Every number of rows is a multiple of it.
 
-        It is `row_multiple`, unless so many rows have more than `microbatch_tokens`. Then each row is split over twice
-        as many devices, until the rows fit or a row is on `context_parallel` devices.
+        It is `row_multiple`, unless that many rows exceed `microbatch_tokens`. Then each row is split over twice as
+        many devices, until the rows fit or a row is on `context_parallel` devices.
         """
         rows, parts = self.row_multiple, self.context_parallel
         while parts > 1 and width * rows > self.microbatch_tokens:
@@ -65,7 +65,7 @@ class Grid:
         return rows
 
     def most_rows(self, width: int) -> int:
-        """The rows of `width` tokens of a full micro-batch."""
+        """The number of rows of `width` tokens in a full micro-batch."""
         fewest = self.fewest_rows(width)
         fit = max(1, self.microbatch_tokens // width // fewest)
         return fewest * (1 << (fit.bit_length() - 1))
@@ -89,7 +89,7 @@ class Grid:
         return sorted(found, key=lambda shape: shape[::-1])
 
     def fits(self, width: int) -> bool:
-        """Whether rows of `width` tokens are made for shorter examples."""
+        """Whether shorter examples may be packed into rows of `width` tokens."""
         return width * (self.fewest_rows(width) if self.few else 1) <= self.microbatch_tokens
 
 
@@ -106,7 +106,7 @@ def micro_batches(
 ) -> int:
     """The number of micro-batches for examples of these lengths. For the arguments see `Grid` and `layout`.
 
-    trees: called where they matter.
+    trees: called only if needed.
     """
     grid = Grid(microbatch_tokens, row_multiple, context_parallel, few_shapes)
     if len(lengths) * bucket(max(lengths), grid.shortest_row) * row_multiple <= microbatch_tokens:
@@ -123,7 +123,7 @@ class Trees:
     branch_tokens: int = 1
 
     def own_tokens(self, branch: Branch) -> int:
-        """The tokens of a branch in its row, with padding, without those that it shares."""
+        """The tokens of a branch in its row, with padding but without shared tokens."""
         return -(-(self.lengths[branch.example] - branch.shared) // self.branch_tokens) * self.branch_tokens
 
     def tokens(self, tree: Tree) -> int:
@@ -131,7 +131,7 @@ class Trees:
         return sum(map(self.own_tokens, tree))
 
     def divided(self, width: int) -> Trees:
-        """The trees, divided into trees of at most `width` tokens. Each of them computes its own beginning."""
+        """Divide the trees into trees of at most `width` tokens. Each of these computes its own beginning."""
         return replace(self, trees=[part for tree in self.trees for part in self._parts(tree, width)])
 
     def _parts(self, tree: Tree, width: int) -> Iterator[Tree]:
@@ -146,7 +146,7 @@ class Trees:
         yield tuple(part)
 
     def in_rows(self, width: int) -> list[list[Tree]]:
-        """Best fit, longest first: each tree goes into the fullest row with enough space."""
+        """Pack by best fit, longest first: each tree goes into the fullest row with enough space."""
         rows: list[list[Tree]] = []
         rooms: list[tuple[int, int]] = []  # (free tokens, row), sorted
         sizes = list(map(self.tokens, self.trees))
@@ -178,8 +178,8 @@ def layout(
     """The rows of each micro-batch, and the trees of each row.
 
     lengths: the tokens of each example. grid: of the shapes. attention_tokens: the tokens of a row whose attention
-    costs as much as everything else. trees: all examples by shared beginnings (`prefix_trees`). They are used where
-    this costs less, and divided where they do not fit into a row. Otherwise each example is a tree of its own.
+    costs as much as everything else. trees: all examples by shared beginnings (`prefix_trees`). They are used if
+    this costs less, and divided if they do not fit into a row. Otherwise each example is a separate tree.
     branch_tokens: the own tokens of each branch of `trees` are padded to a multiple of it.
     """
     alone = Trees([(Branch(number, 0),) for number in range(len(lengths))], lengths)

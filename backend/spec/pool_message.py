@@ -1,4 +1,4 @@
-"""The base of all values that stand alone on the sockets between the engine, its workers and their hosts."""
+"""The base of all messages on the sockets between the engine, its workers and their hosts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 
 
 class PoolMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A message: on the wire a list of its class's name and its fields, in their order."""
+    """A message. On the wire it is a list of its class's name and its fields in order."""
 
     def copy_with(self, **changes: Any) -> Self:
-        """A copy with other values in these fields."""
+        """A copy with these fields changed."""
         return msgspec.structs.replace(self, **changes)

@@ -1,13 +1,13 @@
-"""Examples with equal beginnings as trees, so that training computes each shared beginning once.
+"""Trees of examples with equal beginnings, so that training computes each shared beginning once.
 
 The samples of one prompt, the turns of a conversation and the two answers of a preference begin with the same tokens.
 Sorted by their tokens, such examples follow each other, and each shares its first tokens with the example before it.
 
-A token is shared if the inputs of the model (given experts included), the scored targets and their supports are equal.
+A token is shared if the inputs of the model (including given experts), the scored targets and their supports are equal.
 It is scored once, so all examples that train it need equal inputs of the loss; their weights are added. An example that
-does not train the token (its weight or advantage is 0) can share it with any other.
+does not train the token (its weight or advantage is 0) can share it with any other example.
 
-The trees depend on the examples alone, so the pool and the workers find the same ones. Letters: T tokens, K targets.
+The trees depend only on the examples, so the pool and the workers find the same ones. Letters: T tokens, K targets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST_SHARED = 16  # tokens; fewer would save less than the padding of a row
 
 
 class Branch(NamedTuple):
-    """An example in a tree. shared: how many of its first tokens are those of the branch before it."""
+    """An example in a tree. shared: how many of its first tokens it shares with the branch before it."""
 
     example: int
     shared: int
@@ -39,8 +39,8 @@ Tree = tuple[Branch, ...]  # depth first; the first branch shares nothing
 def prefix_trees(examples: Sequence[Example], loss: LossSpec, branch_tokens: int = 1) -> list[Tree]:
     """All examples as trees, in the order of the first example of each tree.
 
-    loss: a loss per token. branch_tokens: shared beginnings are multiples of it. If it is more than 1, a branch begins
-    with the state of its beginning, and only one state is kept at a time.
+    loss: a loss per token. branch_tokens: lengths of shared beginnings are multiples of it. If it is more than 1, a
+    branch begins with the state of its beginning, and only one state is kept at a time.
     """
     trees: list[list[Branch]] = []
     alike: dict[bytes, list[int]] = {}
@@ -73,9 +73,9 @@ def _trees_of(examples: Mapping[int, Example], loss: LossSpec) -> list[list[Bran
 
 
 def _with_one_state(tree: Sequence[Branch], branch_tokens: int) -> Iterator[list[Branch]]:
-    """The tree as trees whose branches begin at multiples of `branch_tokens`, and at one kept state.
+    """Divide the tree into trees whose branches begin at multiples of `branch_tokens`, and at one kept state.
 
-    A later state, of the branch before, replaces the kept one. So no branch may share less than the branch before it.
+    A later state, of the branch before, replaces the kept one, so no branch may share less than the branch before it.
     """
     shared = [branch.shared // branch_tokens * branch_tokens for branch in tree]
     for number in reversed(range(1, len(tree) - 1)):
@@ -92,7 +92,7 @@ def _with_one_state(tree: Sequence[Branch], branch_tokens: int) -> Iterator[list
 
 
 def _columns(example: Example, most: int | None = None) -> bytes:
-    """The tokens and targets of an example, position by position, in bytes that sort like them. most: positions."""
+    """The tokens and targets of an example by position, as bytes that sort in the same order. most: positions."""
     columns = np.concatenate([example.tokens_T[:most, None], example.targets_TK[:most]], axis=1)
     return columns.astype(">u4").tobytes()
 
@@ -101,7 +101,7 @@ def _columns(example: Example, most: int | None = None) -> bytes:
 class _Path:
     """An example, and the loss of its tokens in all branches that share them.
 
-    trained_TK: the cells with a loss. inputs_TK: by name, the inputs of the loss besides weights; NaN where the example
+    trained_TK: the cells with a loss. inputs_TK: the inputs of the loss except weights, by name; NaN if the example
     lacks an optional one.
     """
 
@@ -111,7 +111,7 @@ class _Path:
 
     @classmethod
     def of(cls, example: Example, loss: LossSpec) -> _Path:
-        """The path of an example alone."""
+        """The path of a single example."""
         absent = np.full(example.targets_TK.shape, np.nan, np.float32)
         given = restricted_inputs(example.inputs, example.supports)
         inputs_TK = {name: given.get(name, absent) for name in loss.names if name != "weights"}
@@ -134,7 +134,7 @@ class _Path:
         return _with_equal_images(mine, its, int(differing[0]) if len(differing) else most)
 
     def merged(self, other: _Path, shared: int) -> _Path:
-        """`other`, with the losses of the first `shared` tokens that it does not train itself."""
+        """`other`, with our losses of those of the first `shared` tokens that `other` does not train."""
         only_TK = self.trained_TK[:shared] & ~other.trained_TK[:shared]
         if not only_TK.any():
             return other
@@ -156,7 +156,7 @@ def trained_cells(example: Example, loss: LossSpec) -> npt.NDArray[np.bool_]:
 
 
 def _routes_differ(one: Example, other: Example, most: int) -> npt.NDArray[np.bool_]:
-    """Which of the first `most` tokens have other given experts in the other example, [most]."""
+    """Which of the first `most` tokens have different given experts in the other example, [most]."""
     mine_Tn, its_Tn = one.routes_Tn, other.routes_Tn
     if mine_Tn is None and its_Tn is None:
         return np.zeros(most, bool)
@@ -167,7 +167,7 @@ def _routes_differ(one: Example, other: Example, most: int) -> npt.NDArray[np.bo
 
 
 def _with_equal_images(one: Example, other: Example, most: int) -> int:
-    """How many of the first `most` tokens have equal images. Tokens of images are placeholders, which are equal."""
+    """How many of the first `most` tokens have equal images. The tokens of different images are equal placeholders."""
     places = {image.start: image for image in one.images}, {image.start: image for image in other.images}
     for start in sorted({*places[0], *places[1]}):
         if start >= most:

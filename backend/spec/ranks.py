@@ -1,4 +1,4 @@
-"""The shape of an adapter, the rank of an expert's, and how PEFT's files carry it."""
+"""The shape of an adapter, the rank of experts' matrices, and its representation in PEFT's files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class LoraSpec:
 def expert_rank(rank: int, experts_per_token: int, rule: RankRule) -> int | None:
     """The rank of every expert's matrices in an adapter of `rank`. None means `rank`, as for all other matrices.
 
-    With "divided" it is rank // experts_per_token, but at least 1. So the experts of a token have together the adapter
-    of one dense MLP (Schulman and others, "LoRA Without Regret", 2025). experts_per_token: 0 without experts. Rank 0
-    gives None, because there is no adapter.
+    With "divided" it is rank // experts_per_token, but at least 1. The experts of a token together then have the
+    adapter size of one dense MLP (Schulman et al., "LoRA Without Regret", 2025). experts_per_token: 0 without experts.
+    Rank 0 gives None, because there is no adapter.
     """
     if not rank:
         return None
@@ -48,9 +48,9 @@ def expert_rank(rank: int, experts_per_token: int, rule: RankRule) -> int | None
 def peft_factor(rank: int, own: int) -> int:
     """The factor of B in PEFT's files, for a matrix of rank `own` in an adapter of `rank`.
 
-    Readers such as vLLM know one scale, alpha / rank, although this matrix has alpha / own. The quotient goes into B,
-    which rounds nothing if it is a power of two. Otherwise the factor is 1, and such readers scale the matrix wrongly;
-    PEFT itself scales it by the patterns of its config either way.
+    Readers such as vLLM use one scale, alpha / rank, although this matrix needs alpha / own. B is multiplied by the
+    quotient if it is a power of two, which causes no rounding. Otherwise the factor is 1, and such readers scale the
+    matrix wrongly. PEFT itself always scales it by the patterns of its config.
     """
     quotient, rest = divmod(rank, own)
     return quotient if not rest and quotient.bit_count() == 1 else 1

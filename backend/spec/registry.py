@@ -8,11 +8,11 @@ from typing import Protocol, TypeVar
 
 
 class Named(Protocol):
-    """An entry. Its name is the one in requests."""
+    """An entry. Requests use its name."""
 
     @property
     def name(self) -> str:
-        """The name, the same as the file's."""
+        """The name, which is also the file's."""
 
 
 Entry = TypeVar("Entry", bound=Named)
@@ -21,8 +21,8 @@ Entry = TypeVar("Entry", bound=Named)
 def registered(package: str, attribute: str, kind: type[Entry]) -> dict[str, Entry]:
     """The entries of a package, sorted by name: the object called `attribute` in each of its modules.
 
-    Call it after the package has defined everything that its modules import from it. TypeError for a module without an
-    `attribute` of type `kind` that has the module's name.
+    Call it after the package has defined everything that its modules import from it. TypeError: a module has no
+    `attribute` of type `kind` with the module's name.
     """
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)):

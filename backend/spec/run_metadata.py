@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 FLOW_RUN = "flow_run"  # the id of the pipeline's flow run in Prefect
-DEFAULTS = "default_parameters"  # names of the pipeline's parameters that have their default values
+DEFAULTS = "default_parameters"  # names of the pipeline's parameters with default values
 OUTCOME, REASON = "outcome", "reason"  # how a program ended with the run, and why
 Outcome = Literal["completed", "failed", "cancelled"]
 
 
 def for_repeats(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a run for another one that repeats it: without the pipeline's flow run and the outcome."""
+    """The metadata of a run for a run that repeats it: without the pipeline's flow run and the outcome."""
     return {key: value for key, value in metadata.items() if key not in (FLOW_RUN, OUTCOME, REASON)}

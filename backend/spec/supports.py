@@ -1,7 +1,7 @@
-"""Supports: the tokens that top-k, top-p and min-p left to draw from, at each position of a sample.
+"""Supports: the tokens that top-k, top-p and min-p kept as candidates at each position of a sample.
 
 The sampler and the trainer compute log probabilities of the full softmax, but such a token was drawn from the softmax
-over its support. A ratio of two policies that drew from supports is
+over its support. The ratio of two policies that drew from supports is
 
     new(token) / new(support) * old(support) / old(token),
 
@@ -28,9 +28,9 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Supports:
-    """The supports of N positions, one after the other.
+    """The supports of N positions, one after another.
 
-    counts_N int32: how many tokens each has, 0 = the whole vocabulary, or too many to be recorded. tokens_M int32:
+    counts_N int32: the number of tokens of each; 0 = the whole vocabulary, or too many to be recorded. tokens_M int32:
     their ids. log_mass_N float32: the log of their probability under the full untempered softmax, 0 without ids.
     """
 
@@ -40,7 +40,7 @@ class Supports:
 
     @classmethod
     def of(cls, tokens_Ns: Int32, log_mass_N: Float32) -> Supports:
-        """The supports of rows of ids, -1 where a row has no more."""
+        """The supports in rows of ids, which are padded with -1."""
         held_Ns = tokens_Ns >= 0
         return cls(held_Ns.sum(axis=1, dtype=np.int32), tokens_Ns[held_Ns], log_mass_N)
 
@@ -61,7 +61,7 @@ class Supports:
         return Supports(here, self.tokens_M[first : first + int(here.sum())], self.log_mass_N[start:stop])
 
     def rows(self) -> Int32:
-        """The ids as rows [N, MOST_SUPPORTED], -1 where a support has no more."""
+        """The ids as rows [N, MOST_SUPPORTED], padded with -1."""
         tokens_Ns = np.full((len(self.counts_N), MOST_SUPPORTED), -1, np.int32)
         tokens_Ns[np.arange(MOST_SUPPORTED) < self.counts_N[:, None]] = self.tokens_M
         return tokens_Ns

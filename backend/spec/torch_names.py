@@ -1,6 +1,6 @@
 """The functions that a traced loss may call: torch functions, Tensor methods, operators and math functions.
 
-Each is mapped to an op. Everything else is refused. `backend/compute/training/custom_loss/ops.py` implements each op,
+Each is mapped to an op. Everything else is rejected. `backend/compute/training/custom_loss/ops.py` implements each op,
 and a test compares the two.
 """
 

@@ -1,4 +1,4 @@
-"""The graph of a traced loss, run node by node on any kind of values: on arrays, or on shapes alone.
+"""Runs the graph of a traced loss node by node on any kind of values: on arrays, or only on shapes.
 
 `wire/custom_losses.py` reads and checks graphs. The forms of encoded arguments are those of the SDK's `encode_graph`.
 """
@@ -20,11 +20,11 @@ Call = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]  # (op, arguments,
 def run_graph(
     name: str, graph: Iterable[Mapping[str, Any]], inputs: Iterable[Any], call: Call, dtypes: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any], str]:
-    """The scalar loss, the scalar metrics, and the name of the output node for errors.
+    """Run a graph. Returns the scalar loss, the scalar metrics, and the name of the output node for errors.
 
     name: of the loss, for errors. graph: its nodes. inputs: their values, in order. call: executes an op of
-    `torch_names`; a value with a `shape` counts as a tensor. dtypes: the values that represent dtypes. UserError names
-    the node that cannot be executed.
+    `torch_names`; a value with a `shape` counts as a tensor. dtypes: the values that represent dtypes. UserError: a
+    node, which the error names, cannot be executed.
     """
     remaining, known = iter(inputs), dict[str, Any]()
     for node in graph:
@@ -64,7 +64,7 @@ def _check(value: Any, where: str) -> None:
 
 
 def _decode(arg: Any, known: Mapping[str, Any], dtypes: Mapping[str, Any]) -> Any:
-    """An encoded argument as ops take it."""
+    """Decode an argument for an op."""
 
     def decode(part: Any) -> Any:
         return _decode(part, known, dtypes)
@@ -89,4 +89,4 @@ def _decode(arg: Any, known: Mapping[str, Any], dtypes: Mapping[str, Any]) -> An
             return float(content)
         case "dtype":
             return dtypes[content]
-    return content  # a device, layout or memory format: there is one of each
+    return content  # a device, layout or memory format: only one of each exists

@@ -1,7 +1,8 @@
-"""The shape of each op's result in a traced loss, from the shapes of its arguments. Nothing is computed, without JAX.
+"""The shape of each op's result in a traced loss, from the shapes of its arguments, without values and without JAX.
 
-The engine bounds the work of a loss with them before a worker gets it. `compute/training/custom_loss/ops.py` implements
-the same ops on arrays, and a test compares the shapes. An op without a rule is elementwise: its operands broadcast.
+The engine uses shapes to bound the work of a loss before a worker gets it. `compute/training/custom_loss/ops.py`
+implements the same ops on arrays, and a test compares the shapes. An op without a rule is elementwise: its operands
+broadcast.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 LONGEST_RANGE = 2**20  # of an arange
-MAX_DIFFERENCES = 64  # of diff: each is an operation of its own
+MAX_DIFFERENCES = 64  # of diff: each is a separate operation
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Shaped:
 
     @property
     def size(self) -> int:
-        """How many cells it has."""
+        """The number of cells."""
         return math.prod(self.shape)
 
 
@@ -44,7 +45,7 @@ Rule = Callable[..., Any]
 def shape_of(op: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """The result of an op: Shaped for a tensor, the value itself for sizes and other numbers.
 
-    args, named: Shaped for tensors, everything else as it is. TypeError, ValueError or IndexError when they do not fit.
+    args, named: Shaped for tensors, everything else unchanged. TypeError, ValueError or IndexError: they do not fit.
     """
     rule: Rule = RULES.get(op) or (_numeric(op) if op.startswith(("operator.", "math.")) else _elementwise)
     return rule(*args, **named)
@@ -58,7 +59,7 @@ def _elementwise(*args: Any, **named: Any) -> Shaped:
 
 
 def _numeric(op: str) -> Rule:
-    """An operator or a math function, which takes tensors, or numbers such as sizes."""
+    """The rule of an operator or a math function, which takes tensors, or numbers such as sizes."""
     module, name = op.split(".")
     function: Rule = getattr(operator if module == "operator" else math, name)
 
@@ -170,7 +171,7 @@ def _expand(x: Shaped, *sizes: Any) -> Shaped:
 
 
 def _resized(x: Shaped, dim: int, size: int) -> Shaped:
-    """The tensor with another size of a dimension."""
+    """The tensor with `size` as the size of dimension `dim`."""
     axis = _axis(dim, len(x.shape))
     return Shaped((*x.shape[:axis], size, *x.shape[axis + 1 :]))
 

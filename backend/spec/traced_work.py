@@ -1,9 +1,9 @@
 """The work of a traced loss, estimated from shapes before anything is executed, and its limits.
 
-A small graph can stand for any amount of work. Two products of 8,192 x 8,192 matrices take minutes on a CPU, and so
-does compiling 2,000 nodes, or a program for each of 500 lengths. So work is counted in seconds of a CPU core, for the
-loss with its slope. The constants were measured on a Xeon. They need to be right within a small factor only: the limits
-are generous.
+A small graph can cause any amount of work. Two products of 8,192 x 8,192 matrices take minutes on a CPU, and so does
+compiling 2,000 nodes, or a program for each of 500 lengths. Therefore work is counted in seconds of a CPU core, for the
+loss with its slope. The constants were measured on a Xeon. They need to be right only within a small factor, because
+the limits are generous.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinkerflow.backend.spec.traced_shapes import Extremes, Shaped, contracted, 
 MAX_EXAMPLE_SECONDS = 10.0  # of one example: nothing can interrupt it
 MAX_EXAMPLE_CELLS = 2**28  # of all tensors that the loss of one example computes: 1 GiB in float32
 MAX_REQUEST_SECONDS = 600.0  # of all examples of a request
-STEP_SECONDS = 0.5  # of the losses that are computed between two turns of other commands
+STEP_SECONDS = 0.5  # of losses that are computed between two turns of other commands
 STEP_OPERATIONS = STEP_SECONDS * 2e10  # floating-point operations of a core in a step
 
 _CALL, _CELL, _FLOP = 1e-3, 8e-9, 1e-10
@@ -39,7 +39,7 @@ _NODE_FACTORS = {
 }
 _PRODUCT_LEVEL = 11.0  # the same for each of the first levels of the tree of a product
 _CELL_FACTORS = dict.fromkeys(("softmax", "log_softmax", "logsumexp", "var", "std", "logaddexp", "gather"), 3.0)
-_SUMMED_CELL = 3e-5  # compiling a cumsum: XLA computes its slope ahead where that is constant
+_SUMMED_CELL = 3e-5  # compiling a cumsum: XLA precomputes its slope if that is constant
 _DIFFERENCE = 0.1  # compiling each of the differences of diff
 _DTYPES = dict.fromkeys(("float32", "float16", "bfloat16", "int64", "int32", "bool"), "dtype")
 
@@ -50,8 +50,8 @@ Shapes = tuple[tuple[int, ...], ...]  # of the inputs, in order
 class LossWork:
     """The work of the loss of one example.
 
-    run: seconds each time. compiling: seconds for the first example of its shapes. cells: of all tensors. reason: the
-    largest part of the time, for errors.
+    run: seconds for each run. compiling: seconds for the first example with its shapes. cells: of all tensors. reason:
+    the largest part of the time, for errors.
     """
 
     run: float
@@ -61,9 +61,9 @@ class LossWork:
 
 
 def loss_seconds(loss: CustomLoss, examples: Sequence[Example]) -> tuple[float, ...]:
-    """The work of each example's loss in seconds of a CPU core. The first example of its shapes pays the compilation.
+    """The work of each example's loss in seconds of a CPU core. The first example with its shapes pays for compilation.
 
-    UserError names the example, its node, or the request that is too much work, and a node whose shapes do not fit.
+    UserError: an example, a node or the request is too much work, or the shapes of a node's arguments do not fit.
     """
     names = tuple(loss.inputs)[1:]
     shapes = [_input_shapes(example, names) for example in examples]
@@ -80,7 +80,7 @@ def loss_seconds(loss: CustomLoss, examples: Sequence[Example]) -> tuple[float, 
 
 
 def check_loss(loss: CustomLoss) -> None:
-    """UserError when even the loss of a single token is too much work. Its shapes need not fit a single token."""
+    """Raise UserError if even the loss of a single token is too much work. Shapes need not fit a single token."""
     try:
         work = work_of(loss, tuple((1,) * rank for rank in loss.inputs.values()))
     except UserError:
@@ -89,7 +89,7 @@ def check_loss(loss: CustomLoss) -> None:
 
 
 def work_of(loss: CustomLoss, shapes: Shapes) -> LossWork:
-    """The work of an example whose inputs have these shapes. UserError names the node whose arguments do not fit."""
+    """The work of an example whose inputs have these shapes. UserError: the arguments of a node do not fit."""
     return _work_of(loss.name, loss.nodes, shapes)
 
 
@@ -127,7 +127,7 @@ def _work_of(name: str, nodes: str, shapes: Shapes) -> LossWork:
 def loss_steps(command: Forward) -> int:
     """The number of steps in which workers compute the losses of a command: 0 unless the client traced the loss.
 
-    The pool sends a command for each step, so other commands wait for one step at most, and the project pays for all.
+    The pool sends a command for each step, so other commands wait for at most one step, and the project pays for all.
     """
     return math.ceil(sum(command.loss_seconds) / STEP_SECONDS)
 
@@ -152,7 +152,7 @@ def _compile_seconds(nodes: float) -> float:
 
 
 def _slow_compilation(op: str, args: Sequence[Any], named: Mapping[str, Any]) -> float:
-    """The seconds that compiling a node takes beyond those of an elementwise one. Products are compiled as trees."""
+    """The extra seconds to compile a node, compared with an elementwise one. Products are compiled as trees."""
     deep = max(0.0, _levels(args) - 6)
     match op:
         case "cumsum":

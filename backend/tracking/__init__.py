@@ -1,7 +1,8 @@
 """Runs in the trackers that people use: wandb, mlflow, trackio and tensorboard. Nothing waits for a tracker.
 
-A writer reads at its start which values its tracker has, and writes only the others (mirror.py). So each value is
-written once, also after a crash. `trackers/` has a file for each tracker. journal_runs.py mirrors the journal's runs.
+At its start, a writer reads which values its tracker has stored, and then writes only the others (mirror.py). Each
+value is therefore written once, even after a crash. `trackers/` contains a file for each tracker. journal_runs.py
+mirrors the journal's runs.
 """
 
 __all__ = ["journal_runs", "mirror", "tracker", "trackers"]

@@ -1,7 +1,7 @@
-"""Mirrors the training runs of the journal to one tracker, in a thread or process of its own that may lag behind.
+"""Mirrors the training runs of the journal to one tracker, in a separate thread or process that may lag behind.
 
-The mirror asks the journal every few seconds how much each run has, and writes the difference. A file keeps how much of
-each closed run the tracker has stored. After a crash, the runs that were open are read back from the tracker.
+The mirror reads the extent of each run from the journal every few seconds, and writes the difference. A file records
+the extent of each closed run that the tracker has stored. After a crash, open runs are read back from the tracker.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 Run = TypeVar("Run", Extent, RunSaves)
 
 LOOK_SECONDS = 2.0
-ALL_SECONDS = 300.0  # between two looks at runs that take no work: a client may store metrics of these, too
-_IDLE_SECONDS = 300.0  # after which a run is closed, until it has new values
+ALL_SECONDS = 300.0  # between two looks at ended runs, because clients may store metrics of these, too
+_IDLE_SECONDS = 300.0  # without new values, after which a run is closed
 _MOST_OPEN = 64
 _AT_ONCE = 5000  # rows
 _OUTCOMES: Mapping[ModelState, Outcome] = {
@@ -45,10 +45,10 @@ class JournalMirror:
     def __init__(
         self, tracker: Tracker, journal: Journal, folder: Path, clock: Clock, projects: Collection[str] = ()
     ) -> None:
-        """Nothing is read yet.
+        """Read nothing yet.
 
-        tracker: the tracker. journal: of the runs. folder: for the data of all trackers. clock: the time of values that
-        have none. projects: whose runs are mirrored; none = those of all projects.
+        tracker: the tracker. journal: of the runs. folder: for the data of all trackers. clock: gives the time of
+        values that have none. projects: their runs are mirrored; none = all projects.
         """
         self._tracker, self._journal, self._folder, self._clock = tracker, journal, folder, clock
         self._projects = projects
@@ -58,7 +58,7 @@ class JournalMirror:
         self._all_at = -ALL_SECONDS
 
     def keep(self, stop: threading.Event) -> None:
-        """Mirror until `stop` is set, and close all runs. UserError when another process does so."""
+        """Mirror until `stop` is set, then close all runs. UserError: another process is already mirroring."""
         with alone(self._folder / self._tracker.name):
             while not stop.is_set():
                 try:
@@ -69,7 +69,7 @@ class JournalMirror:
             self.close()
 
     def once(self) -> None:
-        """Write what the journal has now. UserError as in `keep`; TrackerError when a run is not stored."""
+        """Write the journal's current values. UserError: as in `keep`. TrackerError: a run was not stored."""
         with alone(self._folder / self._tracker.name):
             self.turn()
             self.close()
@@ -77,7 +77,7 @@ class JournalMirror:
             raise TrackerError(f"tracker {self._tracker.name}: not stored: {', '.join(self._failing)}")
 
     def turn(self) -> None:
-        """Write the values that are new. A run whose tracker fails is tried again later, after a growing pause."""
+        """Write new values. If the tracker fails for a run, the run is retried after a growing pause."""
         now = time.monotonic()
         read = partial(self._journal.run_values.extents, self._projects)
         extents, every = look_at_runs(read, self._open.keys(), every=now - self._all_at >= ALL_SECONDS)
@@ -115,7 +115,7 @@ class JournalMirror:
             self._failing[extent.id] = restarts, time.monotonic() + pause
             log.warning("run %s is not shown now, trying again in %g s: %s", extent.id, pause, error)
             if (failed := self._open.pop(extent.id, None)) is not None:
-                with suppress(TrackerError):  # so that no thread of the library goes on writing
+                with suppress(TrackerError):  # so that no thread of the library keeps writing
                     failed.mirror.close("unfinished")
         else:
             self._failing.pop(extent.id, None)
@@ -135,7 +135,7 @@ class JournalMirror:
 
 
 class _OpenRun:
-    """A run that is being mirrored. extent: how much of it was written. changed: when that was."""
+    """A run that is being mirrored. extent: how much of it was written. changed: when it last grew."""
 
     def __init__(self, journal: Journal, run_id: str, mirror: TrackerMirror) -> None:
         self.run_id, self.mirror = run_id, mirror
@@ -147,7 +147,7 @@ class _OpenRun:
         self._last: dict[str, int] = {}  # by metric: the last step
 
     def write(self, extent: Extent, clock: Clock) -> None:
-        """Write the values that the run has by now."""
+        """Write the values of the run up to `extent`."""
         while made := self._values.steps(self.run_id, self._seq, _AT_ONCE):
             rows = []
             for one in made:
@@ -159,13 +159,13 @@ class _OpenRun:
         counts = self._values.metrics(self.run_id)
         grown = [name for name, number in counts.items() if number > self._counts.get(name, 0)]
         new = self._write_metrics({name: self._last.get(name, -1) for name in grown}, clock)
-        # Values of earlier steps than others that were read: all are read again, and the mirror writes those.
+        # Some values belong to steps before others that were read. All are read again, and the mirror skips known ones.
         late = [name for name in grown if self._counts.get(name, 0) + new[name] < counts[name]]
         self._write_metrics(dict.fromkeys(late, -1), clock)
         self._counts, self.extent = counts, extent
 
     def _write_metrics(self, after: Mapping[str, int], clock: Clock) -> dict[str, int]:
-        """Write the values of metrics at later steps than `after`, a row for each step. Returns their numbers."""
+        """Write the values of metrics at later steps than `after`, a row for each step. Returns their counts."""
         new = dict.fromkeys(after, 0)
         while after:
             steps: dict[int, dict[str, float]] = {}
@@ -183,9 +183,9 @@ class _OpenRun:
 
 
 class Stored:
-    """A file with the extents of closed runs, which a tracker has stored. The last line of a run counts.
+    """A file with the extents of closed runs that a tracker has stored. The last line of a run counts.
 
-    A line that a crash has cut off is ignored.
+    A line that a crash cut off is ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,11 +197,11 @@ class Stored:
         self._cut = bool(text) and not text.endswith("\n")
 
     def has(self, extent: Extent) -> bool:
-        """Whether the tracker has stored all of the run."""
+        """Whether the tracker has stored the run up to this extent."""
         return self._lines.get(extent.id) == _line(extent)
 
     def note(self, extent: Extent) -> None:
-        """The tracker has stored all of the run up to this extent."""
+        """Note that the tracker has stored the run up to this extent."""
         self._lines[extent.id] = line = _line(extent)
         with self._path.open("a") as file:
             file.write("\n" * self._cut + f"{extent.id}\t{line}\n")
@@ -214,9 +214,9 @@ def _line(extent: Extent) -> str:
 
 
 def look_at_runs(read: Callable[..., list[Run]], known: Set[str], *, every: bool) -> tuple[list[Run], bool]:
-    """The runs that take work; or all runs, if `every`, or if a known one has just ended. And whether these are all.
+    """The live runs, or all runs if `every` is set or a known run has just ended, and whether these are all runs.
 
-    read: reads them from the journal, with the argument `live_only`. known: ids of runs that took work before.
+    read: reads them from the journal, with the argument `live_only`. known: ids of runs that were live before.
     """
     found = read(live_only=not every)
     if every or known <= {run.id for run in found}:
@@ -226,7 +226,7 @@ def look_at_runs(read: Callable[..., list[Run]], known: Set[str], *, every: bool
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Be the only process that mirrors the journal to this folder. UserError when there is another one."""
+    """Be the only process that mirrors the journal to this folder. UserError: there is another one."""
     with (folder / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

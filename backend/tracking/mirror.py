@@ -1,4 +1,4 @@
-"""A run in one tracker: only values that the tracker does not have are written, so each one is written once."""
+"""Mirrors a run to one tracker. Only values that the tracker lacks are written, so each one is written once."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class TrackerError(ServerError):
 
 
 class TrackerMirror:
-    """Writes a run to a tracker. Every method may block, and raises TrackerError when the tracker fails.
+    """Writes a run to a tracker. Every method may block, and raises TrackerError if the tracker fails.
 
-    After an error, open another mirror: it reads which values the tracker has. Two mirrors must not write the same run
-    at a time.
+    After an error, open another mirror, which reads the values that the tracker has stored. Two mirrors must not write
+    the same run at the same time.
     """
 
     def __init__(self, tracker: Tracker, run: TrackedRun, folder: Path) -> None:
-        """Open the run. folder: of all trackers; a tracker's local data is in a folder of its name there."""
+        """Open the run. folder: of all trackers; a tracker's local data is in its subfolder."""
         self._tracker = tracker
         with self._fails():
             self._writer = tracker.open(run, folder / tracker.name)
             self._written = self._writer.written()
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """Write the values that the tracker does not have. Values that are not finite are left out."""
+        """Write the values that the tracker lacks. Values that are not finite are left out."""
         missing = [replace(row, values=values) for row in rows if (values := self._missing(row))]
         if missing:
             with self._fails():
                 self._writer.write(missing)
 
     def close(self, outcome: Outcome) -> None:
-        """Return when the tracker has stored all values."""
+        """Close the run. Returns when the tracker has stored all values."""
         with self._fails():
             self._writer.close(outcome)
 

@@ -1,4 +1,4 @@
-"""The interface of trackers, and the runs and values that they get."""
+"""The interface of trackers, and the runs and values that they receive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outcome = Literal["unfinished", "finished", "failed"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run to show. id: the same in every process that writes the run. project: groups runs, name: for people."""
+    """A run to show. id: the same in every process that writes the run. project: groups runs. name: for people."""
 
     id: str
     project: str
@@ -27,7 +27,7 @@ class TrackedRun:
 
     @property
     def slug(self) -> str:
-        """The id with letters, digits, dots and dashes only, for folders, and for trackers that take no other ids."""
+        """The id with other characters than letters, digits and ._- replaced, for folders and for some trackers."""
         return re.sub(r"[^A-Za-z0-9._-]+", "-", self.id)
 
 
@@ -44,15 +44,15 @@ class Writer(Protocol):
     """Writes one run to a tracker. Every method may block, and raises the errors of the tracker's library."""
 
     def written(self) -> dict[str, set[int]]:
-        """The steps that the tracker has, by the name of the value."""
+        """The steps that the tracker has stored, by the name of the value."""
         ...
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """Write values that the tracker does not have."""
+        """Write values that the tracker lacks."""
         ...
 
     def close(self, outcome: Outcome) -> None:
-        """Return when the tracker has stored all values. A run that is unfinished may be opened again."""
+        """Close the run. Returns when the tracker has stored all values. An unfinished run may be opened again."""
         ...
 
 
@@ -64,8 +64,8 @@ def _unchanged(name: str) -> str:
 class Tracker:
     """A tracker. name: as in settings, and of its extra. library: the module that it imports.
 
-    open: creates a run, or opens the one with this id that an earlier process wrote; local data goes to the folder.
-    legal: makes a name that the tracker takes of any name of a value.
+    open: creates a run, or opens the run with this id that an earlier process wrote; local data goes to the folder.
+    legal: converts the name of a value to a name that the tracker accepts.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Tracker:
     legal: Callable[[str], str] = _unchanged
 
     def check(self) -> None:
-        """UserError when the library is not installed."""
+        """Raise UserError if the library is not installed."""
         if find_spec(self.library) is None:
             fix = f"pip install 'tinkerflow[{self.name}]'"
             raise UserError(f"tracker {self.name!r}: its library {self.library} is not installed; {fix}")

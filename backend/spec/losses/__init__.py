@@ -1,7 +1,7 @@
 """The losses, one file each: inputs, configuration with bounds, formula. See `LossSpec`.
 
-A new file here is all that a loss needs: requests, packing, workers, warm-up and the common test find it. Loading this
-package loads no JAX: formulas import it when they are called. Every loss is a sum over tokens (and targets). The
+A loss needs only a new file here: requests, packing, workers, warm-up and the common test find it. Loading this
+package does not load JAX: formulas import it when they are called. Every loss is a sum over tokens (and targets). The
 formulas are those of the public Tinker documentation ("Loss Functions"). Letters: T tokens of an example, K targets.
 """
 
@@ -52,7 +52,7 @@ class TokenInput:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A number in `loss_fn_config`: its default, which may be infinite, and the bounds of others."""
+    """A number in `loss_fn_config`: its default, which may be infinite, and the bounds of other values."""
 
     default: float
     bounds: Bounds = NOT_NEGATIVE
@@ -94,12 +94,12 @@ class LossSpec:
 
     @property
     def of_pass(self) -> LossSpec:
-        """The loss per token that a pass computes. That of a loss per sequence has its slopes as weights."""
+        """The loss per token that a pass computes. For a loss per sequence, the weights of this loss are its slopes."""
         return self if self.per_token is not None else LOSSES["cross_entropy"]
 
     @property
     def read(self) -> frozenset[str]:
-        """The inputs that every example has when the formula is called."""
+        """The inputs that every example contains when the formula is called."""
         return frozenset({one.name for one in self.inputs if one.required} | ({"logprobs"} if self.recorded else set()))
 
     def passes(self, *, backward: bool) -> int:
@@ -107,7 +107,7 @@ class LossSpec:
         return 2 if backward and self.per_token is None else 1
 
     def read_config(self, given: Mapping[str, float | str]) -> dict[str, float]:
-        """The values of a request, with defaults for missing keys. UserError for an unknown key or a bad value."""
+        """The values of a request, with defaults for missing keys. UserError: an unknown key or a bad value."""
         config = self.defaults
         for key, value in given.items():
             if key not in config:
@@ -127,7 +127,7 @@ class LossSpec:
 
 
 # ------------------------------------------------------------------ shared by several losses
-WEIGHTS = TokenInput("weights", required=False)  # 1 where they are left out
+WEIGHTS = TokenInput("weights", required=False)  # 1 if they are left out
 POLICY = (WEIGHTS, TokenInput("logprobs"), TokenInput("advantages"))
 POLICY_MASKS = ("weights", "advantages")  # for losses that are proportional to the advantage
 CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -152,7 +152,7 @@ LOSSES = registered(__name__, "LOSS", LossSpec)
 
 
 def loss_named(name: str) -> LossSpec:
-    """The loss with this name. UserError when there is none."""
+    """The loss with this name. UserError: there is none."""
     if name not in LOSSES:
         raise broken("loss_fn", name, f"one of {', '.join(LOSSES)}")
     return LOSSES[name]
@@ -162,7 +162,7 @@ def loss_named(name: str) -> LossSpec:
 def packed_inputs() -> dict[str, float]:
     """The inputs of all losses per token, each with the value of empty cells: 0, or NaN if the input is optional.
 
-    Their order is that of the arrays on the devices. TypeError when a loss requires an optional input of another loss.
+    Their order is that of the arrays on the devices. TypeError: a loss requires an optional input of another loss.
     """
     fills: dict[str, float] = {"weights": 0.0}
     for spec in LOSSES.values():

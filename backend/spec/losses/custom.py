@@ -1,4 +1,4 @@
-"""A loss that the client traced with torch.fx. It declares its own inputs; its configuration is its id, `loss_id`."""
+"""A loss that the client traced with torch.fx. It declares its own inputs, and is configured by its id, `loss_id`."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def gspo(logprobs_TK: Float64, inputs: Mapping[str, Float32], config: Mapping[st
     """-sum over tokens of w * min(s * A, clip(s) * A), where a token's slope is taken as if s were its own ratio.
 
     s = exp(mean of (lp - q)) over the sequence's tokens is the ratio of the whole sequence. The paper divides by the
-    sequence's length; here losses are sums: scale the advantages for the mean. The mean is over the tokens of
-    sequence_ratio_mask (a weighted mean), else over the tokens with weight and advantage.
+    sequence's length, but here losses are sums; scale the advantages to get a mean. The mean in s is weighted by
+    sequence_ratio_mask if given, and otherwise over the tokens with weight and advantage.
     """
     weights, old, advantages = (inputs[name].astype(np.float64) for name in ("weights", "logprobs", "advantages"))
     counted = weights * advantages != 0
@@ -39,7 +39,7 @@ def gspo(logprobs_TK: Float64, inputs: Mapping[str, Float32], config: Mapping[st
     return float(-np.where(counted, weights * np.minimum(unclipped, clipped), 0.0).sum()), slope_TK
 
 
-# The documentation gives no defaults. The paper has 3e-4 and 4e-4 (section 5.1).
+# The documentation gives no defaults. The paper uses 3e-4 and 4e-4 (section 5.1).
 LOSS = LossSpec(
     "gspo",
     inputs=(*POLICY, *CLIP_INPUTS, _MASK),

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def importance_sampling(
     logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[str, jax.Array]
 ) -> jax.Array:
-    """-r * A, r = exp(lp - q); 0 for tokens whose r is outside of the thresholds."""
+    """-r * A, r = exp(lp - q); 0 for tokens whose r is outside the thresholds."""
     import jax.numpy as jnp
 
     log_ratio = logprobs - inputs["logprobs"]
     exact = jnp.exp(log_ratio)
     masked = (exact < config[_MASK[0]]) | (exact > config[_MASK[1]])  # a ratio that is NaN stays in the loss
-    # 0 times the slope of an infinite ratio would be no number.
+    # 0 times the slope of an infinite ratio would be NaN.
     return -jnp.where(masked, 0.0, jnp.exp(jnp.where(masked, 0.0, log_ratio))) * inputs["advantages"]
 
 

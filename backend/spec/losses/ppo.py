@@ -26,8 +26,8 @@ def ppo(logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[st
 
     log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
     bounds = thresholds(inputs, config)
-    # A clipped token's loss is constant. Its ratio may overflow, and 0 times the slope of infinity is not a number, so
-    # the formula that is differentiated gets another ratio there.
+    # A clipped token's loss is constant. Its ratio may overflow, and 0 times the slope of infinity is NaN, so the
+    # differentiated formula gets another ratio there.
     exact = jax.lax.stop_gradient(jnp.exp(log_ratio))
     bound = jnp.clip(exact, *bounds)
     constant = jnp.where(advantages > 0, exact > bound, exact < bound)

@@ -1,8 +1,8 @@
 """REINFORCE that stays stable off-policy: tapered importance weights, and a penalty on leaving the sampler.
 
 The public documentation names the loss and `kl_coeff` and gives no formula. This is TOPR (Le Roux et al., "Tapered
-Off-Policy REINFORCE", arXiv 2503.14286). Tokens with a positive advantage are plain REINFORCE, whose gradient cannot
-run away. Tokens with a negative advantage are weighted by the sequence's ratio, at most 1, so that a sequence which the
+Off-Policy REINFORCE", arXiv 2503.14286). Tokens with a positive advantage use plain REINFORCE, whose gradient cannot
+diverge. Tokens with a negative advantage are weighted by the sequence's ratio, at most 1, so that a sequence that the
 policy no longer produces is not pushed further. The penalty is kl_coeff times Schulman's k3 estimate of
 KL(sampler | policy).
 """
@@ -29,7 +29,7 @@ def stable_reinforce(
     taper = np.exp(min(0.0, float(log_ratio[weights != 0].sum())))
     pull = np.where(advantages >= 0, 1.0, taper) * advantages
     coefficient = config["kl_coeff"]
-    ratio = np.exp(log_ratio) if coefficient else 1.0  # a term that is switched off may not overflow
+    ratio = np.exp(log_ratio) if coefficient else 1.0  # a disabled term must not overflow
     loss = (weights * (-pull * logprobs_TK + coefficient * (ratio - 1 - log_ratio))).sum()
     return float(loss), weights * (-pull + coefficient * (ratio - 1))
 

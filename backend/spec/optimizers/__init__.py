@@ -1,7 +1,7 @@
 """The optimizers, one file each: parameters with their bounds, state, update. See `OptimizerSpec`.
 
-A new file here is all that an optimizer needs: requests, workers, checkpoints and the common test find it. Loading this
-package loads no JAX: files import it inside `update`.
+An optimizer needs only a new file here: requests, workers, checkpoints and the common test find it. Loading this
+package does not load JAX: files import it inside `update`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Finite = Annotated[float, Bounds()]
 
 
 class OptimizerParams(PoolMessage, frozen=True):
-    """Base of every optimizer's parameters: numbers annotated with their `Bounds`, `grad_clip_norm` among them.
+    """Base of every optimizer's parameters: numbers annotated with their `Bounds`, including `grad_clip_norm`.
 
     `grad_clip_norm` is the global norm that gradients are clipped to before `update`; 0 or less = off.
     """
@@ -67,7 +67,7 @@ class OptimizerSpec:
 
     @property
     def request_field(self) -> str:
-        """The object of an optim_step request that holds its parameters; `optimizer_params` also names the type."""
+        """The object of an optim_step request with its parameters. `optimizer_params` also contains the type."""
         return "adam_params" if self.name == DEFAULT_OPTIMIZER else "optimizer_params"
 
     @cached_property
@@ -87,7 +87,7 @@ class OptimizerSpec:
         return self.params(**{f.name: 1e-3 for f in fields(self.params) if f.required})
 
     def read(self, given: Mapping[str, object]) -> OptimizerParams:
-        """The parameters that a request gives; UserError names the field, its value and the rule."""
+        """Read the parameters of a request. UserError names the field, its value and the rule."""
         unknown = sorted(name for name, value in given.items() if value is not None and name not in self.bounds)
         if self.name != DEFAULT_OPTIMIZER and (unknown := [name for name in unknown if name != "type"]):
             takes = ", ".join(self.bounds)
@@ -108,7 +108,7 @@ class OptimizerSpec:
         return self.params(**values)
 
     def vector(self, params: OptimizerParams) -> npt.NDArray[np.float32]:
-        """The parameters in float32, as a step takes them; UserError names one that breaks its rule in float32."""
+        """The parameters in float32, as input for a step. UserError: a parameter breaks its rule in float32."""
         with np.errstate(over="ignore"):
             vector = np.array([getattr(params, name) for name in self.bounds], np.float32)
         for (name, rule), number in zip(self.bounds.items(), vector.tolist(), strict=True):
@@ -124,7 +124,7 @@ OPTIMIZERS = registered(__name__, "OPTIMIZER", OptimizerSpec)
 
 
 def check_classes(optimizers: Mapping[str, OptimizerSpec]) -> None:
-    """TypeError unless each optimizer has its own class of parameters with its own class name.
+    """Raise TypeError unless each optimizer has its own parameter class with its own class name.
 
     The class of a step's parameters identifies the optimizer, and so does the class name on the socket to workers.
     """

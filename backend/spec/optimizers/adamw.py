@@ -29,7 +29,7 @@ class AdamParams(OptimizerParams, frozen=True):
 def update(
     weights: Tree, grads: Tree, state: Mapping[str, Tree], count: Any, params: AdamParams
 ) -> tuple[Tree, dict[str, Tree]]:
-    """The weights and the state after a step.
+    """Compute the weights and the state after a step.
 
     weights, grads: float32 arrays of the adapter's shapes; state: `mu` and `nu`, shaped alike. count: int32, the steps
     made before. params: float32 scalars.

@@ -1,10 +1,10 @@
 """Dimuon: every LoRA matrix steps along the matrix sign of its averaged gradient.
 
 The public documentation ("Optimizers", DimuonParams) describes an average of the gradient with `beta1` and its matrix
-sign, with a direction of Frobenius norm sqrt(rank) and no weight decay. The count and the epsilon of the iteration for
-the matrix sign are the service's own. The iteration is Muon's (Jordan et al. 2024, "Muon: An optimizer for hidden
-layers"): Newton-Schulz with its quintic coefficients. Two parts that the documentation names without a formula, and SDK
-0.38 has no parameters for, are left out: the row and column preconditioner, and the learning rate's correction by rank.
+sign, with a direction of Frobenius norm sqrt(rank) and no weight decay. We chose the number of iterations and the
+epsilon for the matrix sign. The iteration is Muon's (Jordan et al. 2024, "Muon: An optimizer for hidden layers"):
+Newton-Schulz with its quintic coefficients. Two parts are left out, because the documentation gives no formula and SDK
+0.38 no parameters: the row and column preconditioner, and the learning rate's correction by rank.
 Letters: R rank.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPSILON = 1e-30  # a gradient that is zero, as A's is while B is, gives no direction
+EPSILON = 1e-30  # a zero gradient, such as A's while B is zero, gives no direction
 
 
 class DimuonParams(OptimizerParams, frozen=True):
@@ -34,10 +34,10 @@ class DimuonParams(OptimizerParams, frozen=True):
 def update(
     weights: Tree, grads: Tree, state: Mapping[str, Tree], count: Any, params: DimuonParams
 ) -> tuple[Tree, dict[str, Tree]]:
-    """The weights and the averaged gradient after a step.
+    """Compute the weights and the averaged gradient after a step.
 
     weights, grads: float32 arrays of the adapter's shapes; state: `momentum`, shaped alike. count: int32, the steps
-    made before, which change nothing here. params: float32 scalars.
+    made before, which are not used here. params: float32 scalars.
     """
     import jax
     import optax
@@ -56,7 +56,7 @@ def direction(matrix: jax.Array) -> jax.Array:
 
     a, b, c = COEFFICIENTS
     x = matrix / (norm(matrix) + EPSILON)
-    # The iteration multiplies the smaller square: transposed where the rank is the longer side.
+    # Transpose if the rank is the longer side, so that the iteration multiplies the smaller square.
     tall = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -1, -2) if tall else x
     for _ in range(ITERATIONS):

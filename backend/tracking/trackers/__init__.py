@@ -1,4 +1,4 @@
-"""The trackers. Each file of this folder declares one as its `TRACKER`."""
+"""The trackers. Each file in this folder declares one as `TRACKER`."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ TRACKERS = registered(__name__, "TRACKER", Tracker)
 
 
 def trackers_named(names: Iterable[str]) -> list[Tracker]:
-    """The trackers with these names, each once. UserError for an unknown one, and for one without its library."""
+    """The trackers with these names, each once. UserError: a tracker is unknown, or its library is not installed."""
     found = []
     for name in dict.fromkeys(names):
         if name not in TRACKERS:

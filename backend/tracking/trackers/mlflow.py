@@ -1,6 +1,6 @@
 """MLflow: a run in the experiment of its project, at MLFLOW_TRACKING_URI or else in an SQLite file of the folder.
 
-The tag `tinkerflow.run` holds the run's id. A batch of values is one transaction, or one request to a server.
+The tag `tinkerflow.run` contains the run's id. A batch of values is one transaction, or one request to a server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 class MlflowRun:
-    """A run at the tracking server, or in the database."""
+    """A run on the tracking server, or in the database."""
 
     def __init__(self, run: TrackedRun, folder: Path) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -71,7 +71,7 @@ def _milliseconds(at: datetime) -> int:
 
 
 def legal(name: str) -> str:
-    """The name with the characters that MLflow takes: letters, digits, and some others."""
+    """The name with characters that MLflow does not accept replaced."""
     return re.sub(r"[^\w.\- /:]", "_", name)
 
 

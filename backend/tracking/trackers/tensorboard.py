@@ -1,6 +1,6 @@
-"""TensorBoard: a folder of event files for each run, `PROJECT/RUN`. Each writer begins a file of its own.
+"""TensorBoard: a folder of event files for each run, `PROJECT/RUN`. Each writer begins a new file.
 
-A process that is killed may leave half of an event at the end of its file. TensorBoard and `written` ignore it, and the
+A process that is killed may leave a partial event at the end of its file. TensorBoard and `written` ignore it, and the
 next writer writes its values again.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
-_HEADER = struct.Struct("<QI")  # the length of an event and a checksum, before it; another checksum follows it
+_HEADER = struct.Struct("<QI")  # before each event: its length and a checksum; another checksum follows the event
 _CHECKSUM = 4
 
 
@@ -30,7 +30,7 @@ class _EventFiles:
         self._folder = folder / re.sub(r"[^A-Za-z0-9._ -]+", "-", run.project) / run.slug
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files = sorted(self._folder.glob("*.tfevents.*"))
-        # The library's names have whole seconds, and it truncates a file that exists.
+        # The library's file names contain whole seconds, and it truncates an existing file.
         self._writer = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{time.time_ns()}")
         if not any(True for file in self._files for _ in _summaries(file)):
             facts = {"name": run.name, "id": run.id, "tags": ", ".join(run.tags), **run.config}
@@ -64,7 +64,7 @@ class _EventFiles:
 
 
 def _summaries(file: Path) -> Iterator[Any]:
-    """The complete events of a file that have a summary."""
+    """The complete events in a file that contain a summary."""
     from tensorboardX.proto.event_pb2 import Event
 
     data, at = file.read_bytes(), 0

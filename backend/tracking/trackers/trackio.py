@@ -1,6 +1,6 @@
 """trackio: a database for each project in TRACKIO_DIR, or else in the folder. `trackio sync` sends it to a Space.
 
-A run of trackio has no id of ours, so its name contains the id.
+A trackio run cannot store our id, so its name contains the id.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TrackioRun:
                 auto_log_cpu=False,
             )
 
-        # In a context of its own, because a second `init` in one context ends the run of the first.
+        # In a separate context, because a second `init` in one context ends the first run.
         self._run = contextvars.Context().run(begin)
 
     def written(self) -> dict[str, set[int]]:
@@ -62,7 +62,7 @@ class TrackioRun:
 
 
 def legal(name: str) -> str:
-    """The name as trackio stores it: some names are its own."""
+    """The name as trackio stores it. Some names are reserved."""
     from trackio.utils import RESERVED_KEYS
 
     return f"__{name}" if name in RESERVED_KEYS or name.startswith("__") else name

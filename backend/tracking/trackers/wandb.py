@@ -1,10 +1,10 @@
-"""Weights & Biases: runs by id, offline in WANDB_DIR or the folder, unless WANDB_MODE says otherwise.
+"""Weights & Biases: runs by id, offline in WANDB_DIR or the folder, unless WANDB_MODE sets another mode.
 
-`wandb sync` uploads offline runs. The steps of wandb only rise, but values of an earlier step may come later: so each
-row is a step of wandb, and the charts' axis is the value `training_step`.
+`wandb sync` uploads offline runs. The steps of wandb only rise, but values of an earlier step may come later. Therefore
+each row is a step of wandb, and the charts' axis is the value `training_step`.
 
-The library's process (wandb-core) writes the files. If ours is killed, it ends, and loses what it has not written. An
-offline run is read back from its files; a run at the server by its API.
+The library's process (wandb-core) writes the files. If our process is killed, wandb-core ends and loses unwritten
+values. An offline run is read back from its files, and a run on the server through its API.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AXIS = "training_step"
 _OFFLINE = ("offline", "dryrun", "disabled")
 _QUIET_SECONDS = 2.0  # wandb-core ends 0.3 s after a process that was killed
 _BLOCK = 32768  # of a file, in LevelDB's log format
-_RECORD = struct.Struct("<IHB")  # checksum, size, and kind of a part of a record
+_RECORD = struct.Struct("<IHB")  # checksum, size and kind of a part of a record
 _WHOLE, _LAST = 1, 4  # kinds that end a record
 _FILE_HEADER = 7
 
@@ -87,7 +87,7 @@ def _steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, set[int]]:
 
 
 def _wait_until_quiet(files: Sequence[Path]) -> None:
-    """Wait until nobody writes the files of a run any more."""
+    """Wait until no process writes the files of a run."""
     while files and (age := time.time() - max(file.stat().st_mtime for file in files)) < _QUIET_SECONDS:
         time.sleep(_QUIET_SECONDS - max(0.0, age))
 
@@ -114,7 +114,7 @@ def _offline_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def legal(name: str) -> str:
-    """The name as wandb shows it: names with an underscore in front, and the axis, are its own."""
+    """The name as wandb shows it. Names with a leading underscore, and the axis, are reserved."""
     return f"value{name}" if name.startswith("_") else f"{name}_value" if name == AXIS else name
 
 
