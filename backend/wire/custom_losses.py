@@ -1,6 +1,7 @@
 """create_custom_loss: a loss that the client traced with torch.fx, checked node by node and stored as plain data.
 
-It contains no code. A node names a function of `torch_names`; other nodes are refused, and the error has their name.
+The loss contains no code. A node names a function of `torch_names`. Other nodes are rejected with an error that names
+them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Input(WireModel):
 
 
 class _Node(WireModel):
-    """A node of the graph; its arguments are checked by `_argument`."""
+    """A node of the graph. `_argument` checks its arguments."""
 
     op: Text
     name: Text
@@ -59,9 +60,9 @@ class _Node(WireModel):
 
 
 def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
-    """A create_custom_loss body, parsed; UserError names the node, its target, and the rule that it breaks.
+    """Read a parsed create_custom_loss body. UserError names the node, its target, and the broken rule.
 
-    A loss that is too much work even for one token is refused here, any other when an example is too long for it.
+    A loss that is too much work even for one token is rejected here. Others are checked again with each example.
     """
     body = CreateCustomLoss.from_values(values)
     name = body.name
@@ -91,7 +92,7 @@ def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
 
 
 def dump_custom_loss(loss: CustomLoss) -> str:
-    """The loss as the journal keeps it."""
+    """The loss in the form that the journal stores."""
     return orjson.dumps({"name": loss.name, "inputs": list(loss.inputs.items()), "nodes": loss.nodes}).decode()
 
 
@@ -166,7 +167,7 @@ def _output(args: list[Any], kwargs: Mapping[str, Any], where: str) -> None:
 
 
 def _argument(arg: object, known: set[str], where: str, depth: int) -> None:
-    """UserError unless `arg` is a scalar, a list, or one of the one-key objects of the protocol."""
+    """Raise UserError unless `arg` is a scalar, a list, or one of the one-key objects of the protocol."""
     if depth > _MAX_DEPTH:
         raise UserError(f"{where}: an argument is nested deeper than {_MAX_DEPTH}")
     if arg is None or isinstance(arg, bool | int | float | str):

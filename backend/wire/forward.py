@@ -1,9 +1,9 @@
-"""forward and forward_backward: from a request's protobuf to the pool's command, and from the result to its protobuf.
+"""forward and forward_backward: converts a request's protobuf to the pool's command, and the result to its protobuf.
 
-Every check of a request's content is here: its address, its loss and configuration, and its tensors; provenance.py has
-those of spans, images.py those of images. Letters: T tokens of one
-sequence, K targets per position. Arrays are read in place (numpy.frombuffer), and the value checks run once over all
-data of a request; only a failing check looks for the place it failed at.
+A request's content is checked here: its address, its loss and configuration, and its tensors. provenance.py checks
+spans, and images.py checks images. Arrays are read in place (numpy.frombuffer), and value checks run once over all data
+of a request. Only a failed check searches for the place of the error. Letters: T tokens of one sequence, K targets of a
+position.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _INT64 = np.dtype("<i8")
 _TOKEN = np.dtype("<i4")
 
-_MOST_FIELDS = 2**16  # of a request's own: its data are the most, up to MAX_DATA
-_VARINT, _LENGTH_DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types, the last by their size
-_VARINT_BYTES = 10  # of the longest
+_MOST_FIELDS = 2**16  # top-level fields of a request: most of them are data, up to MAX_DATA
+_VARINT, _LENGTH_DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types, the last with their sizes
+_VARINT_BYTES = 10  # of the longest varint
 _MOST_NUMBER, _TAG_BYTES = 2**29 - 1, 5  # of a field
 
 Inputs = dict[str, npt.NDArray[Any]]  # the inputs of one datum, unchanged
@@ -65,7 +65,7 @@ M = TypeVar("M", pb.ForwardBackwardHeader, pb.ForwardBackwardRequest)
 
 
 class ForwardHeader(NamedTuple):
-    """Where a forward_backward request goes; seq_id 0 = absent."""
+    """The address of a forward_backward request. seq_id 0 = absent."""
 
     model_id: str
     seq_id: int
@@ -73,22 +73,22 @@ class ForwardHeader(NamedTuple):
 
 
 def forward_backward_header(body: bytes) -> ForwardHeader:
-    """The address of a ForwardBackwardRequest. UserError when the body is not protobuf.
+    """The address of a ForwardBackwardRequest. UserError: the body is not protobuf.
 
-    The parser would copy the data as unknown fields, and block all threads meanwhile, so it gets the header alone.
+    The parser would copy the data as unknown fields, and block all threads meanwhile, so it gets only the header.
     """
     numbers, kept = pb.ForwardBackwardHeader.DESCRIPTOR.fields_by_number, bytearray()
     for number, begin, end, is_wrong in _fields(body):
         if number in numbers or is_wrong or end > len(body):
-            kept += body[begin:end]  # the parser refuses a wrong number, and a field without its end
+            kept += body[begin:end]  # the parser rejects a wrong number and a truncated field
     header = _parsed(pb.ForwardBackwardHeader(), bytes(kept))
     return ForwardHeader(header.model_id, header.seq_id, header.forward_only)
 
 
 def split_data(body: bytes) -> list[bytes]:
-    """A ForwardBackwardRequest cut before and after each datum: equal data are equal pieces in every request.
+    """Cut a ForwardBackwardRequest before and after each datum, so that equal data are equal pieces in every request.
 
-    The pieces joined are `body`. A body that is not protobuf is one piece.
+    The joined pieces equal `body`. A body that is not protobuf is one piece.
     """
     data, cuts = pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number, {0, len(body)}
     try:
@@ -101,7 +101,7 @@ def split_data(body: bytes) -> list[bytes]:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, int, int, bool]]:
-    """(number, begin, end, is_wrong) of each field of a ForwardBackwardRequest; UserError when it is not protobuf."""
+    """(number, begin, end, is_wrong) of each field of a ForwardBackwardRequest. UserError: it is not protobuf."""
     end = 0
     for _ in range(_MOST_FIELDS):
         if end >= len(body):
@@ -134,7 +134,7 @@ def _varint(body: bytes, begin: int) -> tuple[int, int]:
 
 
 def training_tokens(body: bytes) -> int:
-    """The number of tokens of a ForwardBackwardRequest; 0 for other bodies, which are refused later."""
+    """The number of tokens of a ForwardBackwardRequest; 0 for other bodies, which are rejected later."""
     try:
         request = _parsed(pb.ForwardBackwardRequest(), body)
     except UserError:
@@ -143,7 +143,7 @@ def training_tokens(body: bytes) -> int:
 
 
 def _counted_tokens(chunk: pb.Chunk) -> int:
-    """An estimate of a chunk's tokens. Files stay closed, so an image counts as its declared size or the largest."""
+    """An estimate of a chunk's tokens. Files are not opened, so an image counts as its declared or the largest size."""
     if chunk.WhichOneof("chunk") != "image":
         return len(chunk.encoded_text.tokens) // _TOKEN.itemsize
     declared = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else MAX_IMAGE_TOKENS
@@ -151,7 +151,7 @@ def _counted_tokens(chunk: pb.Chunk) -> int:
 
 
 def with_files_to_train(body: bytes, find: FindFiles) -> bytes:
-    """A ForwardBackwardRequest, images whose `data` is a location with their file; UserError for one without."""
+    """Replace the locations of images in a ForwardBackwardRequest with their files. UserError: a file is missing."""
     start = LOCATIONS.encode()
     if start not in body:
         return body
@@ -186,9 +186,9 @@ def _parsed(message: M, body: bytes) -> M:
 
 @dataclass(frozen=True)
 class ForwardRead:
-    """A ForwardBackwardRequest that is read in part, with the ids of everything that decoding it needs.
+    """A partly read ForwardBackwardRequest, with the ids of everything that decoding it needs.
 
-    loss_id: of the traced loss, when the loss is `custom`. sequence_ids: of sequences whose recorded stability
+    loss_id: of the traced loss, if the loss is `custom`. sequence_ids: of sequences whose recorded stability
     information the loss or a replay needs. image_tokens: an estimate of the tokens of its images; None without
     images.
     """
@@ -202,10 +202,10 @@ class ForwardRead:
 
 
 def read_forward(body: bytes, *, routes: bool = False, supports: bool = False) -> ForwardRead:
-    """A ForwardBackwardRequest, its loss, config and spans checked; UserError names the field, its value and the rule.
+    """Check the loss, config and spans of a ForwardBackwardRequest. UserError names the field, its value and the rule.
 
-    decode_forward reads the rest. routes: any loss with spans needs their records, for the experts of their tokens.
-    supports: losses that take the sampler's logprobs need them, for the supports of their tokens.
+    decode_forward reads the rest. routes: every loss with spans needs their records, for the experts of the tokens.
+    supports: losses that take the sampler's logprobs need the records, for the supports of the tokens.
     """
     request = _parsed(pb.ForwardBackwardRequest(), body)
     loss = loss_named(request.loss_fn)
@@ -231,10 +231,10 @@ def decode_forward(
     recorded: Mapping[str, StabilityInfo] | None = None,
     processor: ImageProcessor | None = None,
 ) -> Forward:
-    """The command for a request; adapter_id is its model_id, config is complete (defaults filled in).
+    """The command for a request. adapter_id is its model_id, and config is complete (defaults filled in).
 
     read: the request. context_rule: the reason for max_context, for errors. custom: the request's traced loss.
-    recorded: the records of its sequence_ids. processor: of images; None when the model takes text.
+    recorded: the records of its sequence_ids. processor: of images; None if the model takes only text.
     UserError names the field, its value and the rule. Errors are: an unknown loss, config key or input; a missing
     input; a sequence that is empty or longer than `max_context`; lengths that differ; token ids outside
     [0, vocab_size). Also: floats that are not finite; images that the model does not take; spans that do not match the
@@ -282,9 +282,9 @@ def decode_forward(
 
 
 def drift_metrics(command: Forward, result: ForwardResult) -> dict[str, float]:
-    """`kl_sample_train` of a loss whose data came with the sampler's logprobs; nothing for other losses.
+    """`kl_sample_train` of a loss whose data contain the sampler's logprobs; empty for other losses.
 
-    And SUPPORTED: of the tokens in data with supports that have a weight and an advantage, the share with a support.
+    Also SUPPORTED: the share of tokens with a support, among tokens with weight and advantage in data with supports.
     """
     if not _takes_logprobs(loss_named(command.loss)):
         return {}
@@ -303,7 +303,7 @@ def _takes_logprobs(loss: LossSpec) -> bool:
 
 
 def sampled_tokens(command: Forward, result: ForwardResult) -> Iterator[DriftTokens]:
-    """The tokens of each datum that came with the sampler's logprobs. Prompts have no weight or no advantage."""
+    """The tokens of each datum with the sampler's logprobs. Prompt tokens have no weight or no advantage."""
     for example, logprobs in zip(command.examples, result.logprobs, strict=True):
         inputs = example.inputs
         counted = (example.weights_TK != 0) & (inputs.get("advantages", example.weights_TK) != 0)
@@ -333,9 +333,9 @@ def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arr
 
 # ------------------------------------------------------------------ one datum
 def _check_spans(data: Sequence[pb.Datum], *, needed_by: str | None) -> frozenset[str]:
-    """The sequence ids that the spans name; UserError for one list without the other, and for fields of spans.
+    """The sequence ids that the spans name. UserError: one list without the other, or an invalid span.
 
-    needed_by: the loss that cannot do without spans, None = the loss can.
+    needed_by: the loss, if it requires spans; None = it does not.
     """
     named: set[str] = set()
     for i, datum in enumerate(data):
@@ -354,11 +354,11 @@ def _check_spans(data: Sequence[pb.Datum], *, needed_by: str | None) -> frozense
 def _model_input(
     chunks: Sequence[pb.Chunk], name: str, max_context: int, context_rule: str, processor: ImageProcessor | None
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
-    """The tokens of an input, placeholders where it has images, and the images.
+    """The tokens of an input, with placeholders for images, and the images.
 
-    chunks: of the input. name: how errors call it. max_context: tokens at most. context_rule: the reason for it.
-    processor: of images; None when the model takes text. UserError: a chunk that the model does not take, a wrong
-    image, or a wrong length.
+    chunks: of the input. name: of the input, for errors. max_context: most tokens. context_rule: the reason for it.
+    processor: of images; None if the model takes only text. UserError: a chunk that the model does not take, an
+    invalid image, or a wrong length.
     """
     parts: list[bytes] = []
     images: list[ImagePixels] = []
@@ -392,7 +392,7 @@ def _check_whole(name: str, size: int) -> None:
 
 
 def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: CustomLoss | None) -> Inputs:
-    """The loss's inputs: each of the shape of target_tokens, or of the rank that a traced loss declared for it.
+    """The loss's inputs, each with the shape of target_tokens, or with the rank that a traced loss declared for it.
 
     Shapes are checked before anything is allocated.
     """
@@ -463,7 +463,7 @@ def _require(
     name: Callable[[int], str],
     rule: str,
 ) -> None:
-    """UserError naming the first value that is not `good`; arrays[i] belongs to datum i, None where it has none."""
+    """Raise UserError for the first value that is not `good`. arrays[i] belongs to datum i; None if it has none."""
     given = [array.ravel() for array in arrays if array is not None]
     if not given or good(np.concatenate(given)).all():
         return
@@ -475,7 +475,7 @@ def _require(
 
 
 def _example(tokens_T: Int32, inputs: Inputs, declared: Sequence[str] | None) -> Example:
-    """declared: the inputs of a traced loss; None for a built-in loss."""
+    """Make an example. declared: the inputs of a traced loss; None for a built-in loss."""
     flat = inputs[_TARGETS].ndim == 1
 
     def columns(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -483,10 +483,10 @@ def _example(tokens_T: Int32, inputs: Inputs, declared: Sequence[str] | None) ->
 
     targets_TK = columns(inputs[_TARGETS].astype(np.int32, copy=False))
     if declared is not None:
-        kept = {True: np.int32, False: np.float32}  # as JAX has it
+        kept = {True: np.int32, False: np.float32}  # JAX's default dtypes
         traced = {key: inputs[key].astype(kept[inputs[key].dtype.kind == "i"], copy=False) for key in declared}
         return Example(tokens_T, targets_TK, np.ones(targets_TK.shape, np.float32), flat=flat, inputs=traced)
-    # float32 bytes stay where they are; integer weights (a user's integer array) are widened
+    # float32 values are not copied; integer weights (a user's integer array) are converted
     floats = {key: columns(values.astype(np.float32, copy=False)) for key, values in inputs.items() if key != _TARGETS}
     weights_TK = floats.pop("weights", None)
     if weights_TK is None:
@@ -500,7 +500,7 @@ def _name(index: int, key: str) -> str:
 
 # ------------------------------------------------------------------ the loss and its configuration
 def _check_inputs(spec: LossSpec, names: Collection[str], index: int) -> None:
-    """UserError unless `names` are the loss's inputs: none missing, none unknown. `index` counts data from 0."""
+    """Raise UserError unless `names` are the loss's inputs: none missing, none unknown. index: of the datum, from 0."""
     taken = {_TARGETS, *(one.name for one in spec.inputs)}
     required = taken - {one.name for one in spec.inputs if not one.required}
     if missing := sorted(required.difference(names)):
@@ -512,7 +512,7 @@ def _check_inputs(spec: LossSpec, names: Collection[str], index: int) -> None:
 
 
 def _read_config(spec: LossSpec, request: pb.ForwardBackwardRequest) -> tuple[dict[str, float], str | None]:
-    """The loss's whole configuration, or of a traced loss its id; UserError for unknown keys and bad values."""
+    """The loss's complete configuration, and the id of a traced loss. UserError: an unknown key or a bad value."""
     given: dict[str, float | str] = dict(request.loss_fn_config)
     if request.loss_fn_config_v2:
         given = {
@@ -551,9 +551,9 @@ def _dtype_of(tensor: pb.Tensor, name: str) -> np.dtype[Any]:
 
 
 def _to_array(tensor: pb.Tensor, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
-    """The tensor as an array of its dtype and of `shape` (see shape_of); sparse cells that are not listed are 0.
+    """The tensor as an array of its dtype and of `shape` (see _shape_of). Sparse cells that are not listed are 0.
 
-    `name` is how errors call it, such as data[3].loss_fn_inputs['weights'].
+    name: of the tensor, for errors, such as data[3].loss_fn_inputs['weights'].
     """
     dtype = _dtype_of(tensor, name)
     if tensor.WhichOneof("encoding") == "sparse_csr":

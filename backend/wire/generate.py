@@ -12,7 +12,7 @@ PROTO = "tinkerflow/backend/wire/tinker.proto"
 
 
 def generate(folder: Path) -> None:
-    """Write `tinker_pb2.py` and `.pyi` of this room below `folder`; RuntimeError when the compiler refuses the file."""
+    """Write `tinker_pb2.py` and `.pyi` of this room below `folder`. RuntimeError: the compiler rejected the file."""
     from grpc_tools import protoc  # type: ignore[import-untyped]
 
     arguments = ["protoc", f"--proto_path={ROOT}", f"--python_out={folder}", f"--pyi_out={folder}", str(ROOT / PROTO)]

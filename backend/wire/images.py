@@ -1,4 +1,4 @@
-"""Images in requests: their pixels, and files that were uploaded before.
+"""Images in requests: their pixels, and previously uploaded files.
 
 Requests may name images by the location of an uploaded file. An accepted request is stored with the file's bytes, so
 later changes of the file do not affect it.
@@ -20,11 +20,11 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 
 LOCATIONS = "tinker://assets/"  # the prefix of a location
 LOCATION_RULE = "the location of an image that this project uploaded (POST /api/v1/assets)"
-FindFiles = Callable[[Sequence[str]], Mapping[str, bytes]]  # files by location; unknown locations are left out
+FindFiles = Callable[[Sequence[str]], Mapping[str, bytes]]  # files by location; unknown locations are omitted
 
 
 def check_room(pixel_bytes: int, field: str, up_to: str) -> None:
-    """UserError when the images of a request take too many bytes. field: of all images. up_to: of the last one."""
+    """Raise UserError if the images of a request take too many bytes. field: of all images. up_to: the last image."""
     if pixel_bytes > MAX_REQUEST_PIXEL_BYTES:
         raise UserError(
             f"{field} has images of more than {MAX_REQUEST_PIXEL_BYTES} bytes of pixels up to {up_to}, as the model "
@@ -33,7 +33,7 @@ def check_room(pixel_bytes: int, field: str, up_to: str) -> None:
 
 
 def pixels(image: pb.ImageChunk, name: str, processor: ImageProcessor) -> npt.NDArray[np.uint8]:
-    """The pixels of an image in protobuf, as `ImageProcessor.read` gives them; UserError names what is wrong."""
+    """The pixels of an image in protobuf, from `ImageProcessor.read`. UserError: the image is invalid."""
     if image.HasField("override_dimensions"):
         asked = f"{image.override_dimensions.width} x {image.override_dimensions.height}"
         raise broken(f"{name}.override_dimensions", asked, "absent: the model's processor sets the size of images")
@@ -42,10 +42,10 @@ def pixels(image: pb.ImageChunk, name: str, processor: ImageProcessor) -> npt.ND
 
 
 def pixels_of(chunk: Mapping[str, Any], name: str, processor: ImageProcessor, *, blank: bool) -> npt.NDArray[np.uint8]:
-    """The pixels of an image in JSON, as `ImageProcessor.read` gives them; UserError names what is wrong.
+    """The pixels of an image in JSON, from `ImageProcessor.read`. UserError: the image is invalid.
 
-    chunk: its data in base64, its format, and maybe expected_tokens. name: how errors call it. processor: of the model.
-    blank: see `ImageProcessor.read`.
+    chunk: its data in base64, its format, and optionally expected_tokens. name: of the chunk, for errors. processor: of
+    the model. blank: see `ImageProcessor.read`.
     """
     data, expected = chunk.get("data"), chunk.get("expected_tokens")
     kind: Any = chunk.get("format")

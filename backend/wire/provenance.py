@@ -1,4 +1,4 @@
-"""Provenance: which positions of a datum are prompt, and which were sampled, in which sequence.
+"""Provenance: which positions of a datum belong to a prompt, and which were sampled, and in which sequence.
 
 Letter: T tokens of one sequence.
 """
@@ -34,7 +34,7 @@ class PlacedRecords(NamedTuple):
 
 
 def sequences_named(datum: pb.Datum, index: int) -> set[str]:
-    """The sequence ids that a datum's spans name; UserError for fields of spans."""
+    """The sequence ids that a datum's spans name. UserError: a span is invalid."""
     named: set[str] = set()
     for field in ("model_input_spans", "loss_fn_input_spans"):
         for where, _, span in _spans(datum, index, field):
@@ -47,10 +47,10 @@ def sequences_named(datum: pb.Datum, index: int) -> set[str]:
 
 
 def attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
-    """The example with the sampler's logprobs, experts and supports, and with weight 0 on what was not sampled.
+    """The example with the sampler's logprobs, experts and supports, and weight 0 for tokens that were not sampled.
 
-    recorded: the sequences that its spans name. UserError names a list that does not tile its field, a sampled span
-    outside its sequence, and a token that is not the one sampled there.
+    recorded: the sequences that its spans name. UserError: a list does not tile its field, a sampled span is outside
+    its sequence, or a token differs from the one sampled there.
     """
     if not example.flat:
         raise UserError(
@@ -69,7 +69,7 @@ def attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[s
 
 
 def with_records(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
-    """The example with the sampler's experts and supports, where its datum has spans and one target per position.
+    """The example with the sampler's experts and supports, if its datum has spans and one target per position.
 
     recorded: the sequences that the spans name. UserError as in `attribute`.
     """

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from tinkerflow.backend.core.errors import UserError, broken
 
-# Names that pydantic gives to members of a union. Such a part of a path is not a field's name.
+# Names that pydantic gives to members of a union. In a path, they are not names of fields.
 _UNION_MEMBER = re.compile(r"(str|int|float|bool|dict|list|tuple|bytes|none|any|is-instance)|.*\[.*\]|[A-Z]\w*")
 _JSON_NAMES = {"True": "true", "False": "false"}
 _RULES = {
@@ -28,7 +28,7 @@ _RULES = {
     "finite_number": "a finite number",
     "string_too_short": "a non-empty string",
 }
-# Errors of a value that is of another kind than a member of a union.
+# Errors for a value that is of a different kind than a member of a union.
 _OTHER_KINDS = {
     "model_type", "model_attributes_type", "dict_type", "list_type", "tuple_type", "string_type", "int_type",
     "literal_error", "bool_type",
@@ -39,7 +39,7 @@ def request_error(error: ValidationError, model: type[BaseModel], prefix: str = 
     """The first error of a body as a sentence: `field is value: must be rule`.
 
     A value that fits no member of a union has an error for each member. Their rules are joined by "or", unless the
-    value is of one member's kind: then the error is that inside of the value.
+    value is of one member's kind. In that case, the error inside the value is used.
     """
     details = _nearest_member(model, error.errors(include_url=False))
     first, located = details[0], [_locate(model, detail["loc"]) for detail in details]
@@ -60,9 +60,9 @@ def request_error(error: ValidationError, model: type[BaseModel], prefix: str = 
 
 
 def _nearest_member(model: type[BaseModel], details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """The errors. Those of the union member that is nearest to the first value come first.
+    """The errors, ordered so that those of the union member nearest to the first value come first.
 
-    That is the member with the fewest errors inside of the value, and of several the one whose error comes last.
+    This is the member with the fewest errors inside the value, or of several the one whose error comes last.
     """
     if details[0]["type"] not in _OTHER_KINDS:
         return details
@@ -81,9 +81,9 @@ def _nearest_member(model: type[BaseModel], details: list[ErrorDetails]) -> list
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
-    """The path of an error as clients write it, such as `.messages[0].content`; and the field, if the path ends in one.
+    """The path of an error in clients' notation, such as `.messages[0].content`, and the field if the path ends in one.
 
-    pydantic's location also has the members of unions, which clients do not know.
+    pydantic's location also contains the members of unions, which clients do not know.
     """
     path, models, field = "", [model], None
     in_object = False
@@ -105,7 +105,7 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[st
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The types that an annotation names, those inside of unions and lists included; of an object `dict` alone."""
+    """The types in an annotation, including those inside unions and lists; only `dict` for an object."""
     origin = get_origin(annotation)
     if origin is dict:
         return [dict]
@@ -114,7 +114,7 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 def _rule(detail: ErrorDetails, field: FieldInfo | None) -> str:
-    """The rule that an error is about, as the words after "must be"."""
+    """The rule that an error reports, as the words after "must be"."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "value_error":
         return str(context["error"].args[0])
@@ -135,7 +135,7 @@ def _rule(detail: ErrorDetails, field: FieldInfo | None) -> str:
 
 
 def _declared_rule(field: FieldInfo) -> str | None:
-    """The rule of a field that holds one number, text or truth value, from its declaration; None for other fields."""
+    """The rule of a field for one number, text or boolean, from its declaration; None for other fields."""
     kinds = [kind for kind in _members(field.annotation) if kind is not NoneType]
     low = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
     high = next((bound.le for bound in field.metadata if isinstance(bound, Le)), None)

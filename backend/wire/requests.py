@@ -1,10 +1,10 @@
 """The JSON bodies of operations, one typed model for each, with every check that needs no model card; and the answers.
 
-`SaveWeights.decode(payload)` reads a body; UserError names the field, its value and the rule. The API parses a body
-once (`parse`), reads its address and its content from the same values, and stores the bytes as they came; the engine
+`SaveWeights.decode(payload)` reads a body. UserError names the field, its value and the rule. The API parses a body
+once (`parse`), reads its address and its content from the same values, and stores the received bytes. The engine
 decodes the stored bytes.
 
-The SDK leaves nulls out and other clients send them: a null is an absent field everywhere. Unknown fields are ignored.
+The SDK omits nulls, but other clients send them. A null always counts as an absent field. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OnModel(WireModel):
 
 
 class OnNewModel(WireModel):
-    """The address of an operation that makes a model. base_model is only told, not checked."""
+    """The address of an operation that makes a model. base_model is not checked here."""
 
     session_id: Text
     model_seq_id: SeqId
@@ -88,12 +88,12 @@ class LoraConfig(WireModel):
 
     @property
     def spec(self) -> LoraSpec:
-        """The adapter as the workers know it."""
+        """The adapter's shape in commands for workers."""
         return LoraSpec(self.rank, self.train_attn, self.train_mlp, self.train_unembed)
 
 
 class TrainedConfig(LoraConfig):
-    """What of a new model is trained: an adapter, or with rank 0 all parameters."""
+    """The trained part of a new model: an adapter, or with rank 0 all parameters."""
 
     rank: Annotated[int, whole_number(0, MAX_RANK)] = DEFAULT_RANK
 
@@ -105,7 +105,7 @@ class TrainedConfig(LoraConfig):
 
 
 def _optimizer(config: Any) -> Optimizer:
-    """The optimizer that an `optimizer_config` names; UserError for one that is not known here."""
+    """The optimizer that an `optimizer_config` names. UserError: it is unknown here."""
     if not isinstance(config, dict):
         raise broken("optimizer_config", config, "a JSON object")
     kind, version = config.get("type"), config.get("version")
@@ -134,7 +134,7 @@ class CreateModel(WireModel):
 class _Load(WireModel):
     """A checkpoint to load. optimizer: restore its optimizer state too, for any kind of optimizer.
 
-    access: the hash of the token that opens the checkpoint, if a token came.
+    access: the hash of the token that gives access to the checkpoint, if one was sent.
     """
 
     path: Text
@@ -157,7 +157,7 @@ class _Load(WireModel):
 class LoadModel(_Load):
     """load_weights that makes a model. base_model None: the checkpoint's own.
 
-    fresh: the optimizer to begin with where the checkpoint's is not restored.
+    fresh: the optimizer to begin with if the checkpoint's is not restored.
     """
 
     base_model: OptionalText = None
@@ -174,7 +174,7 @@ class LoadModel(_Load):
 
 
 class LoadWeights(_Load):
-    """load_weights into a model that exists."""
+    """load_weights into an existing model."""
 
     optimizer_config: Any = Field(default=None, exclude=True)
 
@@ -186,7 +186,7 @@ class LoadWeights(_Load):
 
 
 class _NamedSave(WireModel):
-    """A checkpoint to save. path: its name. ttl_seconds None: kept for ever."""
+    """A checkpoint to save. path: its name. ttl_seconds None: kept forever."""
 
     path: CheckpointName
     ttl_seconds: Ttl = None
@@ -208,7 +208,7 @@ class SaveForSampler(WireModel):
     """save_weights_for_sampler: either `name` or `sampling_session_seq_id` is set, never both.
 
     kind: inflight samplers switch to newer inflight saves of their model as these are published; only without a name.
-    kv_cache: of requests that an inflight save gives new weights (beyond the SDK); None = as the setting says.
+    kv_cache: of requests that get new weights from an inflight save (not in the SDK); None = the setting's value.
     """
 
     name: CheckpointName | None = Field(default=None, alias="path")
@@ -252,7 +252,7 @@ class OptimStepBody(WireModel):
 
     @property
     def params(self) -> OptimizerParams:
-        """The parameters of the step; UserError names the field, its value and the rule."""
+        """The parameters of the step. UserError names the field, its value and the rule."""
         adam, other = self.adam_params, self.optimizer_params
         if adam is not None and other is not None:
             raise UserError("adam_params and optimizer_params are both given: exactly one must be")
@@ -280,18 +280,18 @@ class TargetTensor(WireModel):
 
 
 class ConstraintBody(WireModel):
-    """What the text of an answer must be. value: a schema (an object), an expression or a grammar (text)."""
+    """A constraint on the text of an answer. value: a schema (an object), an expression or a grammar (text)."""
 
     type: Literal["json_schema", "json_object", "regex", "grammar"]
     value: Any = None
 
 
 class SamplingParams(WireModel):
-    """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: all that the context holds.
+    """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: the rest of the context.
 
     stop_token_ids: tokens that end a sequence, in addition to those of `stop`.
-    From min_p on, fields are beyond the SDK's: their names, bounds and formulas are those of OpenAI's API and vLLM.
-    logit_bias and constraint are read by `wire/sample.py`, which knows the model.
+    min_p and all later fields are not in the SDK: their names, bounds and formulas are those of OpenAI's API and vLLM.
+    `wire/sample.py` reads logit_bias and constraint, because it knows the model.
     """
 
     seed: Annotated[int | None, whole_number(-(2**63), 2**64 - 1)] = None
@@ -310,7 +310,7 @@ class SamplingParams(WireModel):
 
 
 class NumSamples(WireModel):
-    """How many sequences a sample request asks for."""
+    """The number of sequences in a sample request."""
 
     num_samples: Annotated[int, whole_number(1, MAX_SAMPLES)] = 1
 
@@ -322,9 +322,9 @@ class PromptBody(WireModel):
 
 
 class SampleBody(NumSamples):
-    """asample. The tokens are read by `wire/sample.py`, as arrays.
+    """asample. `wire/sample.py` reads the tokens as arrays.
 
-    stream: tokens go to whoever listens as they are decoded (journal/streams.py). The SDK never asks for it.
+    stream: publish tokens to listeners as they are decoded (journal/streams.py). The SDK never requests it.
     """
 
     prompt: PromptBody = PromptBody()
@@ -341,13 +341,13 @@ class SampleBody(NumSamples):
 
 
 class TtlSeconds(WireModel):
-    """A checkpoint's new time to live. Absent and null differ here: null means for ever."""
+    """A checkpoint's new time to live. Absent and null differ here: null means forever."""
 
     ttl_seconds: Ttl = None
 
 
 class CopyWeights(WireModel):
-    """copy_weights: a checkpoint to copy into another project, or another part of the caller's own."""
+    """copy_weights: a checkpoint to copy into another project, or within the caller's own."""
 
     source_path: Text
     destination_project_id: OptionalText = None
@@ -356,7 +356,7 @@ class CopyWeights(WireModel):
 
 
 class StartUpload(WireModel):
-    """external_weights_upload_start: an adapter that was made elsewhere is to be uploaded."""
+    """external_weights_upload_start: begin the upload of an adapter that was made elsewhere."""
 
     base_model: Text
     lora: LoraConfig = Field(default=LoraConfig(), alias="lora_config")
@@ -376,11 +376,11 @@ class CustomLossAddress(WireModel):
     custom_loss_seq_id: SeqId
 
 
-# ------------------------------------------------------------------ what is stored
+# ------------------------------------------------------------------ stored bodies
 def hash_token(payload: bytes, access_hash: Callable[[str], str]) -> bytes:
-    """A load_weights body as it is stored: with the hash of its access token in the token's place.
+    """A load_weights body for storage, with its access token replaced by the token's hash.
 
-    A token that is not a string stays, and is refused when the body is read.
+    A token that is not a string is kept, and is rejected when the body is read.
     """
     values = parse(payload)
     if "weights_access_token" not in values and _ACCESS not in values:
@@ -393,10 +393,10 @@ def hash_token(payload: bytes, access_hash: Callable[[str], str]) -> bytes:
 
 
 # ------------------------------------------------------------------ answers
-# Keys with null are left out, because the SDK takes a success with an `error` key, even null, for a failure. Keys with
-# numbers that are not finite are left out, because the SDK cannot parse them.
+# Null keys are omitted, because the SDK treats a success with an `error` key, even null, as a failure. Numbers that are
+# not finite are omitted, because the SDK cannot parse them.
 def encode_optim_step(result: OptimResult) -> bytes:
-    """The metrics of an optimizer step: the gradient's norm before clipping, and the steps made so far."""
+    """The metrics of an optimizer step: the gradient norm before clipping, and the number of steps so far."""
     metrics = {"grad_norm": result.grad_norm, "optimizer_step": float(result.step)}
     return encode_json({"metrics": {key: value for key, value in metrics.items() if math.isfinite(value)}})
 
@@ -412,12 +412,12 @@ def encode_unloaded(model_id: str) -> bytes:
 
 
 def encode_loaded(model_id: str, path: str) -> bytes:
-    """The answer to load_weights, in both of its forms."""
+    """The answer to load_weights, in both forms."""
     return encode_json({"type": "load_weights", "model_id": model_id, "path": path})
 
 
 def encode_saved(path: str, *, kind: str = "save_weights", size_bytes: int | None = None) -> bytes:
-    """The answer to save_weights, and by `kind` to a named save_weights_for_sampler and to save_weights_external."""
+    """The answer to save_weights, or by `kind` to a named save_weights_for_sampler or to save_weights_external."""
     return encode_json({"type": kind, "path": path, "size_bytes": size_bytes})
 
 

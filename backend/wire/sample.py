@@ -1,8 +1,8 @@
-"""sample: from a request's body to the pool's SampleRequest, and from the result to its protobuf.
+"""sample: converts a request's body to the pool's SampleRequest, and the result to its protobuf.
 
-Every check that needs the model card is here. target_prompt_logprobs, the tokens to be scored at each place of a
+Every check that needs the model card is here. target_prompt_logprobs, the tokens to score at each position of a
 prompt, is a JSON tensor `{data, dtype, shape}`: dense and row-major, or CSR with sparse_crow_indices and
-sparse_col_indices. It is answered in the layout of the question.
+sparse_col_indices. The answer uses the layout of the request.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tinkerflow.backend.wire.requests import MAX_LISTED, ConstraintBody, SampleB
 MAX_STOPS = 256  # stop tokens or stop strings of one request
 MAX_STOP_CHARACTERS = 1024  # of one stop string
 MAX_BIASES = 1024  # tokens in logit_bias
-MOST_BIAS = 100.0  # of one token, either way
+MOST_BIAS = 100.0  # absolute value for one token
 _SEED_BITS = 64
-_DIGITS = 10  # of a token id, fewer than that
+_DIGITS = 10  # a token id has fewer digits
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 _POINTER = "image_asset_pointer"  # to an uploaded image
 _TARGETS = "target_prompt_logprobs"
@@ -51,7 +51,7 @@ FindProcessor = Callable[[], ImageProcessor | None]
 
 
 def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
-    """`body`, whose values these are, with a seed when it has none. A replay of the stored body repeats the sample."""
+    """Add a seed to a body without one, so that a replay of the stored body repeats the sample. values: of `body`."""
     params = values.get("sampling_params", {})
     if isinstance(params, dict) and params.get("seed") is None:
         return orjson.dumps({**values, "sampling_params": {**params, "seed": secrets.randbits(_SEED_BITS)}})
@@ -59,7 +59,7 @@ def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
 
 
 def with_files(values: dict[str, Any], find: FindFiles) -> dict[str, Any]:
-    """The values of a sample's body, pointers with the `data` of an image. Those that lead nowhere stay without."""
+    """Add the `data` of images to the pointers in a sample's body. Pointers to unknown files stay without data."""
     prompt = values.get("prompt")
     if not isinstance(prompt, dict) or not isinstance(chunks := prompt.get("chunks"), list):
         return values
@@ -97,15 +97,15 @@ def sample_request(
     routes: bool = False,
     supports: bool = False,
 ) -> SampleRequest:
-    """The command for a sample request; UserError names the field, its value and the rule.
+    """The command for a sample request. UserError names the field, its value and the rule.
 
     body, request_id, owner: of the request. vocab_size, max_context: of the model, in tokens. eos: the tokens that end
-    a text. They stop a sequence when `stop` is absent, but not when `stop` is an empty list. context_rule: the reason
-    for max_context, for errors. processor: finds the model's image processor, None if the model takes only text. blank:
-    images are measured, not decoded, see `ImageProcessor.read`. routes, supports: see the command; a request without
-    top-k, top-p and min-p has no supports. An absent max_tokens means the rest of the context. A prompt that fills the
-    context can be scored, and one token is sampled after it. The seed is brought to 0 <= seed < 2**64. The command
-    samples the base model, until its sender names a snapshot.
+    a text. They stop a sequence if `stop` is absent, but not if `stop` is an empty list. context_rule: the reason for
+    max_context, for errors. processor: finds the model's image processor; None if the model takes only text. blank:
+    measure images without decoding them, see `ImageProcessor.read`. routes, supports: see the command; a request
+    without top-k, top-p and min-p has no supports. An absent max_tokens means the rest of the context. A prompt that
+    fills the context can be scored, and one token is sampled after it. The seed is reduced to 0 <= seed < 2**64. The
+    command samples the base model unless its sender adds a snapshot.
     """
     scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
     full = bool(scored) or body.target_prompt_logprobs is not None
@@ -150,9 +150,9 @@ def sample_request(
 
 
 def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> bytes:
-    """A SampleResponse: every sequence with its logprobs; prompt logprobs (NaN first) and more when there are any.
+    """A SampleResponse: every sequence with its logprobs, and prompt logprobs (NaN first) and more if there are any.
 
-    targets: the request's target_prompt_logprobs; the logprobs of these tokens are answered in the same layout.
+    targets: the request's target_prompt_logprobs. The logprobs of these tokens are returned in the same layout.
     """
     response = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
     for sequence in result.sequences:
@@ -247,9 +247,9 @@ def _prompt(
     find_processor: FindProcessor,
     blank: bool,
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
-    """The tokens of a prompt, placeholders where it has images, and the images.
+    """The tokens of a prompt, with placeholders for images, and the images.
 
-    most: tokens of a prompt. rule: the reason for it. Other arguments: see `sample_request`.
+    most: limit of tokens of the prompt. rule: the reason for it. Other arguments: see `sample_request`.
     """
     if not isinstance(chunks, list):
         raise broken("prompt.chunks", chunks, "a list of chunks")
@@ -350,7 +350,7 @@ def _adjustments(params: SamplingParams, vocab_size: int) -> Adjustments | None:
 
 
 def _biases(given: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """The biases by token, in the order of tokens. JSON has names of fields only: a token is a decimal number."""
+    """(token, bias) pairs in the order of tokens. Names of JSON fields are texts, so a token is a decimal number."""
     name = "sampling_params.logit_bias"
     if len(given) > MAX_BIASES:
         raise UserError(f"{name} has {len(given)} tokens: must have at most {MAX_BIASES}")
@@ -395,9 +395,9 @@ def _constraint(given: ConstraintBody, eos: Sequence[int]) -> Constraint:
 
 # ------------------------------------------------------------------ target_prompt_logprobs
 def _target_tokens(tensor: TargetTensor | None, prompt: int, vocab_size: int) -> Int32 | None:
-    """The tokens as int32 [prompt - 1, K], -1 = none, or None when nothing is asked.
+    """The tokens as int32 [prompt - 1, K], -1 = none, or None if none are requested.
 
-    prompt: tokens of the prompt. vocab_size: of the model. UserError names what is wrong with the tensor.
+    prompt: number of tokens of the prompt. vocab_size: of the model. UserError: the tensor is invalid.
     """
     if tensor is None:
         return None

@@ -1,8 +1,8 @@
-"""How JSON bodies are validated: the base of all request models, the types of their fields, and the text of errors.
+"""Validation of JSON bodies: the base of all request models, the types of their fields, and the text of errors.
 
-pydantic validates. `WireModel` adds two rules of the protocol: a field that is null counts as left out, and no boolean
-or text is read as a number. An error names the field, its value and the rule: `ttl_seconds is 60: must be a whole
-number from 3600 to 315360000`.
+pydantic validates. `WireModel` adds two rules of the protocol: a null field counts as absent, and no boolean or text is
+read as a number. An error names the field, its value and the rule: `ttl_seconds is 60: must be a whole number from 3600
+to 315360000`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.core.ids import NAME_RULE, is_name
 from tinkerflow.backend.wire.request_errors import request_error
 
-_MAX_DEPTH = 254  # lists and objects in one another: orjson reads more, but writes no more
+_MAX_DEPTH = 254  # of nested lists and objects: orjson can read deeper values, but cannot write them
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL, and not an escaped backslash before u0000
 STORED: Final = "stored"
 _NUMBERS = ("int", "float", "bool")  # types of pydantic's schemas
-_NOT_SCHEMAS = ("metadata", "serialization", "function")  # keys of pydantic's schemas that hold no schema to validate
+_NOT_SCHEMAS = ("metadata", "serialization", "function")  # keys of pydantic's schemas without a schema to validate
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The values of a JSON object; UserError for anything else, and for one that orjson could not write again."""
+    """Parse a JSON object. UserError: the body is something else, or orjson could not write the object again."""
     try:
         values = orjson.loads(body)
         if body.count(b"[") + body.count(b"{") > _MAX_DEPTH:
@@ -54,7 +54,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ the base of all models
 def _make_numbers_strict(schema: Any, *, in_list: bool = False) -> None:
-    """Change a schema of pydantic: no boolean or text is a number, and nothing but true and false is a boolean.
+    """Change a pydantic schema so that no boolean or text is a number, and only true and false are booleans.
 
     A field's 3.0 still counts as the whole number 3, because JSON has one kind of number. Items of lists are not
     converted, because a list may have millions.
@@ -83,7 +83,7 @@ def _whole_if_integral(value: Any) -> Any:
 class WireModel(BaseModel):
     """Base of the JSON models of requests and answers. Models are frozen, and ignore fields that they do not know.
 
-    A field that has an alias is read by the alias alone: its own name is not a name of the protocol. `model_` is an
+    A field with an alias is read only by the alias, because its own name is not part of the protocol. `model_` is an
     ordinary prefix of names, not pydantic's own namespace.
     """
 
@@ -99,7 +99,7 @@ class WireModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
-        """A null counts as left out, in fields that the model does not know, too."""
+        """Drop nulls, which count as absent fields, even in fields that the model does not know."""
         if not isinstance(values, dict) or None not in values.values():
             return values
         needed = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()]
@@ -107,15 +107,15 @@ class WireModel(BaseModel):
 
     @classmethod
     def decode(cls, payload: bytes) -> Self:
-        """The model of a JSON body that was stored; UserError names the field, its value and the rule.
+        """The model of a stored JSON body. UserError names the field, its value and the rule.
 
-        What an earlier release accepted may be larger than today's limits.
+        A body that an earlier release accepted may exceed today's limits.
         """
         return cls.from_values(parse(payload), context=STORED)
 
     @classmethod
     def from_values(cls, values: object, prefix: str = "", *, context: Literal["stored"] | None = None) -> Self:
-        """The model of parsed values; UserError names the field (after `prefix`), its value and the rule.
+        """The model of parsed values. UserError names the field (after `prefix`), its value and the rule.
 
         context: STORED for values that were accepted before.
         """
@@ -126,7 +126,7 @@ class WireModel(BaseModel):
 
     @classmethod
     def from_json(cls, body: bytes) -> Self:
-        """The model of a JSON body as it came; UserError names the field, its value and the rule."""
+        """The model of a JSON body as received. UserError names the field, its value and the rule."""
         if rb"\u0000" in body and _NUL.search(body) is not None:
             raise UserError("the request body contains a NUL character (\\u0000): must have none")
         try:
@@ -137,8 +137,8 @@ class WireModel(BaseModel):
 
 # ------------------------------------------------------------------ types of fields
 MAX_TEXT = 1024  # characters of a name, a label, a path
-MAX_DETAIL = 16_384  # characters of a client's words on the end of a session
-MAX_METADATA_PAIRS, MAX_METADATA_BYTES = 256, 2**14  # of the metadata that a client gives to one thing
+MAX_DETAIL = 16_384  # characters of a client's text about the end of a session
+MAX_METADATA_PAIRS, MAX_METADATA_BYTES = 256, 2**14  # of the metadata of one object
 
 
 def _no_nul(value: str) -> str:
