@@ -83,7 +83,7 @@ class DataSource(BaseModel):
 
 
 class HeldOutSource(DataSource):
-    """A source of held-out rows. `columns` and `ignore` default to those of `data`."""
+    """`columns` and `ignore` default to those of `data`."""
 
     parameter: ClassVar[str] = "held_out"
 
