@@ -1,6 +1,7 @@
 """The layers that decoders are composed of, one file each: shapes, declarations of weights, and the computation.
 
-Importing this loads no JAX. `step`, `delta_rule` and `expert_dispatch` do; the others import it in their computations.
+Importing this package does not load JAX. Importing `step`, `delta_rule` or `expert_dispatch` does; the other modules
+import JAX inside their computations.
 """
 
 from tinkerflow.backend.compute.models.layers.attention import ATTENTION, GLOBAL, Attention

@@ -27,20 +27,20 @@ Mixer = Attention | LatentAttention | GatedDeltaNet
 
 
 class FeedForward(Protocol):
-    """The second half of a layer, after attention: an MLP, or experts. Hashable."""
+    """The second half of a layer, after attention: an MLP or experts. Hashable."""
 
     @property
     def mixture(self) -> Experts | None:
-        """Its experts; None if it has none."""
+        """The experts, or None."""
 
     def projections(self) -> dict[str, Projection]:
-        """Its matrices by our names."""
+        """The matrices, by our names."""
 
     def tensors(self) -> dict[str, LayerTensor]:
-        """Its other tensors by our names."""
+        """The other tensors, by our names."""
 
     def __call__(self, step: LayerStep, x_BTD: jax.Array, y_BTD: jax.Array) -> Iterator[jax.Array]:
-        """The terms that are added to x_BTD one after the other. y_BTD: x_BTD after the norm."""
+        """The terms to add to x_BTD, one after the other. y_BTD: x_BTD after the norm."""
 
 
 class LayerScalar(NamedTuple):
@@ -53,13 +53,13 @@ class LayerScalar(NamedTuple):
 class DecoderLayer:
     """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    Layers that are equal are computed by one loop, each with weights of its own.
+    Equal layers are computed in one loop, each with its own weights.
 
     attention: mixes tokens.
     feed_forward: works on each token independently.
-    norm: of hidden states.
-    places: where these norms stand.
-    layer_input: adds an input of the layer's own; None = there is none.
+    norm: normalizes hidden states.
+    places: where the norm is applied.
+    layer_input: adds the layer's own input; None = no such input.
     scaled: the result is multiplied by a scalar of the layer (Gemma 4).
     """
 
@@ -72,7 +72,7 @@ class DecoderLayer:
 
     @property
     def attends(self) -> bool:
-        """Whether it has attention with keys and values, of any kind."""
+        """Whether the layer's attention, of any kind, uses keys and values."""
         return self.attention.attends
 
     @property
@@ -92,7 +92,7 @@ class DecoderLayer:
 
     @property
     def rope(self) -> Rope | None:
-        """Its rotary embedding; None = positions are not encoded."""
+        """The rotary embedding; None = positions are not encoded."""
         return self.attention.rope
 
     def for_context(self, context: int) -> DecoderLayer:
@@ -100,11 +100,11 @@ class DecoderLayer:
         return replace(self, attention=self.attention.for_context(context))
 
     def projections(self) -> dict[str, Projection]:
-        """Its matrices by our names."""
+        """The matrices, by our names."""
         return {**self.attention.projections(), **self.feed_forward.projections()}
 
     def tensors(self) -> dict[str, LayerTensor]:
-        """Its norms, biases, routers and so on by our names."""
+        """The layer's norms, biases, routers and so on, by our names."""
         hidden = self.attention.hidden
         norms = {
             "attn_norm": self.places.before_attention,
@@ -121,7 +121,7 @@ class DecoderLayer:
         return tensors
 
     def __call__(self, step: LayerStep, x_BTD: jax.Array) -> jax.Array:
-        """The layer's hidden states, [B, T, D] in the dtype of the weights. x_BTD: from the layer before."""
+        """The layer's hidden states, [B, T, D] in the dtype of the weights. x_BTD: the previous layer's result."""
         step = step.of_layer({plain_name(name): matrix for name, matrix in self.projections().items()})
         mixed = self.attention.mix(step, x_BTD, self.norm)
 

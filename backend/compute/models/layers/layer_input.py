@@ -1,4 +1,4 @@
-"""Per-layer inputs of Gemma 3n and Gemma 4: each layer gets an input of its own for every token, besides hidden states.
+"""Per-layer inputs of Gemma 3n and Gemma 4: besides hidden states, each layer receives its own input for every token.
 
 Letters: B rows, T tokens, D hidden, V vocabulary, L layers, P width of a layer's input.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LayerInputWeights(NamedTuple):
-    """Weights of one layer."""
+    """The weights with which one layer adds its input."""
 
     input_gate: jax.Array  # [P, D]
     input_projection: jax.Array  # [D, P]
@@ -29,7 +29,7 @@ class LayerInputWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The inputs of all layers, and how a layer adds its own. hidden, width: D and P. norm: of both steps."""
+    """Computes the inputs of all layers, and adds a layer's input. hidden, width: D and P. norm: used in both steps."""
 
     hidden: int
     width: int
@@ -37,7 +37,7 @@ class LayerInput:
     activation: Activation = "gelu"
 
     def tensors(self) -> dict[str, LayerTensor]:
-        """The tensors of each layer by our names."""
+        """The tensors of each layer, by our names."""
         return {
             "input_gate": LayerTensor("per_layer_input_gate.weight", (self.width, self.hidden)),
             "input_projection": LayerTensor("per_layer_projection.weight", (self.hidden, self.width)),
@@ -45,7 +45,7 @@ class LayerInput:
         }
 
     def model_tensors(self, vocab: int, layers: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors that make all layers' inputs: Hugging Face's names, after the model's prefix, and shapes."""
+        """The tensors that compute all layers' inputs: Hugging Face's names without the model's prefix, and shapes."""
         every = layers * self.width
         return {
             "embed": ("embed_tokens_per_layer.weight", (vocab, every)),
@@ -56,7 +56,7 @@ class LayerInput:
     def all_layers(self, weights: Mapping[str, jax.Array], tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """The inputs of all layers for every token, [L, B, T, P] in the dtype of x_BTD.
 
-        weights: of `model_tensors`. tokens_BT int32: token ids. x_BTD: their embeddings.
+        weights: the tensors of `model_tensors`. tokens_BT int32: token ids. x_BTD: their embeddings.
         """
         import jax.numpy as jnp
 

@@ -9,7 +9,7 @@ from typing import Literal
 def plain_name(name: str) -> str:
     """The name of a matrix or tensor inside its layer: `q` for `q@global`.
 
-    Layers whose matrices have another shape are stacked separately, under names with a suffix.
+    Layers whose matrices differ in shape are stacked separately, under names with a suffix.
     """
     return name.partition("@")[0]
 
@@ -25,7 +25,7 @@ class Projection:
     switch: the field of LoraSpec that adapts it.
     stack: the sizes of the leading axes, by layer and by expert.
     per_token: how many of a layer's matrices one token goes through.
-    layers: the numbers of the layers that have it; None = all.
+    layers: the numbers of the layers that contain it; None = all.
     sums_inputs: the mesh's tensor axis splits the inputs, and results are summed over it (row parallel); otherwise it
     splits the outputs.
     before_mixing: attention needs the result for all tokens; other matrices work on each token independently.
@@ -49,11 +49,11 @@ class Projection:
 
     @property
     def of_experts(self) -> bool:
-        """Whether every expert of a layer has such a matrix."""
+        """Whether each expert of a layer has its own copy of the matrix."""
         return len(self.stack) == 2
 
     def stacked(self, prefix: str, layers: tuple[int, ...], count: int) -> Projection:
-        """A layer's own matrix, stacked over `layers` of `count` layers. prefix: of Hugging Face's names in a layer."""
+        """The matrix stacked over `layers` of `count` layers. prefix: precedes Hugging Face's names in a layer."""
         numbers = None if len(layers) == count else layers
         return replace(self, module=prefix + self.module, stack=(len(layers), *self.stack), layers=numbers)
 
@@ -64,9 +64,9 @@ class LayerTensor:
 
     tensor: Hugging Face's name, with a `{}` for the layer; a layer's own declaration has none.
     split: the mesh's tensor axis splits its first dimension.
-    layers: the numbers of the layers that have it; None = all.
+    layers: the numbers of the layers that contain it; None = all.
     wide: its dtype is always float32.
-    frozen: full-parameter training does not change it; transformers has it as a buffer.
+    frozen: full-parameter training does not change it; transformers stores it as a buffer.
     """
 
     tensor: str
@@ -77,5 +77,5 @@ class LayerTensor:
     frozen: bool = False
 
     def stacked(self, prefix: str, layers: tuple[int, ...], count: int) -> LayerTensor:
-        """A layer's own tensor, stacked over `layers` of `count` layers. prefix: of Hugging Face's names in a layer."""
+        """The tensor stacked over `layers` of `count` layers. prefix: precedes Hugging Face's names in a layer."""
         return replace(self, tensor=prefix + self.tensor, layers=None if len(layers) == count else layers)

@@ -37,13 +37,13 @@ class FusedMLPWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class MLP:
-    """Each token by itself.
+    """An MLP, applied to each token independently.
 
     hidden, width: D and F.
     activation: SiLU, or the tanh approximation of GELU.
     fused: gate and up are one matrix.
     prefix: of the names of its matrices, for layers that have several MLPs or whose MLP stands for experts.
-    module: Hugging Face's name of it.
+    module: Hugging Face's name of the MLP.
     """
 
     hidden: int
@@ -57,12 +57,12 @@ class MLP:
 
     @classmethod
     def read(cls, fields: ConfigFields, *, activation: Activation = "silu", fused: bool = False) -> MLP:
-        """The MLP of every layer; UserError for another `hidden_act`, or for biases."""
+        """The MLP of every layer. UserError: `hidden_act` is not SiLU, or there are biases."""
         refuse_other_mlps(fields)
         return cls(fields.size("hidden_size"), fields.size("intermediate_size"), activation, fused)
 
     def projections(self) -> dict[str, Projection]:
-        """Its matrices by our names."""
+        """The MLP's matrices, by our names."""
 
         def matrix(name: str, inputs: int, outputs: int) -> Projection:
             return Projection(f"{self.module}.{name}_proj", inputs, outputs, "train_mlp")
@@ -75,7 +75,7 @@ class MLP:
         return {**matrices, f"{self.prefix}down": down}
 
     def tensors(self) -> dict[str, LayerTensor]:
-        """It has no others."""
+        """Empty: an MLP has no other tensors."""
         return {}
 
     def __call__(self, step: LayerStep, x_BTD: jax.Array, y_BTD: jax.Array) -> Iterator[jax.Array]:
@@ -98,7 +98,7 @@ class MLP:
 
 
 def refuse_other_mlps(fields: ConfigFields) -> None:
-    """UserError for an activation that is not SiLU, and for biases."""
+    """Check the config. UserError: the activation is not SiLU, or there are biases."""
     fields.refuse_others(hidden_act="silu", mlp_bias=False)
 
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """x over its root mean square along the last axis, times a weight.
+    """x divided by its root mean square along the last axis, times a weight.
 
-    eps: added to the mean square. plus_one: x is multiplied by 1 + weight (Gemma).
+    eps: added to the mean square. plus_one: multiply by 1 + weight instead (Gemma).
     """
 
     eps: float
@@ -23,7 +23,7 @@ class RMSNorm:
 
     @classmethod
     def read(cls, fields: ConfigFields, eps: float = 1e-6, *, plus_one: bool = False) -> RMSNorm:
-        """The norm of a `config.json`. eps: where the file has none."""
+        """The norm of a `config.json`. eps: the default if the file sets none."""
         return cls(fields.number("rms_norm_eps", eps), plus_one)
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ class RMSNorm:
 
 
 def gated_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """The RMS norm of x, times silu(gate), in the dtype of x. gate: as x."""
+    """The RMS norm of x, times silu(gate), in the dtype of x. gate: shaped like x."""
     import jax
     import jax.numpy as jnp
 
@@ -49,7 +49,7 @@ def gated_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> 
 
 @dataclass(frozen=True)
 class NormPlaces:
-    """Hugging Face's names of the norms before and after attention and MLP; "" = there is none.
+    """Hugging Face's names of the norms before and after attention and MLP; "" = no norm.
 
     x becomes x + after(attention(before(x))), then the same with the MLP.
     """
