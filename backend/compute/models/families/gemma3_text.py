@@ -1,6 +1,6 @@
 """Gemma 3 (arXiv 2503.19786), the text model: windows in five of six layers, two rotary embeddings, GeGLU.
 
-Norms stand before and after attention and MLP.
+Norms are applied before and after attention and MLP.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ def _gemma3(fields: ConfigFields) -> ModelConfig:
     norm = RMSNorm.read(fields, plus_one=True)
     attention = Attention.read(fields, rope_theta=_GLOBAL_THETA, one_rope=False, qk_norm="each head", norm=norm)
     scale = (attention.head_dim / fields.size("query_pre_attn_scalar", 256)) ** 0.5
-    # Before transformers 5, a field of its own had the base of the layers with a window.
+    # Before transformers 5, a separate field held the base for layers with a window.
     rope = Rope(fields.number("rope_local_base_freq", _LOCAL_THETA), attention.head_dim)
     rope = read_ropes(fields, attention.head_dim, _LOCAL_THETA).get(SLIDING, rope)
     mlp = MLP.read(fields.without("hidden_act"), activation="gelu")

@@ -1,4 +1,4 @@
-"""Gemma 4 as published: the text model, without the towers for images and sound of its files."""
+"""Gemma 4 as published: the text model, without the image and audio towers in its files."""
 
 from functools import partial
 

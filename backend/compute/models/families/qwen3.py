@@ -11,7 +11,7 @@ from tinkerflow.backend.compute.models.layers import MLP, PRE_NORM, Attention, D
 
 
 def qwen3(fields: ConfigFields, *, rope_theta: float = 10_000.0) -> ModelConfig:
-    """The decoder of a `config.json`. rope_theta: where the file has none."""
+    """The decoder of a `config.json`. rope_theta: the default if the file sets none."""
     norm = RMSNorm.read(fields, eps=1e-6)
     attention = Attention.read(fields, rope_theta=rope_theta, qk_norm="each head", norm=norm)  # grouped queries, RoPE
     mlp = MLP.read(fields, activation="silu")  # SwiGLU

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tinkerflow.backend.compute.models.layers.step import LayerStep, Linear
     from tinkerflow.backend.compute.models.rotary import CosSin
 
-ATTENTION, GLOBAL = "attention", "global"  # pools of the KV cache; the second is for layers with other heads
+ATTENTION, GLOBAL = "attention", "global"  # pools of the KV cache; GLOBAL is for layers with other heads
 
 
 class AttentionWeights(NamedTuple):
@@ -49,16 +49,16 @@ class Attention:
     rope: the rotary embedding; None = positions are not encoded (NoPE).
     window: how many tokens a query sees, itself included; None = all earlier ones.
     qk_norm: norms on each head of q and k (Qwen3), or on all heads of q, and of k, together (OLMo 2).
-    norm: of `qk_norm` and `value_norm`.
-    biases: the matrices that have one.
+    norm: used for `qk_norm` and `value_norm`.
+    biases: the matrices with a bias.
     fused: q, k and v are one matrix (Phi-3).
     gated: q has a second half for each head; its sigmoid is multiplied into the result (Qwen3-Next).
     sinks: each head has a score that takes part in the softmax without a value (gpt-oss).
-    query_scale: of queries, besides 1 / sqrt(head_dim).
+    query_scale: multiplies queries, in addition to 1 / sqrt(head_dim).
     keys_are_values: there is no projection for values (Gemma 4).
     value_norm: norms without weights on each head of v (Gemma 4).
     shares: the number of an earlier layer of the same pool, whose keys and values this layer reads (Gemma 3n).
-    pool: of the KV cache. Layers with other shapes have a pool and stacks of weights of their own.
+    pool: the pool of the KV cache. Layers with other shapes use a separate pool and separate stacks of weights.
     """
 
     hidden: int
@@ -85,10 +85,10 @@ class Attention:
     def read(
         cls, fields: ConfigFields, *, rope_theta: float = 10_000.0, one_rope: bool = True, **variant: Any
     ) -> Attention:
-        """The attention that `config.json` describes. UserError names a field that is missing or has another value.
+        """The attention that `config.json` describes. UserError: a field is missing or not supported.
 
-        rope_theta: where the file has none. one_rope: all layers have the same rotary embedding; otherwise this is that
-        of layers with full attention. variant: other fields of this class.
+        rope_theta: the default if the file sets none. one_rope: all layers share one rotary embedding; otherwise the
+        result uses that of layers with full attention. variant: other fields of this class.
         """
         fields.refuse_others(attention_bias=False, use_sliding_window=False)
         heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
@@ -119,7 +119,7 @@ class Attention:
         return replace(self, rope=self.rope and self.rope.for_context(context))
 
     def projections(self) -> dict[str, Projection]:
-        """Its matrices by our names."""
+        """The matrices, by our names."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         if self.fused:
             inner = {"qkv": queries + 2 * keys}
@@ -135,7 +135,7 @@ class Attention:
         return self._in_own_stacks(matrices)
 
     def tensors(self) -> dict[str, LayerTensor]:
-        """Norms, biases and sinks by our names."""
+        """Norms, biases and sinks, by our names."""
         heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
         tensors: dict[str, LayerTensor] = {}
         if self.qk_norm != "none":

@@ -2,7 +2,7 @@
 
 `expert_dispatch` brings tokens to their experts, over the devices of a mesh.
 
-Letters: B rows, T tokens, D hidden, E experts, F the width of one.
+Letters: B rows, T tokens, D hidden, E experts, F width of an expert.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tinkerflow.backend.compute.models.layers.step import LayerStep, Linear
 
 EXPERT_MATRICES = ("gate", "up", "down")
-_STEEP = 1.702  # of the gate in clamped SwiGLU
+_STEEP = 1.702  # the gate's slope in clamped SwiGLU
 
 
 class ExpertsWeights(NamedTuple):
-    """Of all experts of a layer. gate, up: [E, D, F], with biases [E, F]; down: [E, F, D], with biases [E, D]."""
+    """Weights of a layer's experts. gate, up: [E, D, F], with biases [E, F]; down: [E, F, D], with biases [E, D]."""
 
     gate: Linear
     up: Linear
@@ -34,24 +34,24 @@ class ExpertsWeights(NamedTuple):
 
 
 class SharedExpertWeights(NamedTuple):
-    """shared_router [1, D]: its sigmoid is the shared expert's share; None = all of it is added."""
+    """shared_router [1, D]: its sigmoid scales the shared expert's result; None = no scaling."""
 
     shared_router: jax.Array | None
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer, and the expert that every token goes to.
+    """The experts of a layer, and the shared expert for all tokens.
 
     hidden, count, width: D, E and F.
     router: chooses the experts of each token.
-    activation: of the gate.
+    activation: applied to the gate.
     clamp: the bound of gpt-oss's clamped SwiGLU; 0 = plain SwiGLU or GeGLU.
-    biases: each expert has them.
-    shared: an MLP that every token goes to; None = there is none.
-    shared_gate: Hugging Face's name of the shared expert's own router; "" = there is none.
+    biases: each expert's matrices have biases.
+    shared: an MLP that every token goes to, or None.
+    shared_gate: Hugging Face's name of the shared expert's own router; "" = no router.
     module: Hugging Face's name of a matrix, with `{}` for the expert.
-    names: of the matrices there, if they differ from gate_proj, up_proj and down_proj.
+    names: the names of gate, up and down after `module`, if they differ from gate_proj, up_proj and down_proj.
     """
 
     hidden: int
@@ -70,8 +70,8 @@ class Experts:
     def read(cls, fields: ConfigFields, *, normalized: bool) -> Experts:
         """The experts of every layer, with a softmax router.
 
-        normalized: whether shares sum to 1, where the file does not have the field. UserError names a field that is
-        missing, or a value that asks for layers without experts.
+        normalized: whether shares sum to 1, if the file does not set it. UserError: a field is missing, or its value
+        is not supported.
         """
         refuse_other_mlps(fields)
         fields.refuse_others(decoder_sparse_step=1, mlp_only_layers=[])
@@ -86,7 +86,7 @@ class Experts:
 
     @property
     def mixture(self) -> Experts:
-        """Itself."""
+        """These experts."""
         return self
 
     @property
@@ -95,7 +95,7 @@ class Experts:
         return self.router.per_token
 
     def projections(self) -> dict[str, Projection]:
-        """The matrices of the experts and of the shared expert by our names."""
+        """The matrices of the experts and of the shared expert, by our names."""
 
         def matrix(name: str, inputs: int, outputs: int, *, last: bool = False) -> Projection:
             module = self.module + self.names[EXPERT_MATRICES.index(name)]
@@ -121,7 +121,7 @@ class Experts:
         return tensors
 
     def __call__(self, step: LayerStep, x_BTD: jax.Array, y_BTD: jax.Array) -> Iterator[jax.Array]:
-        """The terms that are added to x_BTD one after the other: of the experts, and of the shared expert.
+        """The terms to add to x_BTD, one after the other: from the experts, then from the shared expert.
 
         y_BTD: x_BTD after the norm.
         """
@@ -144,7 +144,7 @@ class Experts:
         return mixture(step.mesh, weights, self._gated, y_BTD, chosen_BTk, shares_BTk, step.lora_apply)
 
     def _gated(self, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
-        """SwiGLU or GeGLU. Clamped as in gpt-oss, both parts are bounded, the gate is steeper, and up is moved by 1."""
+        """SwiGLU or GeGLU. Clamping (gpt-oss) bounds both parts, makes the gate steeper and adds 1 to up."""
         import jax
         import jax.numpy as jnp
 

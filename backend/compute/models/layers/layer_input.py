@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LayerInputWeights(NamedTuple):
-    """The weights with which one layer adds its input."""
+    """One layer's weights for adding its input."""
 
     input_gate: jax.Array  # [P, D]
     input_projection: jax.Array  # [D, P]

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: which experts each token goes to, and the share of each one's result.
+"""Routers of mixtures of experts: which experts each token goes to, and the share of each expert's result.
 
 Letters: B rows, T tokens, D hidden, E experts, k experts of a token, g groups of experts, j groups of a token.
 """
@@ -19,7 +19,7 @@ _NOT_ZERO = 1e-20  # added to divisors
 
 
 class RouterWeights(NamedTuple):
-    """Of one layer. router [E, D]. The rest is [E], or None in routers without; correction is float32."""
+    """One layer's weights. router [E, D]. The others are [E], or None if the router has none; correction is float32."""
 
     router: jax.Array
     router_bias: jax.Array | None
@@ -31,8 +31,8 @@ class RouterWeights(NamedTuple):
 class SoftmaxRouter:
     """A softmax over all experts in float32; a token goes to the k with the largest shares.
 
-    per_token: k. normalized: a token's shares are made to sum to 1. bias: of the scores (gpt-oss).
-    expert_scales: shares are multiplied by a scale of the expert (Gemma 4).
+    per_token: k. normalized: a token's shares are scaled to sum to 1. bias: added to the scores (gpt-oss).
+    expert_scales: Hugging Face's name of each expert's factor for its shares (Gemma 4); "" = no factors.
     module: Hugging Face's name of the router's matrix.
     """
 
@@ -43,7 +43,7 @@ class SoftmaxRouter:
     module: str = "mlp.gate"
 
     def tensors(self, experts: int, hidden: int) -> dict[str, LayerTensor]:
-        """Its tensors by our names."""
+        """The router's tensors, by our names."""
         tensors = {"router": LayerTensor(f"{self.module}.weight", (experts, hidden))}
         if self.bias:
             tensors["router_bias"] = LayerTensor(f"{self.module}.bias", (experts,))
@@ -78,11 +78,11 @@ class SoftmaxRouter:
 class SigmoidRouter:
     """DeepSeek V3's routing (arXiv 2412.19437, section 2.1.2), in float32.
 
-    Sigmoid scores plus a correction of each expert choose: first groups, by the sum of their two largest, then the k
-    experts in these groups. The scores alone are the shares.
+    Sigmoid scores plus each expert's correction select groups, by the sum of a group's two largest, and then the k
+    experts in these groups. Shares are the scores without corrections.
 
-    per_token: k. groups, groups_per_token: g and j. normalized: a token's shares are made to sum to 1.
-    scale: of the shares. module, correction: Hugging Face's names of the router's matrix and of the corrections.
+    per_token: k. groups, groups_per_token: g and j. normalized: a token's shares are scaled to sum to 1.
+    scale: multiplies shares. module, correction: Hugging Face's names of the router's matrix and of the corrections.
     """
 
     per_token: int
@@ -94,7 +94,7 @@ class SigmoidRouter:
     correction: str = "mlp.gate.e_score_correction_bias"
 
     def tensors(self, experts: int, hidden: int) -> dict[str, LayerTensor]:
-        """Its tensors by our names."""
+        """The router's tensors, by our names."""
         return {
             "router": LayerTensor(f"{self.module}.weight", (experts, hidden)),
             "router_correction": LayerTensor(self.correction, (experts,), wide=True, frozen=True),
