@@ -55,12 +55,13 @@ AS_USERS_RUN_IT = (
     *(f"e2e/test_{name}.py" for name in ("crash_loop", "quickstart", "readme", "wheel")),
 )
 # Files whose tests share a service. One process runs all files of a line, and starts their service once.
-_CLIENTS = ("chat", "console", "constraints", "cookbook", "images", "losses", "optimizers", "sampling", "sdk_loop")
+_CLIENTS = ("chat", "console", "constraints", "cookbook", "history", "images", "losses", "optimizers", "sampling")
 _PIPELINES = ("learning", "nightly", "prefect_page", "served", "sft")
 SHARE_A_SERVICE = (
     ("tests/compat/",),
-    tuple(f"tests/e2e/test_{name}.py" for name in (*_CLIENTS, "streams", "tenants", "weights")),
+    tuple(f"tests/e2e/test_{name}.py" for name in (*_CLIENTS, "sdk_loop", "streams", "tenants", "weights")),
     tuple(f"tests/e2e/test_{name}.py" for name in _PIPELINES),
+    ("tests/e2e/test_environments.py", "tests/e2e/test_rewards.py"),
 )
 LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[2])  # they begin first of those that use the SDK
 # Rooms whose tests must leave the process unchanged; the others have not been run with this check yet.
