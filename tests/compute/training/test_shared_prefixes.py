@@ -47,17 +47,17 @@ def branches(seed: int, sizes: list[tuple[int, int]], *, targets: int = 1) -> li
     return examples
 
 
-def placed(examples: list[Example], **how: object) -> int:
+def placed(examples: list[Example], branch_tokens: int = 1, **how: object) -> int:
     """The tokens that micro-batches of the examples compute, without padding."""
-    batches = pack(examples, microbatch_tokens=256, branch_tokens=1, **how)
+    batches = pack(examples, microbatch_tokens=256, branch_tokens=branch_tokens, **how)
     return sum(len(place.columns) - place.shared for batch in batches for place in batch.places)
 
 
 def forests() -> Iterator[list[Example]]:
-    """Examples of a fixed tree, and of a random one."""
-    yield branches(1, [(0, 90), (60, 20), (60, 30), (80, 9), (0, 70), (40, 40), (40, 40), (0, 33)])
-    sizes = np.random.default_rng(2).integers((20, 1), (90, 70), (7, 2))
-    yield branches(2, [(0, 90), *((int(shared), int(more)) for shared, more in sizes)])
+    """Examples of a fixed tree, and of a random one. All have more than 64 tokens, so alone they have one program."""
+    yield branches(1, [(0, 90), (60, 20), (60, 30), (80, 9), (0, 70), (40, 40), (40, 40)])
+    sizes = np.random.default_rng(6).integers((20, 1), (90, 70), (7, 2))
+    yield branches(6, [(0, 90), *((int(shared), int(more)) for shared, more in sizes)])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_tree_gives_the_log_probabilities_and_gradients_of_its_examples(
     for name in ("tree", "alone"):
         adapter(executor, name)
     for data in forests():
-        assert placed(data, loss=LOSSES[loss].of_pass) < sum(len(one.tokens_T) for one in data)
+        assert placed(data, executor.branch_tokens, loss=LOSSES[loss].of_pass) < sum(len(one.tokens_T) for one in data)
         together = forward(executor, "tree", tuple(data), loss, backward=True)
         alone = [forward(executor, "alone", (example,), loss, backward=True) for example in data]
         for found, one in zip(together.logprobs, alone, strict=True):
