@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import absl.logging
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from tests import process_state
 from tests.compiled import forget_programs
 
+from tinkerflow.backend.core.disk import make_folder, make_private
 from tinkerflow.backend.supervise.processes import memory_maps_used
 
 if TYPE_CHECKING:
@@ -211,6 +216,25 @@ def compiled_programs(pytestconfig: pytest.Config, tmp_path_factory: pytest.Temp
     """A folder for JAX's compilation cache that all tests share: most of them compile the same few programs."""
     cache = getattr(pytestconfig, "cache", None)  # none with `-p no:cacheprovider`
     return cache.mkdir("jax") if cache is not None else tmp_path_factory.mktemp("jax")
+
+
+@pytest.fixture(scope="session")
+def prefect_database(compiled_programs: Path) -> Callable[[Path], None]:
+    """prefect_database(data_dir) puts an empty database there, which a Prefect server would need 4 s to create."""
+    made = compiled_programs.with_name(f"prefect-{version('prefect')}.db")
+    with FileLock(f"{made}.lock"):
+        if not made.exists():
+            database = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}.new"}
+            command = (sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y")
+            subprocess.run(command, env=os.environ | database, check=True, capture_output=True)
+            Path(f"{made}.new").rename(made)
+
+    def copy(data_dir: Path) -> None:
+        make_folder(data_dir / "prefect")
+        shutil.copyfile(made, data_dir / "prefect" / "prefect.db")
+        make_private(data_dir / "prefect" / "prefect.db")
+
+    return copy
 
 
 @pytest.fixture(scope="session")

@@ -286,9 +286,10 @@ def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forw
     close_logprobs(sequence.logprobs_T, expected[29:], ulps=1024)
 
 
-@pytest.mark.usefixtures("chosen")
+@pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
 def test_examples_in_one_row_are_as_alone(family, examples, adapter, forward):
+    """Rows of one short example; the tests before compare rows of several with each example alone in torch."""
     _, executor, _ = family
     adapter(executor, "packed")
     data = examples(LENGTHS)

@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -202,8 +203,9 @@ async def _deploy(server: Any, name: str, **more: object) -> str:
 
 
 async def test_serve_follows_the_prefect_server_of_its_data_dir(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prefect_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prefect_database(tmp_path / "data")
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     file, log = tmp_path / "prefect.yaml", tmp_path / "serve.log"
     file.write_text("deployments: []\n")
@@ -236,8 +238,9 @@ async def test_serve_follows_the_prefect_server_of_its_data_dir(
 
 
 async def test_serve_ends_in_one_line_when_another_data_dir_has_its_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prefect_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prefect_database(tmp_path / "restored")
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     file, log, old = tmp_path / "prefect.yaml", tmp_path / "serve.log", tmp_path / "old"
     file.write_text("deployments:\n- {name: a, entrypoint: tinkerflow.flows.pipelines.sft.sft, parameters: ")

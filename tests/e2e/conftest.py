@@ -147,9 +147,12 @@ def running(data_dir: Path, *options: str, compiled: Path, prefect: str = "embed
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> Iterator[Server]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path, prefect_database: Callable[[Path], None]
+) -> Iterator[Server]:
     """One server for the whole session, with the embedded tiny model."""
-    with running(tmp_path_factory.mktemp("server"), compiled=compiled_programs) as found:
+    prefect_database(data_dir := tmp_path_factory.mktemp("server"))
+    with running(data_dir, compiled=compiled_programs) as found:
         yield found
 
 

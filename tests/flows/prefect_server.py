@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,9 +16,12 @@ from tinkerflow.flows.prefect.server import PrefectServer, listen, start_server
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, prefect_database: Callable[[Path], None]
+) -> Iterator[PrefectServer]:
     listener = asyncio.run(listen(0))
-    server = asyncio.run(start_server(tmp_path_factory.mktemp("prefect"), listener))
+    prefect_database(data_dir := tmp_path_factory.mktemp("prefect"))
+    server = asyncio.run(start_server(data_dir, listener))
     yield server
     asyncio.run(server.stop())
     listener.close()

@@ -6,6 +6,7 @@ Letters: V vocabulary, D hidden.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -16,12 +17,17 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.layers import GatedDeltaNet
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.spec.commands import GroupConfig
+from tinkerflow.backend.spec.commands import BaseWeights, Dtype, GroupConfig
 
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """The bytes that the base model takes of each device."""
-    return held_bytes(params_like(cfg, abstract_mesh(config), config.dtype, base_weights=config.base_weights))
+    return _weight_bytes(cfg, abstract_mesh(config), config.dtype, config.base_weights)
+
+
+@lru_cache(maxsize=256)  # a plan asks for the same sizes hundreds of times
+def _weight_bytes(cfg: ModelConfig, mesh: Any, dtype: Dtype, base_weights: BaseWeights) -> int:
+    return held_bytes(params_like(cfg, mesh, dtype, base_weights=base_weights))
 
 
 def step_weights(cfg: ModelConfig, config: GroupConfig, tokens: int) -> float:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,6 @@ from tinkerflow.backend.compute.models import lora, lora_weights
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layers.delta_rule import chunk_tokens
-from tinkerflow.backend.compute.models.lora import Lora
 from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.models.vision_tower import tower_bytes
 from tinkerflow.backend.compute.planning.array_sizes import (
@@ -121,7 +122,7 @@ def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimiz
     """The bytes of each device for an adapter in training: weights, gradients and the optimizer's state, float32."""
     if spec.full:
         return _full_bytes(cfg, config, optimizer)
-    return _shards_bytes(config, lora_weights.shapes(cfg, spec)) * (2 + len(OPTIMIZERS[optimizer].state))
+    return _adapter_sizes(cfg, abstract_mesh(config), spec)[1] * (2 + len(OPTIMIZERS[optimizer].state))
 
 
 def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
@@ -213,10 +214,9 @@ def _step(
         widened = (weight_bytes(cfg, replace(packed, base_weights="full")) - weight_bytes(cfg, packed)) // cfg.layers
     # The adapter in the dtype of the activations, its gradient and the sum of gradients, all of them gathered. In
     # addition the earlier gradients of commands in flight.
-    usual = lora_weights.shapes(cfg, usual_spec(cfg, config.expert_rank))
-    adapter = sum(leaf.size for leaf in jax.tree.leaves(usual))
+    adapter, held = _adapter_sizes(cfg, abstract_mesh(config), usual_spec(cfg, config.expert_rank))
     devices = config.fsdp * config.expert * config.tensor
-    gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, usual)
+    gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * held
     # Logits are freed before a layer is differentiated. Where all layers' inputs or results are kept, and with experts
     # or linear attention, the compilers need more than is counted here, so logits are counted, too.
     counted = cfg.experts or cfg.delta is not None or keep is not Keep.GROUPS
@@ -243,6 +243,9 @@ def _ranks(cfg: ModelConfig) -> int:
     return RANK_COLUMNS * sum(per_token * len(homes[name]) for per_token, name in matrices) // cfg.layers
 
 
-def _shards_bytes(config: GroupConfig, adapter: Lora) -> int:
-    """The bytes that an adapter, which may have no values, takes of each device."""
-    return held_bytes(jax.tree.map(like, adapter, lora.shardings(abstract_mesh(config), adapter)))
+@lru_cache(maxsize=256)  # as of `weight_bytes`
+def _adapter_sizes(cfg: ModelConfig, mesh: Any, spec: LoraSpec) -> tuple[int, int]:
+    """The numbers of an adapter, and the bytes that it takes of each device."""
+    adapter = lora_weights.shapes(cfg, spec)
+    sharded = jax.tree.map(like, adapter, lora.shardings(mesh, adapter))
+    return sum(leaf.size for leaf in jax.tree.leaves(adapter)), held_bytes(sharded)

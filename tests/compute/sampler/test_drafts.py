@@ -26,10 +26,12 @@ from tinkerflow.backend.compute.sampler.stops import StopDetector
 from tinkerflow.backend.spec.commands import Adjustments, SampleRequest, SampleStep
 
 FAMILIES = [
-    "qwen3",
     "qwen3_moe",
     "deepseek_v3",  # latent attention
-    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma3_text", "gpt_oss", "mistral", "gemma4_text")),
+    *(
+        pytest.param(name, marks=pytest.mark.thorough)
+        for name in ("qwen3", "gemma3_text", "gpt_oss", "mistral", "gemma4_text")
+    ),
 ]
 
 
@@ -97,18 +99,6 @@ def test_ten_thousand_requests(qwen: Any, one_size: None, ask: Any, run_all: Any
     compare(qwen.sampler(), qwen.sampler(drafts=True), run_all, batches)
 
 
-def test_larger_steps_have_the_same_tokens(qwen: Any, ask: Any, run_all: Any) -> None:
-    sampler = qwen.sampler(drafts=True)
-    for seed in range(4):
-        for request in requests(ask, seed, 3):
-            expected = run_all(qwen.sampler(), request)[request.request_id]
-            found = run_all(sampler, request)[request.request_id]
-            for one, other in zip(found.sequences, expected.sequences, strict=True):
-                assert one.tokens_T.tolist() == other.tokens_T.tolist()
-                close_logprobs(one.logprobs_T, other.logprobs_T, ulps=128)
-    assert sampler.drafts.accepted > 0
-
-
 def reachable(logprobs_V: np.ndarray, request: SampleRequest, uniform: float, moved: float) -> set[int]:
     """The tokens that `uniform` may draw if each logprob [V] moves by at most `moved`, in float64."""
     if request.temperature == 0:
@@ -151,6 +141,7 @@ def test_requests_that_differ_in_larger_steps_differ_by_a_tie(qwen: Any, ask: An
                 equal = most if same.all() else int(same.argmin())
                 far = np.abs(one.logprobs_T[:equal] - other.logprobs_T[:equal])
                 moved = max(moved, float(far.max(initial=0.0)))
+                close_logprobs(one.logprobs_T[:equal], other.logprobs_T[:equal], ulps=128)
                 if equal < most:
                     others.append((request, index, equal, one.tokens_T, other.tokens_T))
                 else:
@@ -167,7 +158,7 @@ def test_requests_that_differ_in_larger_steps_differ_by_a_tie(qwen: Any, ask: An
         where = f"{request.request_id}, sample {index}, token {equal}"
         assert {int(one[equal]), int(other[equal])} <= near and len(near) < 4, where
     print(f"{len(others)} sequences of {count} requests differ; equal tokens' logprobs by at most {moved:.1e}")
-    assert moved < 1e-4 and drafting.drafts.accepted > 0
+    assert drafting.drafts.accepted > 0
 
 
 @pytest.fixture
