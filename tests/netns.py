@@ -19,7 +19,7 @@ from pathlib import Path
 _ENV = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}  # where tc is on Debian
 
 
-class NotHereError(Exception):
+class NoNetnsError(Exception):
     """This machine does not let us make namespaces, and says why."""
 
 
@@ -45,7 +45,7 @@ class NetHost:
         _ip("link", "set", self.cable, "up")
 
     def narrow(self) -> None:
-        """Let 256 kbit/s come to it, a packet at a time, and drop the others. NotHereError when the kernel cannot."""
+        """Let 256 kbit/s come to it, a packet at a time, and drop the others. NoNetnsError when the kernel cannot."""
         limits = ("rate", "256kbit", "burst", "1600", "limit", "1600")
         _run(("tc", "qdisc", "add", "dev", self.cable, "root", "tbf", *limits))
 
@@ -65,10 +65,10 @@ class Network:
 
 @contextmanager
 def network(count: int) -> Iterator[Network]:
-    """A network of `count` hosts; nothing of it is left afterwards. NotHereError when it cannot be made."""
+    """A network of `count` hosts; nothing of it is left afterwards. NoNetnsError when it cannot be made."""
     missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
-        raise NotHereError(f"no {missing[0]} command" if missing else "not root")
+        raise NoNetnsError(f"no {missing[0]} command" if missing else "not root")
     # 198.18.0.0/15 is for benchmarks of networks (RFC 2544): no real one is there.
     net, tag = f"198.{random.choice((18, 19))}.{random.randrange(256)}", f"tf{os.getpid():x}"
     bridge = f"{tag}b"
@@ -115,7 +115,7 @@ def _ip(*words: str) -> None:
 
 
 def _quietly(*words: str) -> None:
-    with suppress(NotHereError):  # it went with its peer
+    with suppress(NoNetnsError):  # it went with its peer
         _ip(*words)
 
 
@@ -123,7 +123,7 @@ def _run(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=_ENV)
     except FileNotFoundError as error:
-        raise NotHereError(f"no {command[0]} command") from error
+        raise NoNetnsError(f"no {command[0]} command") from error
     if done.returncode:
-        raise NotHereError(f"{' '.join(command[:8])}: {done.stderr.strip()[-300:]}")
+        raise NoNetnsError(f"{' '.join(command[:8])}: {done.stderr.strip()[-300:]}")
     return done.stdout

@@ -15,7 +15,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_what_benchmarks_import_is_there() -> None:
+def test_imports_of_benchmarks_exist() -> None:
     names = sorted(file.stem for file in (ROOT / "tests" / "benchmarks").glob("*.py"))
     assert "speed" in names
     done = subprocess.run([sys.executable, "-c", IMPORT, *names], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -153,7 +153,7 @@ def folders() -> list[str]:
 
 
 @pytest.mark.parametrize("folder", ORDERS)
-def test_rooms_import_those_before_them(folder: str) -> None:
+def test_rooms_import_only_earlier_rooms(folder: str) -> None:
     place = {room: number for number, line in enumerate(ORDERS[folder]) for room in line.split()}
     graph = {room: others for room, others in arrows(folder).items() if room != "__init__"}
     assert set(graph) <= set(place)
@@ -166,16 +166,16 @@ def test_rooms_import_those_before_them(folder: str) -> None:
     assert not wrong
 
 
-def test_no_folder_has_a_circle_of_imports() -> None:
+def test_folders_have_no_import_cycles() -> None:
     circles = {folder: found for folder in folders() if (found := circle(arrows(folder)))}
     assert not circles
 
 
-def test_no_route_imports_another() -> None:
+def test_routes_do_not_import_each_other() -> None:
     assert not {route: others for route, others in arrows("api/routes").items() if route != "__init__"}
 
 
-def test_rooms_leave_alone_what_they_do_not_need() -> None:
+def test_rooms_do_not_import_excluded_packages() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for room, never in MAY_NOT.items()
@@ -187,7 +187,7 @@ def test_rooms_leave_alone_what_they_do_not_need() -> None:
     assert not wrong
 
 
-def test_prefect_is_imported_where_it_shows_or_runs_something_alone() -> None:
+def test_prefect_is_imported_only_in_allowed_modules() -> None:
     """The engine reports to the protocols of flows/observers.py; only its wiring (flows/engine.py) names Prefect."""
     may = ("flows/prefect/", "flows/pipelines/", "tasks/pipelines/", "deployments/")
     wrong = []
@@ -200,7 +200,7 @@ def test_prefect_is_imported_where_it_shows_or_runs_something_alone() -> None:
     assert not wrong
 
 
-def test_jax_is_imported_by_compute_and_workers_alone() -> None:
+def test_jax_is_imported_only_by_compute_and_workers() -> None:
     wrong = []
     for path in modules():
         relative = path.relative_to(ROOT).as_posix()
@@ -211,7 +211,7 @@ def test_jax_is_imported_by_compute_and_workers_alone() -> None:
     assert not wrong
 
 
-def test_everything_of_ours_is_imported_as_tinkerflow() -> None:
+def test_project_modules_are_imported_as_tinkerflow() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in modules(*ROOMS, "tests")
@@ -221,7 +221,7 @@ def test_everything_of_ours_is_imported_as_tinkerflow() -> None:
     assert not wrong
 
 
-def test_rooms_import_what_a_room_lists() -> None:
+def test_rooms_import_names_that_a_room_lists() -> None:
     """`__all__` of a room's `__init__` holds the names that other rooms import from it."""
     wrong = []
     for path in modules():
@@ -245,7 +245,7 @@ def _listed(init: Path) -> set[str]:
     return set()
 
 
-def test_importing_tinkerflow_loads_nothing_else() -> None:
+def test_importing_tinkerflow_loads_no_other_module() -> None:
     code = "import sys; before = set(sys.modules); import tinkerflow; print(sorted(set(sys.modules) - before))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "['tinkerflow']"
@@ -268,7 +268,7 @@ def test_importing_tinkerflow_loads_nothing_else() -> None:
         ),
     ],
 )
-def test_loading_a_module_loads_no_more_than_it_needs(names: str, without: set[str]) -> None:
+def test_modules_load_only_their_imports(names: str, without: set[str]) -> None:
     code = "; ".join(
         [SEE_TORCH, *(f"import tinkerflow.{name}" for name in names.split()), "print(sorted(sys.modules))"]
     )
@@ -276,21 +276,21 @@ def test_loading_a_module_loads_no_more_than_it_needs(names: str, without: set[s
     assert not without & set(ast.literal_eval(done.stdout))
 
 
-def test_top_level_is_the_agreed_one() -> None:
+def test_top_level_has_the_agreed_folders() -> None:
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
     tops = {name.split("/")[0] for name in tracked if not name.startswith(".")}
     papers = {"README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs"}
     assert tops <= {*ROOMS, *papers, "tests", "pyproject.toml", "constraints.txt"}
 
 
-def test_no_module_is_too_long_to_hold_one_idea() -> None:
+def test_no_module_is_too_long() -> None:
     lengths = {
         str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in modules() if p.name != "tinker_pb2.py"
     }
     assert not {name: length for name, length in lengths.items() if length > 600}
 
 
-def test_no_class_is_too_long_to_have_one_job() -> None:
+def test_no_class_is_too_long() -> None:
     assert set(source.long_classes(ROOT)) == set(LONG_CLASSES)
 
 
@@ -301,5 +301,5 @@ def test_constraints_name_no_host() -> None:
     assert all("==" in line and "/" not in line and "@" not in line for line in pinned)
 
 
-def test_no_class_name_is_used_twice() -> None:
+def test_class_names_are_unique() -> None:
     assert source.class_names_used_twice(ROOT) == set()

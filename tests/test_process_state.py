@@ -13,7 +13,7 @@ from tests.process_state import changes, snapshot
 ROOT = Path(__file__).parent.parent
 
 
-def test_each_kind_of_state_is_named_when_it_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_changed_process_state_is_named_by_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = snapshot()
     level, mask, handler = logging.getLogger("tinker").level, os.umask(0o077), signal.getsignal(signal.SIGTERM)
     try:
@@ -57,7 +57,7 @@ def test_leaks() -> None:
 """
 
 
-def test_a_test_that_leaves_a_change_behind_fails_by_its_name(tmp_path: Path) -> None:
+def test_test_that_leaves_changed_state_fails_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
     here = {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}

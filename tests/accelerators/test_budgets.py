@@ -49,7 +49,7 @@ def test_a_program_keeps_its_budget(budget: Budget, records: Mapping[str, Record
         pytest.xfail(said)
 
 
-def test_a_loop_and_branches_that_the_device_decides_break_the_budget_by_name(
+def test_loops_and_branches_decided_on_the_device_break_the_budget(
     records: Mapping[str, Record | str],
 ) -> None:
     record = records[PLANTED.name]
@@ -61,12 +61,12 @@ def test_a_loop_and_branches_that_the_device_decides_break_the_budget_by_name(
     assert "limit 0: jit(decode)/while; " in broken.describe(record)
 
 
-def test_no_program_of_the_page_has_fewer_flops_than_are_useful() -> None:
+def test_programs_of_the_page_have_at_least_the_useful_flops() -> None:
     for name, record in json.loads(FIGURES.read_text()).items():
         assert record["flops"] >= record["useful_flops"], name
 
 
-def test_a_kernel_whose_flops_are_missing_fails_its_case_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_without_flops_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"""ENTRY %main (q: bf16[4,1024,32,128], k: bf16[4,1024,8,128]) -> bf16[4,1024,32,128] {{
   %q = bf16[4,1024,32,128]{{3,2,1,0}} parameter(0)
   %k = bf16[4,1024,8,128]{{3,2,1,0}} parameter(1)
@@ -82,7 +82,7 @@ metadata={{op_name="jit(f)/tree_attention_forward{PALLAS}"}}
         check_flops(count(text, on_chip_spaces=False), 0)
 
 
-def test_the_figures_of_the_page_keep_the_budgets_that_are_met() -> None:
+def test_figures_on_the_page_match_met_budgets() -> None:
     figures = json.loads(FIGURES.read_text())
     known = [budget for budget in BUDGETS if budget.case.name in figures]
     assert known
@@ -90,7 +90,7 @@ def test_the_figures_of_the_page_keep_the_budgets_that_are_met() -> None:
         assert budget.holds(budget.measure.of(figures[budget.case.name])) == budget.met, budget
 
 
-def test_the_plan_expects_what_the_kinds_of_kernels_are_expected_to_reach() -> None:
+def test_measured_kernels_match_the_plans_expected_utilization() -> None:
     """Of dense models. The plan's bounds have fewer bytes than the programs."""
     figures = json.loads(FIGURES.read_text())
     for name in ("4B h100:1 forward_backward 4x1024", "Gemma-3-12B h100:1 forward_backward 4x1024"):

@@ -9,7 +9,7 @@ import pytest
 from tests.accelerators import environment
 
 
-def test_the_place_is_below_the_cache_and_changes_with_what_it_is_made_of(
+def test_tool_environment_is_in_the_cache_and_depends_on_the_requirements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -23,11 +23,11 @@ def test_the_place_is_below_the_cache_and_changes_with_what_it_is_made_of(
     assert environment.place() != before
 
 
-def test_the_packages_are_those_of_this_python() -> None:
+def test_packages_are_those_of_the_compiler_environment() -> None:
     assert str(environment.packages()) in sys.path
     assert (environment.packages() / "jax").is_dir()
 
 
-def test_jax_of_the_compilers_is_the_pinned_one() -> None:
+def test_compilers_use_the_pinned_jax() -> None:
     pins = dict(line.split("==") for line in environment.CONSTRAINTS.read_text().splitlines() if "==" in line)
     assert f"jax-cuda13-plugin[with-cuda]=={pins['jax']}" in environment.REQUIREMENTS.read_text().splitlines()

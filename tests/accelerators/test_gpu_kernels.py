@@ -68,7 +68,7 @@ def test_the_dump_has_the_blocks_of_each_operation(tmp_path: Path) -> None:
     }
 
 
-def test_a_kernel_that_spills_registers_breaks_its_budget_by_name(tmp_path: Path) -> None:
+def test_kernel_that_spills_registers_breaks_its_budget(tmp_path: Path) -> None:
     ptxas = next(environment.place().glob("lib/*/site-packages/nvidia/*/bin/ptxas"), None)
     if ptxas is None:
         pytest.skip("no compilers for accelerators: python tests/accelerators/environment.py installs them (4 GB)")
@@ -85,7 +85,7 @@ def test_a_kernel_that_spills_registers_breaks_its_budget_by_name(tmp_path: Path
     assert fault == f"planted: {spilled[24]['spilled']} bytes of spilled registers, at most 0"
 
 
-def test_a_kernel_whose_matmuls_wait_for_each_other_breaks_its_budget_by_name() -> None:
+def test_kernel_with_serialized_matmuls_breaks_its_budget() -> None:
     text = (
         "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized "
         "due to non wgmma instructions defining accumulator registers of a wgmma between start and end of the pipeline "
@@ -100,7 +100,7 @@ def test_a_kernel_whose_matmuls_wait_for_each_other_breaks_its_budget_by_name() 
     assert of(kernel, decode=False) == ["planted: serialized wgmma"]
 
 
-def test_a_kernel_of_decode_needs_a_block_for_each_multiprocessor() -> None:
+def test_decode_kernel_needs_a_block_for_each_multiprocessor() -> None:
     (kernel,) = one(64).values()
     assert kernel.idle == pytest.approx(1e6 * MATRIX / 3352e9 * 132 / 64, rel=0.01)
     assert of(kernel) == [f"planted: 64 blocks, {kernel.idle} us, at most 0.0"]
@@ -109,13 +109,13 @@ def test_a_kernel_of_decode_needs_a_block_for_each_multiprocessor() -> None:
     assert not of(one(64)["planted"], decode=False)
 
 
-def test_a_kernel_that_the_dump_lacks_is_no_kernel_without_faults() -> None:
+def test_kernel_missing_from_the_dump_raises_an_error() -> None:
     work = Work("jit(f)/planted/pallas_call", "custom-call", 1, 0, MATRIX, operation="pallas_call.2")
     with pytest.raises(KeyError, match=r"pallas_call\.2"):
         kernels([work], DEVICES["h100"], H100, {}, {})
 
 
-def test_xlas_kernels_are_held_to_it_in_the_loop_of_layers() -> None:
+def test_xla_kernels_are_checked_only_inside_the_layer_loop() -> None:
     assert of(one(64, opcode="fusion")["planted"])
     assert not one(64, opcode="fusion", times=1)
 

@@ -64,7 +64,7 @@ def one(operation: str, shapes: str, *, before: str = "", **options: bool) -> Co
     return count(text, options.get("tpu", False))
 
 
-def test_every_turn_of_a_loop_counts_and_a_slice_of_the_weights_is_all_that_a_turn_reads() -> None:
+def test_loop_counts_every_trip_and_reads_one_slice_of_the_weights_per_trip() -> None:
     counts = count(LOOP.replace("SPACE", "").replace("KNOWN", ""), True)
     assert counts.loops == [Loop("jit(f)/while", 36, 0)]
     assert counts.flops == 36 * 2 * 4096 * 2560 * 2560
@@ -81,7 +81,7 @@ def test_on_chip_memory_costs_nothing_on_a_tpu() -> None:
     assert count(text, False, unknown_trips=36).bytes > 2 * weights, "GPUs use other memory spaces for main memory, too"
 
 
-def test_a_gpu_knows_the_turns_of_a_loop_only_where_its_compiler_wrote_them_down() -> None:
+def test_gpu_loop_has_a_known_trip_count_only_where_xla_states_one() -> None:
     text = LOOP.replace("SPACE", "")
     known = ', backend_config={"known_trip_count":{"n":"36"},"known_init_step":{"init":"0","step":"1"}}'
     assert count(text.replace("KNOWN", known), False).loops == [Loop("jit(f)/while", 36, 0)]
@@ -90,7 +90,7 @@ def test_a_gpu_knows_the_turns_of_a_loop_only_where_its_compiler_wrote_them_down
     assert unknown.flops == 8 * 2 * 4096 * 2560 * 2560
 
 
-def test_an_operation_whose_text_has_several_lines_ends_no_computation() -> None:
+def test_operation_text_of_several_lines_does_not_end_a_computation() -> None:
     kernel = '%kernel = bf16[4096,2560]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", OF'
     of = 'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"q\\": 512}"\n}}, metadata={op_name="kernel"}'
     text = LOOP.replace("SPACE", "").replace("KNOWN", "").replace("  %fusion.1 =", f"  {kernel}\n  %fusion.1 =")
@@ -99,7 +99,7 @@ def test_an_operation_whose_text_has_several_lines_ends_no_computation() -> None
     assert counts.kernels == {"tpu_custom_call": 36}
 
 
-def test_a_loop_whose_limit_is_an_argument_has_no_known_turns_on_a_tpu() -> None:
+def test_tpu_loop_with_an_argument_as_limit_has_no_known_trip_count() -> None:
     text = LOOP.replace(
         "%limit = s32[]{:T(128)} constant(36)", "%limit = s32[]{:T(128)} get-tuple-element(%state), index=0"
     )
@@ -151,7 +151,7 @@ def test_attention_kernels_have_the_products_of_half_the_keys() -> None:
     assert not counts.kernels
 
 
-def test_tpus_attention_counts_its_queries_and_keys_and_not_its_tables_of_masks() -> None:
+def test_tpu_attention_counts_queries_and_keys_but_no_mask_tables() -> None:
     tables = "s32[32,2,2]{2,1,0} s32[32,2,2]{2,1,0} "
     of_heads = "bf16[2,32,1024,128]{3,2,1,0} bf16[2,8,1024,128]{3,2,1,0} bf16[2,8,1024,128]{3,2,1,0}"
     for name, products in (("splash_mha_fwd", 2), ("splash_mha_dkv", 4), ("splash_mha_dq", 3)):
@@ -163,7 +163,7 @@ def test_tpus_attention_counts_its_queries_and_keys_and_not_its_tables_of_masks(
         assert counts.flops == products * 2 * 32 * 1024 * 1024 * 128
 
 
-def test_a_kernel_that_states_no_flops_is_named() -> None:
+def test_kernel_without_stated_flops_is_named() -> None:
     call = 'bf16[8]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"'
     counts = one(call, "bf16[8]{0}")
     assert counts.kernels == {"__gpu$xla.gpu.triton": 1}
@@ -187,7 +187,7 @@ def test_bytes(operation: str, shapes: str, nbytes: int) -> None:
     assert one(operation, shapes).bytes == nbytes
 
 
-def test_a_fusion_that_only_hands_its_argument_on_does_not_make_it_free() -> None:
+def test_pass_through_fusion_does_not_make_its_argument_free() -> None:
     """XLA:TPU writes the operands of a matmul so."""
     inner = """%handed (p: bf16[512,256]) -> bf16[512,256] {
   %p = bf16[512,256]{1,0} parameter(0)
@@ -207,7 +207,7 @@ def test_a_fusion_that_only_hands_its_argument_on_does_not_make_it_free() -> Non
 
 
 @pytest.mark.parametrize("stated", ["", ',"cost_estimate":{"flops":"1","bytes_accessed":"777"}'])
-def test_the_kernels_of_the_loss_multiply_by_the_unembedding_and_read_it_as_often_as_they_say(stated: str) -> None:
+def test_loss_kernels_count_matmuls_and_reads_of_the_unembedding_as_stated(stated: str) -> None:
     shapes = "bf16[128,256]{1,0} bf16[3000,256]{1,0} s32[128,1]{1,0}"
     counts = one(
         '(f32[24,128]{1,0}, f32[128,1]{1,0}) custom-call(%a, %b, %c), custom_call_target="any", '
@@ -307,7 +307,7 @@ def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
         ),
     ],
 )
-def test_a_kernel_that_is_given_all_layers_reads_what_it_needs(
+def test_kernel_given_all_layers_counts_the_bytes_of_the_layer_it_reads(
     kernel: str, shapes: str, result: str, nbytes: int
 ) -> None:
     operands = ", ".join(f"%{name}" for name in "abcdefg"[: len(shapes.split())])
@@ -341,7 +341,7 @@ def test_a_kernel_multiplies_rows_by_one_layer_of_each_stack(kernel: str, shapes
     assert counts.flops == 2 * 64 * 128 * (4096 + 1024)
 
 
-def test_a_kernel_that_changes_states_in_their_pool_moves_those_of_its_rows() -> None:
+def test_kernel_that_updates_states_in_place_counts_only_its_rows() -> None:
     pool, tokens = "f32[24,65,32,128,128]{4,3,2,1,0}", "f32[4,32,128]{2,1,0}"
     counts = one(
         f'({tokens}, {pool}) custom-call(%a, %b, %c, %d, %e), custom_call_target="x", '
@@ -365,7 +365,7 @@ def test_a_scatter_within_a_fusion_writes_its_updates() -> None:
     assert counts.bytes == 2 * 2 * 512 + 8
 
 
-def test_what_only_tiles_an_array_anew_where_it_lies_reads_what_is_used_of_it() -> None:
+def test_in_place_retiling_fusion_counts_only_the_bytes_that_its_consumer_uses() -> None:
     fused = """%retiled (p: f8e4m3fn[48,256,128], n: f8e4m3fn[64]) -> f8e4m3fn[48,256,128] {
   %p = f8e4m3fn[48,256,128]{2,1,0:T(32,128)(4,1)} parameter(0)
   %n = f8e4m3fn[64]{0} parameter(1)
@@ -387,7 +387,7 @@ def test_what_only_tiles_an_array_anew_where_it_lies_reads_what_is_used_of_it() 
     assert counts.bytes == 2 * 256 * 128 + 4 + 64
 
 
-def test_the_dearest_branch_of_a_conditional_counts() -> None:
+def test_most_expensive_branch_of_a_conditional_counts() -> None:
     branch = """%{name} (x: f32[{size}]) -> f32[{size}] {{
   %x = f32[{size}]{{0}} parameter(0)
   ROOT %n = f32[{size}]{{0}} negate(%x)
@@ -413,7 +413,7 @@ def test_collectives_have_the_bytes_of_their_result() -> None:
     assert (gather.kind, gather.name, gather.bytes, gather.times) == ("all-gather", "jit(f)/gather", 2 * 2560**2, 1)
 
 
-def test_a_text_that_is_no_program_is_refused() -> None:
+def test_text_without_an_hlo_program_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         count("module @jit_f {}", False)
 

@@ -53,7 +53,7 @@ def test_a_kernel_with_a_wrong_result_is_named(tmp_path: Path, value: float) -> 
     assert "<b>1 wrong</b>" in page({"device": "CPU"}, [result])
 
 
-def test_an_error_ends_one_kernel_and_not_the_stage(tmp_path: Path) -> None:
+def test_error_ends_one_kernel_but_not_the_stage(tmp_path: Path) -> None:
     run = Run("kernels", "cpu", True, "4B", tmp_path, time.monotonic() + 100)
     _Kernels(run, CUDA)._case("broken", lambda: jnp.ones(3) + jnp.ones(2))
     (result,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())

@@ -31,7 +31,7 @@ def prompted(server: Running, name: str, seq: int, *locations: str, key: str = "
     return None if found is None else orjson.loads(found)
 
 
-def test_a_request_is_stored_with_the_bytes_of_its_projects_images(server: Running, journal: Journal) -> None:
+def test_stored_request_contains_the_bytes_of_its_images(server: Running, journal: Journal) -> None:
     name = sampler(server)
     _, mine = journal.keys.create("us", "local")  # the first key's project takes over the sampler
     _, theirs = journal.keys.create("them", "team-them")
@@ -56,7 +56,7 @@ def test_a_request_is_stored_with_the_bytes_of_its_projects_images(server: Runni
     assert sent(server, key=mine).json() == kept
 
 
-def test_a_project_sees_its_images_and_who_sent_and_deleted_them(server: Running, journal: Journal) -> None:
+def test_project_sees_its_images_and_their_audit_entries(server: Running, journal: Journal) -> None:
     key, mine = journal.keys.create("us", "local")
     server.clock.advance(60.0)  # keys are looked up again
     headers = {"X-API-Key": mine}
@@ -83,7 +83,7 @@ def test_a_project_sees_its_images_and_who_sent_and_deleted_them(server: Running
     assert all(entry["event_details"]["key_id"] == key.id for entry in told)
 
 
-def test_training_stores_the_bytes_and_names_a_location_that_is_none(server: Running) -> None:
+def test_training_stores_image_bytes_and_names_an_invalid_location(server: Running) -> None:
     location, model = sent(server).json()["location"], server.model()
 
     def submitted(seq: int, location: str) -> str:
@@ -107,7 +107,7 @@ def test_training_stores_the_bytes_and_names_a_location_that_is_none(server: Run
     )
 
 
-def test_what_cannot_be_kept_or_is_too_much_is_refused(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_and_oversized_images_are_refused(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start(max_body_bytes=2**16)
     assert "begins with b'GIF89a': must be a PNG or JPEG file" in sent(server, b"GIF89a").json()["detail"]
     monkeypatch.setattr("tinkerflow.api.routes.assets.MAX_ASSET_BYTES", 2**16 - 1)
@@ -124,7 +124,7 @@ def test_what_cannot_be_kept_or_is_too_much_is_refused(start: Any, monkeypatch: 
     assert "the request names 2 uploaded images: must be at most 1" in told["error"]
 
 
-def test_a_deletion_that_was_cut_off_leaves_no_location_without_a_file(server: Running, monkeypatch: Any) -> None:
+def test_interrupted_deletion_leaves_no_location_without_a_file(server: Running, monkeypatch: Any) -> None:
     kept, name = sent(server).json(), sampler(server)
     delete = f"{server.url}/api/v1/assets/{kept['asset_id']}"
 
@@ -139,7 +139,7 @@ def test_a_deletion_that_was_cut_off_leaves_no_location_without_a_file(server: R
     assert "data" in prompted(server, name, 1, kept["location"])["prompt"]["chunks"][0]
 
 
-def test_nothing_stays_of_a_file_that_is_deleted_while_it_arrives(server: Running, monkeypatch: Any) -> None:
+def test_file_deleted_during_its_upload_leaves_nothing(server: Running, monkeypatch: Any) -> None:
     kept = sent(server).json()
     delete, files = f"{server.url}/api/v1/assets/{kept['asset_id']}", f"uploads/{kept['asset_id']}"
     server.http.delete(delete, headers={"X-API-Key": "tml-test"})
@@ -154,7 +154,7 @@ def test_nothing_stays_of_a_file_that_is_deleted_while_it_arrives(server: Runnin
     assert server.store.blobs.children(files) == []
 
 
-def test_names_are_read_with_escapes_and_a_location_with_a_nul_is_none(server: Running) -> None:
+def test_escaped_field_names_are_read_and_a_location_with_nul_is_refused(server: Running) -> None:
     location, name = sent(server).json()["location"], sampler(server)
     chunks = [{"type": "image_asset_pointer", "format": "png", "location": one} for one in (location, f"{location}\0")]
     body = {"sampling_session_id": name, "seq_id": 0, "prompt": {"chunks": chunks}, "sampling_params": {}}

@@ -22,7 +22,7 @@ FORGED = {
 }
 
 
-def test_on_loopback_any_tml_key_works_until_one_is_made(server: Any, journal: Any) -> None:
+def test_any_tml_key_works_on_loopback_until_one_is_created(server: Any, journal: Any) -> None:
     assert server.get("training_runs", key="tml-anything").status_code == 200
     assert server.get("training_runs", key="sk-other").status_code == 401
     assert server.http.get(f"{server.url}/api/v1/training_runs").status_code == 401
@@ -32,7 +32,7 @@ def test_on_loopback_any_tml_key_works_until_one_is_made(server: Any, journal: A
     assert server.get("training_runs", key=secret).status_code == 200
 
 
-def test_elsewhere_a_key_is_needed_from_the_start(start: Any, journal: Any) -> None:
+def test_key_is_required_on_other_addresses_from_the_start(start: Any, journal: Any) -> None:
     server = start(host="0.0.0.0")
     refused = server.get("training_runs")
     assert refused.status_code == 401
@@ -49,7 +49,7 @@ def test_a_revoked_key_stops_working(server: Any, journal: Any) -> None:
     assert server.get("training_runs", key=secret).status_code == 401
 
 
-async def test_an_identity_says_whose_key_it_is_and_what_it_may(journal: Any, settings_for: Any) -> None:
+async def test_identity_has_the_project_key_and_admin_flag(journal: Any, settings_for: Any) -> None:
     clock = ManualClock()
     auth = Authenticator(settings_for(), journal, clock)
     assert await auth.identity("tml-anything") == LOCAL
@@ -61,7 +61,7 @@ async def test_an_identity_says_whose_key_it_is_and_what_it_may(journal: Any, se
     assert await auth.identity(boss_secret) == Identity("ops", boss.id, admin=True, name="b")
 
 
-async def test_thousands_who_come_together_cost_one_look(journal: Any, settings_for: Any) -> None:
+async def test_concurrent_checks_of_one_key_cost_one_query(journal: Any, settings_for: Any) -> None:
     clock = ManualClock()
     auth = Authenticator(settings_for(), journal, clock)
     _, secret = journal.keys.create("a", "team")
@@ -82,7 +82,7 @@ async def test_thousands_who_come_together_cost_one_look(journal: Any, settings_
         sa.event.remove(sa.Engine, "before_cursor_execute", note)
 
 
-def test_unknown_keys_are_refused_more_and_more_and_valid_ones_never(start: Any, journal: Any) -> None:
+def test_unknown_keys_are_rate_limited_and_valid_ones_are_not(start: Any, journal: Any) -> None:
     server = start(host="0.0.0.0")
     key, secret = journal.keys.create("a", "team")
     assert server.get("training_runs", key=secret).status_code == 200
@@ -103,7 +103,7 @@ def test_unknown_keys_are_refused_more_and_more_and_valid_ones_never(start: Any,
     assert refused[0].details["address"] == "127.0.0.1"
 
 
-def test_what_is_anothers_does_not_exist(server: Any, engine: Any, journal: Any) -> None:
+def test_objects_of_another_project_do_not_exist(server: Any, engine: Any, journal: Any) -> None:
     _, ours = journal.keys.create("a", "team-a")
     _, colleague = journal.keys.create("b", "team-a")
     _, theirs = journal.keys.create("c", "team-b")
@@ -148,7 +148,7 @@ def routes_of(app: Any) -> list[tuple[str, str, bool]]:
     return found
 
 
-def test_every_route_but_the_public_ones_refuses_who_has_no_key(server: Any, journal: Any) -> None:
+def test_private_routes_refuse_requests_without_a_valid_key(server: Any, journal: Any) -> None:
     key, revoked = journal.keys.create("gone", "team")
     journal.keys.revoke(key.id)
     server.clock.advance(1.0)

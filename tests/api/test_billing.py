@@ -48,7 +48,7 @@ def used(journal: Any) -> Any:
     return use
 
 
-def test_usage_is_of_ones_project_and_an_admins_of_all(start: Any, journal: Any, used: Any, window: Any) -> None:
+def test_usage_covers_one_project_or_all_for_an_admin(start: Any, journal: Any, used: Any, window: Any) -> None:
     server = start(host="0.0.0.0", price_training=1.5, price_storage=7.2)
     secrets = {name: journal.keys.create(name, name, admin=name == "root")[1] for name in ("ann", "bob", "root")}
     session = used(server, secrets["ann"])
@@ -91,7 +91,7 @@ def test_the_command_line_shows_usage(server: Any, used: Any, window: Any, tmp_p
         ("2026-01-02T00:00:00Z", "2026-01-02T00:00:00Z", "must be after starting_on"),
     ],
 )
-def test_a_wrong_window_is_told_its_rule(server: Any, start_at: str, end_at: str, said: str) -> None:
+def test_invalid_billing_window_is_named_with_its_rule(server: Any, start_at: str, end_at: str, said: str) -> None:
     answer = server.get("billing/usage/events", params={"starting_on": start_at, "ending_before": end_at})
     assert answer.status_code == 400
     assert said in answer.json()["detail"]

@@ -49,7 +49,7 @@ async def read(asked: Request, most: int, memories: Memories | None = None, owne
 
 @given(st.binary(max_size=LIMIT), st.sampled_from([None, "identity", "zstd"]), st.integers(1, 5))
 @settings(max_examples=50)
-async def test_what_was_sent_is_read(body: bytes, encoding: str | None, pieces: int) -> None:
+async def test_body_is_read_as_it_was_sent(body: bytes, encoding: str | None, pieces: int) -> None:
     sent = zstandard.ZstdCompressor().compress(body) if encoding == "zstd" else body
     assert await read(request(sent, encoding, pieces), 2 * LIMIT) == body
 
@@ -57,7 +57,7 @@ async def test_what_was_sent_is_read(body: bytes, encoding: str | None, pieces: 
 @pytest.mark.parametrize("size", [SMALL, SMALL + 1, MEDIUM, MEDIUM + 1])
 @pytest.mark.parametrize("encoding", [None, "zstd"])
 @pytest.mark.parametrize("declared", [False, True])
-async def test_bodies_of_all_sizes_give_their_memory_back(size: int, encoding: str | None, declared: bool) -> None:
+async def test_bodies_of_every_size_release_their_memory(size: int, encoding: str | None, declared: bool) -> None:
     content = (bytes(range(256)) * (size // 256 + 1))[:size]
     sent = zstandard.ZstdCompressor().compress(content) if encoding == "zstd" else content
     memories = Memories.for_bodies_of(2 * MEDIUM)
@@ -66,7 +66,7 @@ async def test_bodies_of_all_sizes_give_their_memory_back(size: int, encoding: s
     assert not memories.medium._held and not memories.large._held
 
 
-async def test_a_frame_cut_short_is_refused() -> None:
+async def test_truncated_frame_is_refused() -> None:
     content = bytes(range(200)) * 4
     whole = zstandard.ZstdCompressor().compress(content)
     for cut in range(len(whole)):
@@ -113,7 +113,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-async def test_one_project_leaves_half_of_the_memory_to_others() -> None:
+async def test_one_project_leaves_half_of_the_body_memory_to_other_projects() -> None:
     memory = BodyMemory(100)
     first = await memory.take("ann", 50)
     waiting = asyncio.create_task(memory.take("ann", 1))
@@ -126,7 +126,7 @@ async def test_one_project_leaves_half_of_the_memory_to_others() -> None:
     assert (await asyncio.wait_for(memory.take("cat", 1000), 5)).size == 100, "alone, a body may have all"
 
 
-async def test_bodies_wait_in_a_fair_queue_and_then_are_told_to_come_again(quick: None) -> None:
+async def test_bodies_wait_in_a_fair_queue_and_then_get_a_retry_answer(quick: None) -> None:
     memory, order = BodyMemory(100), list[str]()
     held = await memory.take("eve", 100)
 
@@ -151,7 +151,7 @@ async def test_bodies_wait_in_a_fair_queue_and_then_are_told_to_come_again(quick
     assert not memory._held and not len(memory._queue)
 
 
-async def test_a_slow_body_gives_way_to_one_that_waits(quick: None) -> None:
+async def test_slow_body_yields_to_a_waiting_one(quick: None) -> None:
     memories = Memories.for_bodies_of(2 * MEDIUM)
     size = 16 * MEDIUM
     arriving = asyncio.Event()
@@ -180,7 +180,7 @@ def test_values_are_counted_before_they_are_parsed() -> None:
 
 
 # ------------------------------------------------------------------ over HTTP
-def test_endpoints_bound_their_bodies_and_others_go_on_meanwhile(start: Any, lettered: Any) -> None:
+def test_endpoints_bound_their_bodies_and_stay_responsive(start: Any, lettered: Any) -> None:
     """Each endpoint takes what it can use: a large body is answered before it is parsed, hashed or stored."""
     server = start(max_body_bytes=2**24)
     session = server.session()
@@ -211,7 +211,7 @@ def test_endpoints_bound_their_bodies_and_others_go_on_meanwhile(start: Any, let
     assert server.post("session_heartbeat", {"session_id": session}).status_code == 200
 
 
-def test_a_client_that_goes_away_is_no_error(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_disconnect_is_not_logged_as_an_error(server: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "tinkerflow.api.errors")
     port = int(server.url.rsplit(":", 1)[1])
     for path in ("optim_step", "forward_backward", "create_session"):

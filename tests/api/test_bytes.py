@@ -30,7 +30,7 @@ async def content(answer: Any) -> bytes:
 
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.integers(0, 60), st.integers(0, 60))
-async def test_a_part_is_that_part_of_the_whole(parts: list[bytes], start: int, length: int) -> None:
+async def test_part_equals_its_range_of_the_whole_file(parts: list[bytes], start: int, length: int) -> None:
     segments, whole = [ByteSource.of(part) for part in parts], b"".join(parts)
     assert await content(send(request(), segments, {}, "tag")) == whole
     asked = request(range=f"bytes={start}-{start + length}")
@@ -42,7 +42,7 @@ async def test_a_part_is_that_part_of_the_whole(parts: list[bytes], start: int, 
         assert await content(send(asked, segments, {}, "tag")) == whole[start : start + length + 1]
 
 
-async def test_a_large_file_is_never_held_whole() -> None:
+async def test_large_file_is_never_read_as_a_whole() -> None:
     size, reads = 5 * BLOCK + 3, []
 
     def read(start: int, length: int) -> bytes:
@@ -57,7 +57,7 @@ async def test_a_large_file_is_never_held_whole() -> None:
     assert len(reads) == 1
 
 
-async def test_a_file_that_shrank_cuts_the_answer() -> None:
+async def test_file_that_shrinks_ends_the_response_with_an_error() -> None:
     answer = send(request(), [ByteSource(10, lambda start, length: b"")], {}, "tag")
     with pytest.raises(OSError, match="ended after 0 of 10 bytes"):
         await content(answer)

@@ -33,7 +33,7 @@ def found(server: Running, **query: Any) -> list[str]:
     return [one["tinker_path"] for one in answer.json()["checkpoints"]]
 
 
-def test_each_filter_alone_and_together(server: Running, journal: Journal) -> None:
+def test_search_filters_work_alone_and_combined(server: Running, journal: Journal) -> None:
     plain = put(journal, 1)
     sampler = put(journal, 2, kind=CheckpointKind.SAMPLER_WEIGHTS, base_model="other")
     tagged = put(journal, 3, user_metadata={"a": "b", "c": "d"}, label="mine")
@@ -55,7 +55,7 @@ def test_each_filter_alone_and_together(server: Running, journal: Journal) -> No
 
 
 @pytest.mark.parametrize("metadata", [{}, {"a": "b"}])
-def test_pages_hold_everything_once(server: Running, journal: Journal, metadata: dict[str, str]) -> None:
+def test_pages_contain_each_checkpoint_once(server: Running, journal: Journal, metadata: dict[str, str]) -> None:
     """Also of checkpoints that were saved at the same time."""
     paths = [put(journal, n, created_at=BEGIN, user_metadata={"a": "b"}) for n in range(5)]
     seen, query = [], {"limit": 2, "user_metadata": metadata}
@@ -71,5 +71,5 @@ def test_pages_hold_everything_once(server: Running, journal: Journal, metadata:
 @pytest.mark.parametrize(
     "query", [{"limit": 0}, {"limit": 201}, {"checkpoint_type": "x"}, {"cursor": {"last_created_at": "2026-01-01"}}]
 )
-def test_what_is_refused(server: Running, query: dict[str, Any]) -> None:
+def test_invalid_search_queries_are_refused(server: Running, query: dict[str, Any]) -> None:
     assert server.post("checkpoints/search", query).status_code == 400

@@ -73,7 +73,7 @@ def events(server: Any, owner: str) -> list[str]:
     return [entry.event for entry in server.journal.audit.entries(owner, resource="checkpoint")]
 
 
-def test_published_checkpoints_are_for_everybody_to_read_and_for_their_owner_to_change(people: Any) -> None:
+def test_published_checkpoints_are_readable_by_all_and_changed_by_their_owner(people: Any) -> None:
     ann, bob = people("ann"), people("bob")
     model = ann.train()
     path = model.save_state("ck").result().path
@@ -99,7 +99,7 @@ def test_published_checkpoints_are_for_everybody_to_read_and_for_their_owner_to_
     assert log.count("checkpoint_published") == 4 and log.count("checkpoint_unpublished") == 2
 
 
-def test_no_route_tells_a_stranger_more_than_that_nothing_is_there(people: Any) -> None:
+def test_private_checkpoints_look_missing_to_other_projects(people: Any) -> None:
     ann, bob = people("ann"), people("bob")
     model = ann.train()
     export = model.save_weights_external("x").result().path
@@ -159,7 +159,7 @@ def test_overwriting_replaces_bytes_metadata_ttl_and_publication(people: Any) ->
     assert (found.user_metadata, found.expires_at, found.public) == ({}, None, False)
 
 
-def test_copies_of_ones_own_of_public_and_of_shared_checkpoints(people: Any) -> None:
+def test_own_public_and_shared_checkpoints_can_be_copied(people: Any) -> None:
     ann, bob = people("ann"), people("bob")
     model = ann.train()
     path = model.save_weights_for_sampler("s").result().path
@@ -190,7 +190,7 @@ def test_copies_of_ones_own_of_public_and_of_shared_checkpoints(people: Any) -> 
     assert f"holds a copy of {path}" in bob.server.result(request_id, bob.secret).json()["error"]
 
 
-def test_a_token_loads_into_a_new_model_and_is_stored_nowhere(people: Any, tmp_path: Any) -> None:
+def test_access_token_loads_into_a_new_model_and_is_never_stored(people: Any, tmp_path: Any) -> None:
     ann, bob = people("ann"), people("bob")
     path = ann.train().save_state("ck").result().path
     share, token = ann.server.journal.shares.create(path, "team-a")
@@ -203,7 +203,7 @@ def test_a_token_loads_into_a_new_model_and_is_stored_nowhere(people: Any, tmp_p
         bob.service.create_training_client_from_state(path, weights_access_token=token).result()
 
 
-def test_a_repeated_copy_is_one_copy_and_strangers_projects_stay_shut(people: Any) -> None:
+def test_repeated_copy_is_idempotent_and_other_projects_are_refused(people: Any) -> None:
     ann, bob, root = people("ann"), people("bob"), people("root")
     path = ann.train().save_state("ck").result().path
     ann.rest.publish_checkpoint_from_tinker_path(path).result()
@@ -230,7 +230,7 @@ def test_a_repeated_copy_is_one_copy_and_strangers_projects_stay_shut(people: An
     assert traversal.status_code == 400
 
 
-def test_exports_are_downloaded_by_links_whole_and_in_part(people: Any) -> None:
+def test_exports_are_downloaded_by_link_whole_and_in_ranges(people: Any) -> None:
     ann = people("ann")
     model = ann.train()
     path = model.save_weights_external("out", ttl_seconds=3600).result().path
@@ -326,7 +326,7 @@ def test_the_older_archive_route_redirects_to_a_tar(people: Any) -> None:
     assert "checkpoint_read" in events(ann.server, "team-a")
 
 
-def test_a_copy_counts_against_the_stored_bytes_of_where_it_goes(start: Any, engine: Any) -> None:
+def test_copy_counts_against_the_storage_of_its_destination(start: Any, engine: Any) -> None:
     server = start(max_stored_bytes=1)
     model = server.model()
     saved = server.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}).json()["request_id"]

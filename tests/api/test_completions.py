@@ -38,9 +38,7 @@ def events(server: Running, **body: Any) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-def test_the_embedded_model_may_be_called_by_its_short_name(
-    server: Running, lettered: ModelCard, journal: Journal
-) -> None:
+def test_embedded_model_is_found_under_its_short_name(server: Running, lettered: ModelCard, journal: Journal) -> None:
     folder = "/data/models/tinkerflow/tiny-qwen3"
     journal.base_models.register([(BASE, lettered.to_json()), (folder, replace(lettered, name=folder).to_json())])
     listed = server.http.get(f"{server.url}/v1/models", headers={"x-api-key": KEY}).json()["data"]
@@ -95,7 +93,7 @@ def test_a_completion_has_ids_tokens_and_logprobs(server: Running, engine: Engin
     assert all(name.startswith("token_id:") for name in named["logprobs"]["tokens"])
 
 
-def test_a_stream_says_the_same_as_the_whole(server: Running, engine: Engine) -> None:
+def test_streamed_completion_equals_the_whole_one(server: Running, engine: Engine) -> None:
     body = {"n": 2, "seed": 7, "logprobs": 0, "return_token_ids": True}
     whole = complete(server, **body)
     parts = events(server, **body, stream_options={"include_usage": True})
@@ -158,19 +156,21 @@ def test_an_echo_has_the_prompt_and_its_logprobs(server: Running, engine: Engine
         ({"logprobs": 21}, "logprobs"),
     ],
 )
-def test_wrong_content_names_its_field(body: dict[str, Any], param: str, server: Running, engine: Engine) -> None:
+def test_invalid_content_is_refused_with_its_field(
+    body: dict[str, Any], param: str, server: Running, engine: Engine
+) -> None:
     answer = post(server, "completions", {"model": BASE, "prompt": "a", **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
     assert "sampling_params" not in error["message"] and "chunks" not in error["message"]
 
 
-def test_a_temperature_may_be_an_integer_of_any_size(server: Running, engine: Engine) -> None:
+def test_temperature_may_be_any_integer(server: Running, engine: Engine) -> None:
     answer = post(server, "completions", {"model": BASE, "prompt": "a", "max_tokens": 1, "temperature": 2**64})
     assert answer.status_code == 200, answer.text
 
 
-def test_a_wrong_token_of_one_of_several_prompts_is_named_as_the_client_has_it(server: Running, engine: Engine) -> None:
+def test_invalid_token_is_named_by_its_place_among_several_prompts(server: Running, engine: Engine) -> None:
     for prompt, name in (([2, 99], "prompt[1]"), ([[2], [2, 99]], "prompt[1][1]")):
         answer = post(server, "completions", {"model": BASE, "prompt": prompt})
         assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{name} is 99: must be")
@@ -189,7 +189,7 @@ def test_an_answers_id_is_in_its_headers(server: Running, engine: Engine) -> Non
         ("completions", {"prompt": ["a", "a" * 1025]}, "prompt[1]"),
     ],
 )
-def test_a_text_that_no_context_holds_is_not_tokenised(
+def test_text_longer_than_any_context_is_not_tokenised(
     path: str, given: dict[str, Any], field: str, server: Running, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -216,7 +216,7 @@ def test_many_long_prompts_are_bounded_together(
     assert "in all its texts" not in refused.text  # each is too long for the context
 
 
-def test_errors_have_openais_form(server: Running, journal: Any, start: Any, engine: Engine) -> None:
+def test_errors_have_the_openai_format(server: Running, journal: Any, start: Any, engine: Engine) -> None:
     missing = post(server, "completions", {"model": "nobody", "prompt": "a"})
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
     assert "embeddings" in post(server, "embeddings", {}).json()["error"]["message"]
@@ -231,7 +231,7 @@ def test_errors_have_openais_form(server: Running, journal: Any, start: Any, eng
     assert (failed.status_code, failed.json()["error"]["message"]) == (503, "gone")
 
 
-def test_a_project_over_its_limit_is_told_to_wait(start: Any, engine: Engine) -> None:
+def test_project_over_its_limit_gets_429_with_retry_after(start: Any, engine: Engine) -> None:
     engine.paused = True
     server = start(max_sampling_requests=2)
     answer = post(server, "completions", {"model": BASE, "prompt": ["a", "b", "c"]})

@@ -75,16 +75,16 @@ def end_of(connection: socket.socket) -> bytes:
     ],
     ids=["nothing", "half a line", "half the headers", "half a body", "a chunk", "long headers", "no HTTP"],
 )
-def test_an_unfinished_request_ends_in_time(connect: Connect, sent: str, answer: bytes) -> None:
+def test_unfinished_request_times_out(connect: Connect, sent: str, answer: bytes) -> None:
     assert answer in end_of(connect(sent)).split(b"\r\n")[0]
 
 
-def test_an_answered_request_whose_body_goes_on_ends_too(connect: Connect) -> None:
+def test_answered_request_ends_although_its_body_goes_on(connect: Connect) -> None:
     refused = HEAD.replace(KEY, "wrong") + "Content-Length: 100\r\n\r\nhalf"
     assert end_of(connect(refused)).count(b"HTTP/1.1") == 1
 
 
-def test_a_stranger_is_not_idle_for_long_and_a_client_with_a_key_may(connect: Connect) -> None:
+def test_idle_connections_without_a_key_are_closed_sooner(connect: Connect) -> None:
     stranger, client = connect("GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"), connect()
     ask = f"GET /api/v1/sessions HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\n\r\n".encode()
     client.sendall(ask)
@@ -94,7 +94,7 @@ def test_a_stranger_is_not_idle_for_long_and_a_client_with_a_key_may(connect: Co
     assert b"200 OK" in answer_of(client), "its connection outlived the stranger's"
 
 
-def test_the_oldest_connections_of_an_address_without_a_key_give_way(
+def test_oldest_connections_without_a_key_are_closed_first(
     connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 60)
@@ -107,9 +107,7 @@ def test_the_oldest_connections_of_an_address_without_a_key_give_way(
     assert server.session()
 
 
-def test_connections_whose_key_is_being_checked_do_not_give_way(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_with_a_key_check_in_progress_are_kept(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 60)
     begun, checked, identity = threading.Semaphore(0), threading.Event(), Authenticator.identity
 
@@ -148,7 +146,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(
     assert time.monotonic() < deadline and serving.session()
 
 
-def test_bounds_hold_for_the_network_of_an_ipv6_address() -> None:
+def test_connection_bounds_cover_the_network_of_an_ipv6_address() -> None:
     assert address_group("2001:db8::1") == address_group("2001:db8::ffff:1") == "2001:db8::/64"
     assert address_group("::ffff:10.1.2.3") == address_group("10.1.2.3") == "10.1.2.3"
     assert address_group("testclient") == "testclient"

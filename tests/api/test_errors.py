@@ -19,5 +19,5 @@ from tinkerflow.api.errors import openai_error
         ("a.b" * 1_000_000 + "!", None),
     ],
 )
-def test_the_field_is_the_one_that_the_message_begins_with(message: str, field: str | None) -> None:
+def test_openai_error_param_is_the_field_at_the_start_of_the_message(message: str, field: str | None) -> None:
     assert openai_error(400, message)["error"]["param"] == field

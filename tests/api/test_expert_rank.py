@@ -34,7 +34,9 @@ def test_a_new_model(
 
 
 @pytest.mark.parametrize("own", [None, 2])
-def test_a_model_from_a_checkpoint_has_the_checkpoints(server: Any, journal: Journal, own: int | None) -> None:
+def test_model_from_a_checkpoint_has_the_expert_rank_of_the_checkpoint(
+    server: Any, journal: Journal, own: int | None
+) -> None:
     model = server.model()
     owner = journal.models.get(model, None).owner
     path = f"tinker://{model}/weights/x"

@@ -67,14 +67,14 @@ def test_feedback_is_kept_with_its_sample(server: Running, journal: Any) -> None
         ({"id": "ID", "text": "a" * (2**20 + 1)}, 400, "text"),
     ],
 )
-def test_wrong_feedback_is_refused(said: dict[str, Any], status: int, words: str, server: Running) -> None:
+def test_invalid_feedback_is_refused(said: dict[str, Any], status: int, words: str, server: Running) -> None:
     request = answered(server, "a")["id"]
     said = {name: str(value).replace("ID", request) if name == "id" else value for name, value in said.items()}
     refused = ask(server, "POST", "feedback", said)
     assert (refused.status_code, words in refused.json()["error"]["message"]) == (status, True), refused.text
 
 
-def test_a_sample_of_the_sdk_can_be_rated_and_one_without_an_answer_cannot(server: Running, engine: Engine) -> None:
+def test_answered_sdk_sample_can_be_rated_and_an_unanswered_one_cannot(server: Running, engine: Engine) -> None:
     opened = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": BASE}
     sampler = server.post("create_sampling_session", opened).json()["sampling_session_id"]
     body = {
@@ -108,7 +108,7 @@ def test_a_sample_of_the_sdk_with_an_image_can_be_rated(server: Running, engine:
     assert ask(server, "GET", "feedback").json()["data"][0]["prompt"] == "bc"
 
 
-def test_an_answer_with_a_nul_character_can_be_kept(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_with_a_nul_character_can_be_rated(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = answered(server, "b")
     monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: "a\0b")
     rate(server, answer["id"], label="good")
@@ -149,7 +149,7 @@ def test_rated_answers_are_rows_for_every_pipeline(server: Running, monkeypatch:
     assert read.good[0][1].chosen[0]["content"] == said["good"]
 
 
-def test_a_project_rates_as_many_answers_a_day_as_it_may(start: Any, engine: Any) -> None:
+def test_project_has_a_daily_limit_of_ratings(start: Any, engine: Any) -> None:
     server = start(max_feedback_per_day=1)
     answer = answered(server, "bcd")
     rate(server, answer["id"], label="good")

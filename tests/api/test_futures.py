@@ -65,7 +65,7 @@ def test_a_hundred_samples_come_through_one_poller(client: Any, server: Running)
     assert 1 <= seen.count("retrieve_futures") < 101
 
 
-def test_acknowledged_results_give_their_bytes_back(client: Any, server: Running) -> None:
+def test_acknowledged_results_release_their_bytes(client: Any, server: Running) -> None:
     sampling = client.create_sampling_client(base_model=BASE).result()
     for _ in range(FIRST_SHOWN + 3):
         sampling.sample(PROMPT, 1, PARAMS).result()
@@ -81,7 +81,7 @@ def test_acknowledged_results_give_their_bytes_back(client: Any, server: Running
     assert "acknowledged" in server.result(found[-1]["request_id"]).json()["error"]
 
 
-def test_a_copy_of_a_client_joins_and_samples_beside_it(client: Any, server: Running, journal: Any) -> None:
+def test_copies_of_a_sampling_client_share_its_session(client: Any, server: Running, journal: Any) -> None:
     sampling = client.create_sampling_client(base_model=BASE).result()
     seen = calls_of(server)
     handle = sampling.get_sampler_handle()
@@ -95,7 +95,7 @@ def test_a_copy_of_a_client_joins_and_samples_beside_it(client: Any, server: Run
         copy.holder.close()
 
 
-def test_a_sample_given_up_is_cancelled_on_the_server(client: Any, server: Running, engine: Any, journal: Any) -> None:
+def test_abandoned_sample_is_cancelled_on_the_server(client: Any, server: Running, engine: Any, journal: Any) -> None:
     sampling = client.create_sampling_client(base_model=BASE).result()
     engine.paused = True
     given_up, kept = sampling.sample(PROMPT, 1, PARAMS), sampling.sample(PROMPT, 1, PARAMS)
@@ -133,7 +133,7 @@ def test_a_large_result_is_announced_by_its_size_and_then_downloaded(start: Any,
 
 
 # ------------------------------------------------------------------ the protocol
-def test_a_size_is_told_only_where_it_is_wanted(start: Any, engine: Any) -> None:
+def test_result_size_is_announced_only_to_clients_that_want_it(start: Any, engine: Any) -> None:
     server = start(metadata_only_over=10)
     request = sample(server, sampler(server), 0)
     told = server.result(request).json()
@@ -143,7 +143,7 @@ def test_a_size_is_told_only_where_it_is_wanted(start: Any, engine: Any) -> None
     assert whole.headers["content-type"] == "application/x-protobuf"
 
 
-def test_a_poll_is_held_until_there_is_an_answer_and_no_longer(start: Any, engine: Any) -> None:
+def test_poll_is_held_until_an_answer_arrives(start: Any, engine: Any) -> None:
     server = start(poll_hold=15.0)
     engine.paused = True
     name = sampler(server)
@@ -162,7 +162,7 @@ def test_a_poll_is_held_until_there_is_an_answer_and_no_longer(start: Any, engin
     assert poll(server, name, 0, clone=1, timeout=0).json()["completions"] == []
 
 
-def test_cursors_mean_the_same_to_every_replica(start: Any, engine: Any) -> None:
+def test_cursors_are_valid_on_every_replica(start: Any, engine: Any) -> None:
     first, second = start(), start()
     name = sampler(first)
     cursor, seen = 0, []
@@ -185,7 +185,7 @@ def test_cursors_mean_the_same_to_every_replica(start: Any, engine: Any) -> None
         ({}, 400),
     ],
 )
-def test_a_wrong_poll_is_told_why(server: Running, body: Any, status: int) -> None:
+def test_invalid_poll_has_an_error_with_its_reason(server: Running, body: Any, status: int) -> None:
     answer = server.post("retrieve_futures", body)
     assert answer.status_code == status
     assert any(
@@ -193,7 +193,7 @@ def test_a_wrong_poll_is_told_why(server: Running, body: Any, status: int) -> No
     )
 
 
-def test_training_cannot_be_given_up(server: Running, engine: Any) -> None:
+def test_training_request_cannot_be_cancelled(server: Running, engine: Any) -> None:
     engine.paused = True
     model = server.model()
     request = server.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}}).json()["request_id"]
@@ -206,7 +206,7 @@ def test_training_cannot_be_given_up(server: Running, engine: Any) -> None:
     assert (Kind.OPTIM_STEP, 1) in engine.executed
 
 
-def test_a_poll_is_few_queries(start: Any, engine: Any) -> None:
+def test_poll_takes_few_queries(start: Any, engine: Any) -> None:
     """A held poll makes no queries. Looking takes one, and an answer takes two, because its first read is stored."""
     server = start(recheck_seconds=600.0)  # a recheck asks for all samplers that are followed
     name = sampler(server)

@@ -61,7 +61,7 @@ def promote(settings: Settings, name: str, number: int, weights: str) -> None:
     work.create(champion_key(name, number), json.dumps({"weights": weights}).encode())
 
 
-def test_a_name_is_a_base_model_a_path_a_run_or_a_champion(
+def test_model_name_may_be_a_base_model_path_run_or_champion(
     journal: Journal, lettered: ModelCard, settings_for: Callable[..., Settings]
 ) -> None:
     settings = settings_for()
@@ -94,7 +94,7 @@ def test_a_name_is_a_base_model_a_path_a_run_or_a_champion(
     asyncio.run(scene())
 
 
-def test_a_generation_is_a_sample_of_the_keys_own_session(
+def test_generation_is_a_sample_in_the_session_of_the_key(
     journal: Journal, engine: Engine, lettered: ModelCard, settings_for: Callable[..., Settings]
 ) -> None:
     clock = ManualClock(datetime.now(UTC))
@@ -128,7 +128,7 @@ def test_a_generation_is_a_sample_of_the_keys_own_session(
     asyncio.run(scene())
 
 
-def test_a_stream_of_a_request_that_has_failed_already_does_not_begin(
+def test_stream_of_a_failed_request_does_not_begin(
     journal: Journal, engine: Engine, lettered: ModelCard, settings_for: Callable[..., Settings]
 ) -> None:
     engine.next_outcome = lambda request: request.failed(ServerError("the devices are gone"))
@@ -157,7 +157,7 @@ def test_a_stream_of_a_request_that_has_failed_already_does_not_begin(
         ({}, [99], r"prompt.chunks\[0\].tokens\[0\] is 99"),
     ],
 )
-def test_wrong_content_is_refused_before_it_is_stored(
+def test_invalid_content_is_refused_before_it_is_stored(
     params: dict[str, Any],
     tokens: list[int],
     message: str,
@@ -175,7 +175,7 @@ def test_wrong_content_is_refused_before_it_is_stored(
     asyncio.run(scene())
 
 
-def test_who_goes_away_gives_the_request_up(
+def test_client_disconnect_cancels_the_request(
     journal: Journal, lettered: ModelCard, settings_for: Callable[..., Settings]
 ) -> None:
     """Without an engine, the request has no answer."""

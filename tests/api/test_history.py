@@ -77,7 +77,7 @@ def test_pages_have_every_request_with_its_digests(server: Any, monkeypatch: pyt
     assert rows[3]["payload"] is None
 
 
-def test_a_receipt_is_signed_and_damage_is_an_error_that_is_not_repeated(
+def test_receipt_is_signed_and_damage_is_a_final_error(
     server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(journal_history, "_DUE_REQUESTS", 1)
@@ -102,7 +102,7 @@ def test_a_receipt_is_signed_and_damage_is_an_error_that_is_not_repeated(
     assert answer.status_code == 500 and "is damaged in the request after number" in answer.json()["detail"]
 
 
-def test_the_rows_of_a_step_are_kept_and_wrong_ones_are_refused(server: Any) -> None:
+def test_step_rows_are_kept_and_invalid_ones_are_refused(server: Any) -> None:
     run, plain = make(server, history="true"), make(server)
     row = {"number": 3, "tokens": 7, "loss": 2.5, "grad_norm": None, "worst": [[1, 65, -9.5]], "repeated": [4]}
     row |= {"surprise": 2.5, "weight": 80.0, "share": 0.9, "reason": "weight", "score": 9.0}

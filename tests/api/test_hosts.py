@@ -27,7 +27,7 @@ def get(server: Running, path: str, host: str, **headers: str) -> Any:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_server_without_keys_answers_under_names_of_its_machine_alone(server: Running, path: str) -> None:
+def test_server_without_keys_answers_only_to_host_names_of_its_machine(server: Running, path: str) -> None:
     for host in FOREIGN:
         answer = get(server, path, host)
         assert answer.status_code in (400, 403), (host, answer.status_code)
@@ -53,14 +53,14 @@ def test_allowed_hosts_and_public_url_name_further_hosts(start: Any, journal: Jo
     assert get(start(allowed_hosts=("*",)), "/api/v1/healthz", "any.example").status_code == 200
 
 
-def test_a_server_with_keys_answers_under_all_names(start: Any, journal: Journal) -> None:
+def test_server_with_keys_answers_to_all_host_names(start: Any, journal: Journal) -> None:
     _, key = journal.keys.create("someone", "ann")
     server = start()
     assert get(server, "/v1/models", "gpu-box:8000", X_API_Key=key).status_code == 200
     assert get(server, "/v1/models", "gpu-box:8000").status_code == 401
 
 
-def test_redirects_and_links_hold_no_header_of_a_stranger(start: Any, journal: Journal) -> None:
+def test_redirects_and_links_ignore_forwarded_headers(start: Any, journal: Journal) -> None:
     _, key = journal.keys.create("someone", "ann")
     server = start()
     evil = {"X_API_Key": key, "X_Forwarded_Host": "evil.example", "Forwarded": "host=evil.example"}
@@ -80,9 +80,7 @@ def test_redirects_and_links_hold_no_header_of_a_stranger(start: Any, journal: J
 @pytest.mark.parametrize(
     "headers", [{"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}]
 )
-def test_web_pages_of_other_sites_change_nothing_on_a_server_without_keys(
-    server: Running, headers: dict[str, str]
-) -> None:
+def test_cross_site_pages_change_nothing_on_a_server_without_keys(server: Running, headers: dict[str, str]) -> None:
     sent = {"X-API-Key": KEY, **headers}
     for path in ("/api/v1/create_session", "/v1/chat/completions", "/sign-out", "/sign-in", "/keys"):
         answer = server.http.post(f"{server.url}{path}", content=b"{}", headers=sent)

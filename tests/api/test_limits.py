@@ -38,7 +38,7 @@ def test_samples_over_the_limit_wait_in_the_client(start: Any, engine: Any) -> N
     assert seen.count("asample") > 4
 
 
-def test_what_is_told_of_a_full_queue(start: Any, engine: Any) -> None:
+def test_full_queue_answers_429_with_retry_after_and_the_limit(start: Any, engine: Any) -> None:
     server = start(max_sampling_requests=1)
     engine.paused = True
     name = sampler(server)
@@ -52,7 +52,7 @@ def test_what_is_told_of_a_full_queue(start: Any, engine: Any) -> None:
     )
 
 
-def test_training_over_the_limits_fails_its_future_and_the_next_works(start: Any, engine: Any) -> None:
+def test_training_over_the_limits_fails_only_its_future(start: Any, engine: Any) -> None:
     server = start(max_queued_tokens=4, max_live_models=1, max_stored_bytes=1)
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([2, 3, 4]),
@@ -73,7 +73,7 @@ def test_training_over_the_limits_fails_its_future_and_the_next_works(start: Any
         training.optim_step(types.AdamParams()).result()
 
 
-def test_a_project_can_have_limits_of_its_own(start: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_limits_override_the_settings(start: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "REMEMBERED_SECONDS", 0.0)
     server = start(max_live_models=2)
     keys = {project: server.journal.keys.create("key", project)[1] for project in ("small", "others")}
@@ -134,7 +134,7 @@ class FailingOnce:
         return {}
 
 
-async def test_each_attempt_of_a_pipeline_may_have_the_only_model(start: Any, engine: Any, tmp_path: Any) -> None:
+async def test_each_pipeline_attempt_can_use_the_only_model_slot(start: Any, engine: Any, tmp_path: Any) -> None:
     server = start(max_live_models=1)
     values = {"data": {"url": "rows.jsonl"}, "training": {"steps": 4, "segment_steps": 2}, "samples": {"rows": 0}}
     parameters = SftParameters.model_validate(values)

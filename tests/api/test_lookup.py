@@ -53,7 +53,7 @@ class Person:
         return self.rest.search_sessions(types.SessionSearchRequest(**filters)).result()
 
 
-def test_lists_are_of_ones_project_and_an_admins_of_all(people: Any) -> None:
+def test_lists_cover_one_project_or_all_for_an_admin(people: Any) -> None:
     ann, ada, bob, root = map(people, ("ann", "ada", "bob", "root"))
     mine = [ann.session() for _ in range(3)]
     theirs = bob.session(display_name="secret", user_metadata={"k": "v"})
@@ -69,7 +69,7 @@ def test_lists_are_of_ones_project_and_an_admins_of_all(people: Any) -> None:
             person.rest.get_session(theirs, access_scope=scope).result()
 
 
-def test_a_session_names_what_it_made(client: tinker.ServiceClient, server: Any) -> None:
+def test_session_lists_its_runs_and_samplers(client: tinker.ServiceClient, server: Any) -> None:
     model = client.create_lora_training_client(BASE, rank=8).result()
     sampler = model.save_weights_and_get_sampling_client().result()
     session = model.model_id.split(":")[0]
@@ -79,7 +79,7 @@ def test_a_session_names_what_it_made(client: tinker.ServiceClient, server: Any)
     assert found.display_name is None
 
 
-def test_search_by_what_clients_said(people: Any) -> None:
+def test_search_filters_sessions_by_name_and_metadata(people: Any) -> None:
     ann = people("ann")
     nightly = ann.session(display_name="Nightly Größe run", user_metadata={"team": "x", 'q"': "1"})
     other = ann.session(display_name="nightly", user_metadata={"team": "x"})
@@ -129,7 +129,7 @@ def test_search_by_status(people: Any, journal: Any) -> None:
     assert ann.search(statuses=[{"type": "failed"}, {"type": "active"}]) == []
 
 
-def test_pages_join_without_gap_or_repetition(people: Any) -> None:
+def test_pages_have_no_gaps_or_repetitions(people: Any) -> None:
     ann = people("ann")
     made = [ann.session(user_metadata={"even": str(i % 2 == 0)}) for i in range(7)]
     for filters, expected in (({}, made[::-1]), ({"user_metadata": {"even": "True"}}, made[::-2])):
@@ -142,7 +142,7 @@ def test_pages_join_without_gap_or_repetition(people: Any) -> None:
         assert pages == (len(expected) + 1) // 2
 
 
-def test_a_summary_counts_what_is_stored(client: tinker.ServiceClient, server: Any) -> None:
+def test_session_summary_counts_checkpoints_and_stored_bytes(client: tinker.ServiceClient, server: Any) -> None:
     model = client.create_lora_training_client(BASE, rank=8).result()
     rest, session = tinker.RestClient(base_url=server.url), model.model_id.split(":")[0]
     for name in ("a", "b"):
@@ -193,7 +193,7 @@ def test_runs_by_scope_and_project(server: Any, engine: Any, people: Any) -> Non
             person.rest.get_training_run(mine, access_scope=scope).result()
 
 
-def test_the_audit_log_is_of_ones_project_day_and_resource(people: Any, server: Any, engine: Any) -> None:
+def test_audit_log_filters_by_project_day_and_resource(people: Any, server: Any, engine: Any) -> None:
     ann, ada, bob, root = map(people, ("ann", "ada", "bob", "root"))
     ann.rest.assign_session_project(ann.session(), "p1").result()
     service = tinker.ServiceClient(base_url=server.url, api_key=ann.secret)
@@ -241,7 +241,7 @@ def test_the_audit_log_is_of_ones_project_day_and_resource(people: Any, server: 
         {"display_name": ""},
     ],
 )
-def test_a_wrong_search_is_told_its_field(server: Any, body: dict[str, Any]) -> None:
+def test_invalid_search_is_refused_with_its_field(server: Any, body: dict[str, Any]) -> None:
     answer: httpx.Response = server.post("sessions/search", body)
     assert answer.status_code == 400
     assert next(iter(body)) in answer.json()["detail"]

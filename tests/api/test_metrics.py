@@ -13,7 +13,7 @@ from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 
-def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> None:
+def test_each_metric_is_a_family_with_one_line_per_base_model() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     group = {"generation": 3, "memory": {"weights": 5, "kv_cache": 7}}
     bases = [
@@ -52,7 +52,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     assert 'tinkerflow_device_memory_bytes{base_model="a/b",use="kv_cache"} 7.0' in lines
 
 
-def test_the_embedded_model_has_its_other_name_and_one_line_for_all_folders_that_it_had() -> None:
+def test_embedded_model_has_one_line_for_all_its_folders_under_its_alias() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     old, new = (f"/{data_dir}/models/tinkerflow/tiny-qwen3" for data_dir in ("old", "new"))
     bases = [BaseModelView(new, "", now, CompileStatus(9, 4, 1, 2, 3), {"generation": 3, "memory": {"weights": 5}})]
@@ -101,13 +101,13 @@ def test_a_failure_of_the_service_is_counted_when_its_client_reads_it(server: An
     assert failed() == {("create_model",): 1.0}
 
 
-def test_two_apps_of_a_process_count_apart(start: Any) -> None:
+def test_two_apps_in_one_process_count_separately(start: Any) -> None:
     one, other = start(), start()
     one.session()
     assert ("create_session", "200") not in counts(other, "tinkerflow_requests", "tinkerflow_requests_total")
 
 
-def test_the_page_says_how_much_waits(server: Any) -> None:
+def test_metrics_count_waiting_requests(server: Any) -> None:
     opened = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": "tiny/bigram"}
     sampler = server.post("create_sampling_session", opened).json()["sampling_session_id"]
     for seq in range(3):

@@ -29,7 +29,7 @@ def test_every_route_that_reads_a_body_describes_it(server: Any) -> None:
     assert search["properties"]["limit"]["maximum"] == 200
 
 
-def test_the_document_is_made_once() -> None:
+def test_openapi_document_is_created_once() -> None:
     app, made = FastAPI(openapi_url=None), list[dict[str, Any]]()
     document = app.openapi
     app.openapi = lambda: made.append(document()) or made[-1]  # type: ignore[func-returns-value, method-assign]

@@ -13,11 +13,11 @@ def test_the_reason_comes_back(reason: str) -> None:
     assert reason_of(refuse(reason)) == reason
 
 
-def test_long_reasons_are_cut() -> None:
+def test_long_reasons_are_truncated() -> None:
     assert reason_of(refuse("x" * 10_000)) == "x" * 500
 
 
 @given(st.text())
-def test_any_other_id_is_not_one(text: str) -> None:
+def test_only_refusal_ids_have_a_reason(text: str) -> None:
     assert reason_of(text) is None or text.startswith("refused-")
     reason_of("refused-" + text)

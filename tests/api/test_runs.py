@@ -72,7 +72,7 @@ def test_metrics_are_stored_once_and_shown_on_the_page_of_the_run(server: Any) -
         ({"steps": [{"step": n, "values": {f"n{k}": 1 for k in range(100)}} for n in range(101)]}, "10100 values"),
     ],
 )
-def test_wrong_metrics_are_refused(body: Any, words: str, server: Any) -> None:
+def test_invalid_metrics_are_refused(body: Any, words: str, server: Any) -> None:
     refused = server.post(f"training_runs/{server.model()}/metrics", body)
     assert (refused.status_code, words in refused.text) == (400, True), refused.text
 
@@ -95,7 +95,7 @@ def clients(url: str) -> ServerClients:
     return ServerClients(None, None, url, KEY)  # type: ignore[arg-type]
 
 
-async def test_a_pipeline_sends_its_values_and_those_of_the_run_that_it_continues(server: Any, journal: Any) -> None:
+async def test_pipeline_sends_its_values_and_those_of_the_run_it_continues(server: Any, journal: Any) -> None:
     def made(step: int) -> StepMetrics:
         return StepMetrics(step=step, values={"loss": 1.0, "reward": step / 4, "kl": float("nan")})
 
@@ -118,9 +118,7 @@ async def test_a_pipeline_sends_its_values_and_those_of_the_run_that_it_continue
     assert reward.points == ((1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0))
 
 
-async def test_values_that_the_server_did_not_take_are_sent_later(
-    server: Any, journal: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unsent_values_are_sent_later(server: Any, journal: Any, caplog: pytest.LogCaptureFixture) -> None:
     run, reported = server.model(), ReportedMetrics(clients(server.url))
     reported._http.base_url = "http://127.0.0.1:1"
     for step in (1, 2):

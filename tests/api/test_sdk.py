@@ -99,14 +99,14 @@ def test_policy_loss_reaches_the_engine_with_its_config(model: tinker.TrainingCl
     assert seen[0].config == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2}
 
 
-def test_many_chunks_come_last_first_and_are_executed_in_order(model: tinker.TrainingClient, engine: Any) -> None:
+def test_chunks_sent_in_reverse_order_are_executed_in_order(model: tinker.TrainingClient, engine: Any) -> None:
     output = model.forward_backward([datum([i % 16]) for i in range(2500)], "cross_entropy").result()
     assert len(output.loss_fn_outputs) == 2500
     assert output.metrics["loss:sum"] == pytest.approx(2500 * np.log(16), rel=1e-5)
     assert [seq for _, seq in engine.executed] == [0, 1, 2, 3]
 
 
-def test_a_wrong_chunk_fails_its_call_and_the_next_call_works(model: tinker.TrainingClient) -> None:
+def test_invalid_chunk_fails_only_its_call(model: tinker.TrainingClient) -> None:
     data = [datum([i % 16]) for i in range(2500)]
     data[1500] = datum([3], target_tokens=None)
     start = time.monotonic()
@@ -131,7 +131,9 @@ def test_a_wrong_chunk_fails_its_call_and_the_next_call_works(model: tinker.Trai
         (datum(list(range(16)) * 5), "cross_entropy", "has 80 tokens: must be 1 to 64"),
     ],
 )
-def test_wrong_data_is_named_at_once(model: tinker.TrainingClient, wrong: types.Datum, loss: Any, text: str) -> None:
+def test_invalid_data_is_named_immediately(
+    model: tinker.TrainingClient, wrong: types.Datum, loss: Any, text: str
+) -> None:
     start = time.monotonic()
     with pytest.raises(tinker.RequestFailedError) as caught:
         model.forward_backward([wrong], loss).result()
@@ -157,7 +159,7 @@ def test_an_image_is_trained_on_where_the_model_sees(model: tinker.TrainingClien
         model.forward_backward([seen(5)], "cross_entropy").result()
 
 
-def test_an_image_is_refused_by_name(model: tinker.TrainingClient) -> None:
+def test_image_is_refused_for_a_model_without_images(model: tinker.TrainingClient) -> None:
     chunks = [types.ImageChunk(data=b"x", format="png", expected_tokens=4)]
     with pytest.raises(tinker.RequestFailedError, match="the model takes no images"):
         model.forward(
@@ -172,7 +174,7 @@ def test_an_image_is_refused_by_name(model: tinker.TrainingClient) -> None:
         (types.AdamParams(beta1=1.5), "adam_params.beta1 is 1.5: must be a finite number >= 0 and < 1"),
     ],
 )
-def test_wrong_optimizer_values_are_named_and_change_nothing(
+def test_invalid_optimizer_values_are_named_and_change_nothing(
     model: tinker.TrainingClient, params: Any, text: str
 ) -> None:
     model.forward_backward([datum()], "cross_entropy").result()
@@ -182,9 +184,7 @@ def test_wrong_optimizer_values_are_named_and_change_nothing(
     assert loss_of(model) == pytest.approx(4 * np.log(16))
 
 
-def test_a_gradient_norm_that_is_not_finite_is_left_out_of_the_metrics(
-    model: tinker.TrainingClient, engine: Any
-) -> None:
+def test_non_finite_gradient_norm_is_left_out_of_the_metrics(model: tinker.TrainingClient, engine: Any) -> None:
     from tinkerflow.backend.spec.commands import OptimResult
     from tinkerflow.backend.wire import encode_optim_step
 
@@ -192,7 +192,7 @@ def test_a_gradient_norm_that_is_not_finite_is_left_out_of_the_metrics(
     assert model.optim_step(types.AdamParams()).result().metrics == {"optimizer_step": 1.0}
 
 
-def test_an_unknown_base_model_is_named_at_once(client: tinker.ServiceClient, engine: Any) -> None:
+def test_unknown_base_model_is_named_immediately(client: tinker.ServiceClient, engine: Any) -> None:
     start = time.monotonic()
     with pytest.raises(tinker.RequestFailedError, match="base_model is 'no/such': must be one that is served here"):
         client.create_lora_training_client("no/such").result()
@@ -201,7 +201,7 @@ def test_an_unknown_base_model_is_named_at_once(client: tinker.ServiceClient, en
     assert time.monotonic() - start < 30
 
 
-def test_a_custom_loss_gives_the_gradient_of_the_same_builtin_loss(
+def test_custom_loss_gives_the_gradient_of_the_equal_builtin_loss(
     client: tinker.ServiceClient, model: tinker.TrainingClient
 ) -> None:
     def negative_sum(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -236,7 +236,7 @@ def test_saving_for_the_sampler_and_sampling(model: tinker.TrainingClient, engin
     assert sum(x or 0.0 for x in before) > 3 * np.log(1 / 16)
 
 
-def test_a_seedless_sample_differs_from_the_next(client: tinker.ServiceClient, engine: Any) -> None:
+def test_samples_without_a_seed_differ(client: tinker.ServiceClient, engine: Any) -> None:
     sampler = client.create_sampling_client(base_model=BASE).result()
     params = types.SamplingParams(max_tokens=20, stop=[])
     drawn = [sampler.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences[0].tokens for _ in range(2)]
@@ -244,7 +244,7 @@ def test_a_seedless_sample_differs_from_the_next(client: tinker.ServiceClient, e
     assert [len(tokens) for tokens in drawn] == [20, 20]  # an empty stop list stops at nothing, the EOS included
 
 
-def test_wrong_samples_fail_alone(client: tinker.ServiceClient, engine: Any) -> None:
+def test_invalid_samples_fail_alone(client: tinker.ServiceClient, engine: Any) -> None:
     sampler = client.create_sampling_client(base_model=BASE).result()
     prompt = types.ModelInput.from_ints([3])
     good = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3))
@@ -261,7 +261,7 @@ def test_wrong_samples_fail_alone(client: tinker.ServiceClient, engine: Any) -> 
     assert len(good.result().sequences) == 1
 
 
-def test_a_restored_sampling_client_counts_in_its_own_block(
+def test_restored_sampling_client_has_its_own_sequence_block(
     client: tinker.ServiceClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = client.create_sampling_client(base_model=BASE).result()
@@ -273,7 +273,7 @@ def test_a_restored_sampling_client_counts_in_its_own_block(
     clone.holder.close()
 
 
-def test_named_saves_resuming_and_looking_at_them(
+def test_named_saves_are_listed_and_resumed(
     client: tinker.ServiceClient, model: tinker.TrainingClient, server: Any
 ) -> None:
     steps(model, 3)
@@ -309,7 +309,7 @@ def test_named_saves_resuming_and_looking_at_them(
         client.create_training_client_from_state(saved).result()
 
 
-def test_a_name_that_exists_is_refused_at_once(model: tinker.TrainingClient) -> None:
+def test_existing_name_is_refused_immediately(model: tinker.TrainingClient) -> None:
     model.save_state("ck").result()
     start = time.monotonic()
     with pytest.raises(tinker.RequestFailedError, match="exists already"):
@@ -348,7 +348,7 @@ def test_a_slow_result_survives_several_polls(start: Any, engine: Any) -> None:
         assert passed.result(timeout=60).metrics["loss:sum"] == pytest.approx(4 * np.log(16))
 
 
-def test_close_ends_the_session(server: Any, engine: Any) -> None:
+def test_closing_the_client_ends_the_session(server: Any, engine: Any) -> None:
     with tinker.ServiceClient(base_url=server.url) as service:
         model_id = service.create_lora_training_client(BASE, rank=8).result().get_info().model_id
     session = server.journal.sessions.get(model_id.split(":")[0], None)

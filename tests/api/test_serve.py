@@ -45,7 +45,7 @@ def healthy(url: str) -> bool:
         return False
 
 
-def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
+def test_server_waits_for_the_database_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
     port = free_port()
     settings = settings_for(port=port, poll_hold=25.0)
     url = f"http://127.0.0.1:{port}"

@@ -119,7 +119,7 @@ def hear_all(readers: list[Reader], decoder: Decoder) -> None:
         assert reader.heard == TOKENS
 
 
-def test_tokens_come_before_the_result_and_none_twice_after_a_crash(server: Running, decoder: Decoder) -> None:
+def test_stream_sends_tokens_before_the_result_and_none_twice_after_a_crash(server: Running, decoder: Decoder) -> None:
     (reader,) = listening(server, 1)
     decoder.take(1)
     hear([reader], decoder, (8, 16))
@@ -147,9 +147,7 @@ def test_a_request_that_fails_after_its_beginning_ends_with_an_event(server: Run
     assert json.loads(reader.last.removeprefix("data: "))["error"]["message"] == "the weights have diverged"
 
 
-def test_a_session_lives_while_its_tokens_come_without_a_pause(
-    server: Running, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streaming_keeps_a_session_alive(server: Running, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     samplers, beaten = server.app.state.services.samplers, []
     monkeypatch.setattr(samplers, "beat", lambda session, beat=samplers.beat: beaten.append(session) or beat(session))
     (reader,) = listening(server, 1)
@@ -161,7 +159,7 @@ def test_a_session_lives_while_its_tokens_come_without_a_pause(
     hear_all([reader], decoder)
 
 
-def test_who_goes_away_is_cancelled(server: Running, decoder: Decoder) -> None:
+def test_disconnected_streams_are_cancelled(server: Running, decoder: Decoder) -> None:
     gone, stays = listening(server, 1), listening(server, 1)
     decoder.take(2)
     hear([*gone, *stays], decoder, (4,))
@@ -174,7 +172,7 @@ def test_who_goes_away_is_cancelled(server: Running, decoder: Decoder) -> None:
     hear_all(stays, decoder)
 
 
-def test_a_slow_reader_slows_nobody(server: Running, decoder: Decoder) -> None:
+def test_slow_reader_does_not_slow_other_streams(server: Running, decoder: Decoder) -> None:
     """One that does not read at all: a socket whose buffers are full."""
     body = json.dumps({"model": BASE, "prompt": "a", "max_tokens": 40, "stream": True}).encode()
     head = (

@@ -29,7 +29,7 @@ RENUMBERED = ("sampling_session_seq_id",)
         (SAVE % 5, RENUMBERED, "2bf3ed7ef124567dfad77d51e7993ec699c5080047a4f0ede7d4887db4163b63"),
     ],
 )
-def test_a_body_has_the_hash_it_always_had(body: bytes, without: tuple[str, ...], stored: str) -> None:
+def test_body_hash_is_stable(body: bytes, without: tuple[str, ...], stored: str) -> None:
     assert content_hash(parse(body), without) == stored
 
 

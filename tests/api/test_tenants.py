@@ -351,7 +351,7 @@ def everything(person: Person) -> list[str]:
     return [person.send("GET", path).text for path in asked] + polls
 
 
-def test_what_is_anothers_looks_like_nothing_on_every_route(server: Running, people: tuple[Person, Person]) -> None:
+def test_routes_treat_objects_of_another_project_as_missing(server: Running, people: tuple[Person, Person]) -> None:
     ann, bob = people
     matrix = cells(server)
     assert len(matrix) >= 60
@@ -381,7 +381,7 @@ def test_what_is_anothers_looks_like_nothing_on_every_route(server: Running, peo
             assert mine != theirs[n]
 
 
-def test_lists_hold_nothing_of_others(people: tuple[Person, Person]) -> None:
+def test_lists_contain_no_objects_of_other_projects(people: tuple[Person, Person]) -> None:
     ann, bob = people
     hour = "2020-01-01T00:00:00Z"
     paths = [
@@ -407,7 +407,7 @@ def test_lists_hold_nothing_of_others(people: tuple[Person, Person]) -> None:
     assert [one["owner"] for one in found.json()["sessions"]] == ["team-bob"]
 
 
-def test_signed_routes_are_shut_without_their_signature(server: Running, people: tuple[Person, Person]) -> None:
+def test_signed_routes_refuse_requests_without_a_signature(server: Running, people: tuple[Person, Person]) -> None:
     ann, bob = people
     shut = [(method, path) for method, path, by_link in routes_of(server.app) if by_link]
     assert len(shut) >= 5
@@ -420,7 +420,9 @@ def test_signed_routes_are_shut_without_their_signature(server: Running, people:
             assert bob.send(method, f"{where}?expires=99999999999&signature=x").status_code == 403
 
 
-def test_what_a_forward_backward_names_is_of_its_own_session(journal: Any, people: tuple[Person, Person]) -> None:
+def test_forward_backward_finds_custom_losses_of_its_own_session_only(
+    journal: Any, people: tuple[Person, Person]
+) -> None:
     ann, bob = people
     assert "placeholder" in journal.custom_losses.definition(ann.ids["loss"], ann.ids["session"])
     for it in (ann.ids["loss"], nobodys(ann.ids["loss"])):

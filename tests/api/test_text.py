@@ -31,7 +31,7 @@ def spoken(tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = (), step: in
 
 
 @given(text=st.text(max_size=40), step=st.integers(1, 5))
-def test_the_parts_are_the_whole_and_no_character_is_split(tokenizer: Tokenizer, text: str, step: int) -> None:
+def test_text_parts_add_up_to_the_whole_and_split_no_character(tokenizer: Tokenizer, text: str, step: int) -> None:
     parts, stopped = spoken(tokenizer, text, step=step)
     assert "".join(parts) == tokenizer.decode(tokenizer.encode(text))
     assert stopped is None
@@ -61,7 +61,7 @@ def test_text_ends_before_the_first_stop_string(
         assert (said, stopped) == (text, None)
 
 
-def test_bytes_that_are_no_text_do_not_hold_a_stream_back(tokenizer: Tokenizer) -> None:
+def test_invalid_utf_8_does_not_hold_back_a_stream(tokenizer: Tokenizer) -> None:
     (first, *_) = tokenizer.encode("🙂")  # the first byte of a character
     detokenizer = Detokenizer(tokenizer)
     parts = [detokenizer.feed([first]) for _ in range(64)]

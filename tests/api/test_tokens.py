@@ -28,7 +28,7 @@ SECRET = bytes(range(32))
 CLAIMS = Claims("key-1", "team", "laptop", NOW + TOKEN_LIFETIME)
 
 
-def test_a_token_says_what_was_signed_until_it_expires() -> None:
+def test_token_returns_its_signed_claims_until_it_expires() -> None:
     token = sign_token(CLAIMS, SECRET, NOW)
     assert token.startswith("eyJ")
     assert read_token(token, SECRET, NOW + timedelta(minutes=59, seconds=59)) == CLAIMS
@@ -39,7 +39,7 @@ def test_a_token_says_what_was_signed_until_it_expires() -> None:
 
 
 @given(st.data())
-def test_no_changed_token_is_taken(data: Any) -> None:
+def test_changed_tokens_are_refused(data: Any) -> None:
     token = sign_token(CLAIMS, SECRET, NOW)
     at = data.draw(st.integers(0, len(token) - 1))
     other = data.draw(st.sampled_from("ABCabc012_-.").filter(lambda c: c != token[at]))
@@ -48,13 +48,13 @@ def test_no_changed_token_is_taken(data: Any) -> None:
 
 
 @given(st.text(max_size=60))
-def test_whatever_is_shown_is_refused_by_name(text: str) -> None:
+def test_arbitrary_tokens_are_refused(text: str) -> None:
     with pytest.raises(BadTokenError):
         read_token("eyJ" + text, SECRET, NOW)
 
 
 @pytest.mark.filterwarnings("ignore::jwt.warnings.InsecureKeyLengthWarning")
-def test_no_other_algorithm_is_taken() -> None:
+def test_other_signature_algorithms_are_refused() -> None:
     said = jwt.decode(sign_token(CLAIMS, SECRET, NOW), SECRET, ["HS256"], options={"verify_exp": False})
     unsigned = jwt.encode(said, None, "none")
     header, body, _ = unsigned.split(".")
@@ -77,7 +77,7 @@ def exchanged(server: Running, key: str) -> str:
     return str(server.post("auth/token", {}, key).json()["jwt"])
 
 
-def test_a_token_opens_its_keys_project_until_it_expires(server: Running, journal: Any) -> None:
+def test_token_opens_the_project_of_its_key_until_it_expires(server: Running, journal: Any) -> None:
     _, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     token = exchanged(server, secret)
@@ -96,7 +96,7 @@ def test_a_token_opens_its_keys_project_until_it_expires(server: Running, journa
     assert server.get("sessions", secret).status_code == 200
 
 
-def test_a_revoked_keys_tokens_end_with_it(server: Running, journal: Any) -> None:
+def test_tokens_end_with_their_revoked_key(server: Running, journal: Any) -> None:
     key, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     token = exchanged(server, secret)
@@ -108,7 +108,7 @@ def test_a_revoked_keys_tokens_end_with_it(server: Running, journal: Any) -> Non
     assert "invalid_token" in refused.headers["WWW-Authenticate"]
 
 
-def test_a_key_may_give_itself_up(server: Running, journal: Any) -> None:
+def test_key_may_revoke_itself(server: Running, journal: Any) -> None:
     assert server.http.delete(f"{server.url}/api/v1/auth/apikey/me", headers={"X-API-Key": "tml-x"}).status_code == 400
     _, secret = journal.keys.create("laptop", "team")
     _, other = journal.keys.create("other", "team")
@@ -122,7 +122,7 @@ def test_a_key_may_give_itself_up(server: Running, journal: Any) -> None:
     assert [server.get("sessions", one).status_code for one in (secret, token, other)] == [401, 401, 200]
 
 
-def test_tokens_of_an_open_server_end_with_its_openness(server: Running, journal: Any) -> None:
+def test_tokens_of_an_open_server_end_when_a_key_is_created(server: Running, journal: Any) -> None:
     token = exchanged(server, "tml-any")
     assert server.get("sessions", token).status_code == 200
     journal.keys.create("first", "team")
@@ -130,9 +130,7 @@ def test_tokens_of_an_open_server_end_with_its_openness(server: Running, journal
     assert server.get("sessions", token).status_code == 401
 
 
-def test_the_sdk_exchanges_its_key_once_and_again_when_its_token_is_refused(
-    server: Running, engine: Any, journal: Any
-) -> None:
+def test_sdk_exchanges_its_key_again_after_a_refused_token(server: Running, engine: Any, journal: Any) -> None:
     _, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     seen = calls_of(server)
@@ -147,7 +145,7 @@ def test_the_sdk_exchanges_its_key_once_and_again_when_its_token_is_refused(
 
 
 @pytest.mark.parametrize(("name", "project"), [("local", "local"), ("laptop", "team")])
-def test_the_command_line_logs_in_and_knows_who_it_is(
+def test_cli_logs_in_and_shows_its_identity(
     server: Running, journal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, project: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

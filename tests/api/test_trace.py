@@ -42,7 +42,7 @@ def test_a_trace_shows_every_request_of_the_session(server: Any, engine: Any) ->
     assert (f"{session}:sample:0", "sample 0") in by_process
 
 
-def test_only_its_owner_gets_a_link(server: Any, journal: Any) -> None:
+def test_trace_link_is_given_only_to_the_owner_of_the_session(server: Any, journal: Any) -> None:
     ours, theirs = (journal.keys.create(name, name)[1] for name in ("a", "b"))
     server.clock.advance(1.0)
     session = server.session(ours)
@@ -58,7 +58,7 @@ def test_a_session_without_requests_has_an_empty_trace(server: Any, key: str) ->
     assert server.http.get(url).json()["traceEvents"] == []
 
 
-def test_waiting_and_executing_are_told_apart_and_overlaps_are_on_threads_of_their_own() -> None:
+def test_trace_separates_waiting_from_executing_and_overlaps_by_thread() -> None:
     def timed(seq: int, came: int, began: int | None, done: int | None) -> Timed:
         moments = [None if second is None else ZERO + timedelta(seconds=second) for second in (came, began, done)]
         return Timed(f"req-{seq}", Kind.OPTIM_STEP, "m", None, seq, "done", "tiny", ZERO, *moments[1:])

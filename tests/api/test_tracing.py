@@ -47,7 +47,7 @@ def test_a_request_is_stored_with_the_context_of_its_span(
     assert of(exporter, "GET none").parent is None, "a trace of its own"
 
 
-def test_without_an_exporter_nothing_is_noted(server: Running, lettered: Any, engine: Any) -> None:
+def test_spans_are_not_recorded_without_an_exporter(server: Running, lettered: Any, engine: Any) -> None:
     stored = []
     answer = engine._answer
     engine._answer = lambda request: stored.append(request) or answer(request)

@@ -76,7 +76,7 @@ def test_zstd_bodies(server: Any, engine: Any) -> None:
     assert server.result(sent.json()["request_id"]).headers["content-type"] == "application/x-protobuf"
 
 
-def test_03_later_chunks_wait_for_the_first_although_they_are_polled(server: Any, engine: Any) -> None:
+def test_03_polled_later_chunks_wait_for_the_first(server: Any, engine: Any) -> None:
     model = server.model()
     later = [post_chunk(server, chunk(model, seq)).json()["request_id"] for seq in (3, 2)]
     with ThreadPoolExecutor(2) as pool:
@@ -121,7 +121,7 @@ def test_07_a_poll_without_an_answer_is_held(start: Any, engine: Any) -> None:
     assert answer.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
 
 
-def test_07_and_22_a_held_poll_is_answered_at_once_and_polls_may_overlap_or_vanish(server: Any, engine: Any) -> None:
+def test_07_and_22_held_polls_are_answered_immediately_and_may_overlap_or_vanish(server: Any, engine: Any) -> None:
     model = server.model()
     engine.paused = True
     request_id = server.post("optim_step", {"model_id": model, "seq_id": 1, **ADAM}).json()["request_id"]
@@ -143,14 +143,14 @@ def test_07_and_22_a_held_poll_is_answered_at_once_and_polls_may_overlap_or_vani
     assert answers[0]["metrics"]["optimizer_step"] == 1.0
 
 
-def test_08_an_id_that_never_was_is_final(server: Any) -> None:
+def test_08_unknown_id_is_final(server: Any) -> None:
     answer = server.result("req-none")
     assert answer.status_code == 404
     assert "req-none" in answer.json()["detail"]
     assert server.result("refused-%%%").status_code == 404
 
 
-def test_09_errors_have_a_body_and_say_how_long_it_is(server: Any) -> None:
+def test_09_errors_have_a_body_and_a_content_length(server: Any) -> None:
     for answer in (
         server.post("optim_step", {"seq_id": 1}),
         server.post("optim_step", [1]),
@@ -164,7 +164,7 @@ def test_09_errors_have_a_body_and_say_how_long_it_is(server: Any) -> None:
     assert "sdk_version" in server.post("create_session", {"tags": []}).json()["detail"]
 
 
-def test_10_a_users_mistake_is_never_a_status_that_is_retried(server: Any, engine: Any) -> None:
+def test_10_user_error_never_has_a_retried_status(server: Any, engine: Any) -> None:
     model = server.model()
     first = server.post("optim_step", {"model_id": model, "seq_id": 1, **ADAM})
     other = server.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 9.0}})
@@ -218,7 +218,7 @@ def test_12_a_replayed_sample_without_a_seed_is_the_same_sample(server: Any, eng
     assert server.post("asample", {**body, "sampling_session_id": "none"}).status_code == 404
 
 
-def test_13_create_via_load_of_a_path_that_is_not_there(server: Any, engine: Any) -> None:
+def test_13_creation_from_a_missing_path_fails(server: Any, engine: Any) -> None:
     body = {"session_id": server.session(), "model_seq_id": 0, "path": "tinker://a/weights/b", "optimizer": True}
     submitted = server.post("load_weights", body)
     assert submitted.json()["model_id"] == f"{body['session_id']}:train:0"
@@ -236,7 +236,7 @@ def test_legacy_load_reaches_the_engine(server: Any, engine: Any) -> None:
     assert "checkpoint path 'x'" in failure(server, server.post("load_weights", {**body, "seq_id": 2, "path": "x"}))
 
 
-def test_20_a_session_that_is_over_says_so_and_its_requests_are_answered(server: Any, engine: Any) -> None:
+def test_20_finished_session_is_reported_and_its_requests_are_answered(server: Any, engine: Any) -> None:
     model = server.model()
     session = model.split(":")[0]
     assert server.post("session_heartbeat", {"session_id": session}).json() == {"type": "session_heartbeat"}
@@ -248,7 +248,7 @@ def test_20_a_session_that_is_over_says_so_and_its_requests_are_answered(server:
     assert "is finished" in failure(server, server.post("optim_step", {"model_id": model, "seq_id": 1, **ADAM}))
 
 
-def test_24_nulls_count_as_absent(server: Any, engine: Any) -> None:
+def test_24_nulls_count_as_omitted(server: Any, engine: Any) -> None:
     model = server.model()
     body = {"model_id": model, "seq_id": 1, "path": "a", "ttl_seconds": None, "user_metadata": None, "overwrite": None}
     saved = server.result(server.post("save_weights", body).json()["request_id"])

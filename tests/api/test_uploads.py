@@ -88,7 +88,7 @@ def test_an_upload_becomes_a_checkpoint_that_can_be_trained_on(
     assert late.status_code == 422 and "is finished as" in late.text
 
 
-def test_files_that_are_refused_can_be_replaced(server: Running) -> None:
+def test_refused_files_can_be_replaced(server: Running) -> None:
     upload = begun(server)
     body = {"upload_id": upload["upload_id"]}
     early = server.post(FINISH, body)
@@ -100,9 +100,7 @@ def test_files_that_are_refused_can_be_replaced(server: Running) -> None:
     assert server.post(FINISH, body).status_code == 200
 
 
-def test_files_that_replace_those_of_a_finish_that_was_cut_off_become_the_checkpoint(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_replaces_the_files_of_an_interrupted_finish(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     upload = begun(server)
     sent(upload)
     body = {"upload_id": upload["upload_id"]}
@@ -124,7 +122,7 @@ def test_files_that_replace_those_of_a_finish_that_was_cut_off_become_the_checkp
     assert [one.path for one in server.store.checkpoints()] == [path]
 
 
-def test_links_are_for_one_file_of_one_upload_and_bounded(server: Running) -> None:
+def test_upload_link_is_bound_to_one_file_and_its_size(server: Running) -> None:
     first, second = begun(server), begun(server)
     forged = first["urls"][ADAPTER].replace(first["upload_id"], second["upload_id"])
     assert httpx.put(forged, content=b"x").status_code == 403
@@ -145,7 +143,7 @@ def test_uploads_count_against_the_projects_limits(start: Callable[..., Running]
     assert full.status_code == 400 and f"together they must be at most {most} (max_stored_bytes)" in full.text
 
 
-def test_few_uploads_are_open_at_a_time(server: Running) -> None:
+def test_number_of_open_uploads_is_limited(server: Running) -> None:
     for _ in range(MOST_OPEN):
         begun(server)
     answer = server.post(START, ASKED)
@@ -162,12 +160,12 @@ def test_few_uploads_are_open_at_a_time(server: Running) -> None:
         ({"lora_config": {"train_attn": False, "train_mlp": False, "train_unembed": False}}, "at least one"),
     ],
 )
-def test_what_cannot_begin(server: Running, change: dict[str, Any], message: str) -> None:
+def test_invalid_upload_is_refused_at_the_start(server: Running, change: dict[str, Any], message: str) -> None:
     answer = server.post(START, {**ASKED, **change})
     assert answer.status_code in (400, 404) and message in answer.text
 
 
-def test_what_expires_is_cleaned_up(server: Running, journal: Journal) -> None:
+def test_expired_upload_is_deleted(server: Running, journal: Journal) -> None:
     """Also files whose commit was followed by a kill before their rows were written."""
     upload = begun(server)
     sent(upload)
@@ -185,7 +183,9 @@ def test_what_expires_is_cleaned_up(server: Running, journal: Journal) -> None:
     assert server.post(FINISH, {"upload_id": upload["upload_id"]}).status_code == 404
 
 
-def test_a_kill_between_commit_and_rows(server: Running, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_survives_a_kill_between_commit_and_rows(
+    server: Running, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload = begun(server)
     sent(upload)
     body, finish = {"upload_id": upload["upload_id"]}, type(journal.uploads).finish
@@ -202,7 +202,7 @@ def test_a_kill_between_commit_and_rows(server: Running, journal: Journal, monke
     assert [saved.attempt for saved in server.store.checkpoints()] == [committed.attempt]
 
 
-def test_a_second_put_of_a_file_ends_the_first(server: Running, journal: Journal) -> None:
+def test_second_put_of_a_file_aborts_the_first(server: Running, journal: Journal) -> None:
     upload = begun(server)
     here = upload["upload_id"]
 

@@ -135,9 +135,7 @@ def refused(wrong: Wrong, said: str, name: str) -> None:
     assert caught.value.category == "user", name
 
 
-def test_wrong_content_fails_its_future_by_name_and_changes_nothing(
-    client: tinker.ServiceClient, engine: Engine
-) -> None:
+def test_invalid_content_fails_its_future_and_changes_nothing(client: tinker.ServiceClient, engine: Engine) -> None:
     model = client.create_lora_training_client(BASE, rank=8, seed=1).result()
     model.forward_backward([datum()], "cross_entropy").result()
     model.optim_step(types.AdamParams(learning_rate=0.5)).result()
@@ -159,9 +157,7 @@ def test_wrong_content_fails_its_future_by_name_and_changes_nothing(
     assert state() == before
 
 
-def test_wrong_samples_fail_by_name_and_good_ones_among_them_keep_their_numbers(
-    client: tinker.ServiceClient, engine: Engine
-) -> None:
+def test_invalid_samples_fail_and_good_ones_keep_their_numbers(client: tinker.ServiceClient, engine: Engine) -> None:
     sampler = client.create_sampling_client(base_model=BASE).result()
     wrong = sampling(sampler)
 
@@ -179,9 +175,7 @@ def test_wrong_samples_fail_by_name_and_good_ones_among_them_keep_their_numbers(
         assert [(s.tokens, s.logprobs) for s in fine.result().sequences] == alone[n], what
 
 
-def test_a_wrong_datum_among_good_calls_leaves_their_numbers_alone(
-    client: tinker.ServiceClient, engine: Engine
-) -> None:
+def test_invalid_datum_does_not_change_other_calls(client: tinker.ServiceClient, engine: Engine) -> None:
     def numbers(between: Callable[[tinker.TrainingClient], Any]) -> tuple[bytes, list[float]]:
         model = client.create_lora_training_client(BASE, rank=8, seed=1).result()
         losses = []

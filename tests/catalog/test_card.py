@@ -24,7 +24,7 @@ from tinkerflow.backend.spec.commands import LoraSpec
         ({}, ("", "its folder has no README.md or LICENSE that states it")),
     ],
 )
-def test_the_license_is_that_of_the_readme_or_of_the_license_file(
+def test_license_comes_from_the_readme_or_the_license_file(
     tmp_path: Path, files: dict[str, str], stated: tuple[str, str]
 ) -> None:
     for name, text in files.items():
@@ -39,7 +39,7 @@ def saved_on(base_model: str, **metadata: str) -> Any:
                            path="tinker://a/weights/final")  # fmt: skip
 
 
-def test_a_card_shows_how_to_load_an_adapter_whose_base_model_is_on_the_hub(tmp_path: Path) -> None:
+def test_card_shows_how_to_load_an_adapter_of_a_hub_model(tmp_path: Path) -> None:
     text = card(None, None, saved_on("Qwen/Qwen3-0.6B", parent=""), tmp_path)  # type: ignore[arg-type]
     assert "# final\n" in text and "- parent: the base model\n" in text
     code = [part.split("```")[0] for part in text.split("```python\n")[1:]]

@@ -110,7 +110,7 @@ def places(evil: str) -> dict[str, tuple[list[dict[str, Any]], Any]]:
     }
 
 
-def test_a_text_adds_no_control_token_wherever_it_stands(kind: str) -> None:
+def test_text_adds_no_control_token_at_any_place(kind: str) -> None:
     tokenizer, control = made(kind)
     for evil in (*SPECIAL, *NAMED):
         for place, (messages, tools) in places(evil).items():
@@ -128,7 +128,7 @@ def test_a_text_adds_no_control_token_wherever_it_stands(kind: str) -> None:
                 assert tokenizer.decode(tokens, skip_special_tokens=False).lstrip() == restored, (evil, place)
 
 
-def test_texts_without_control_tokens_are_encoded_as_ever(kind: str) -> None:
+def test_text_without_control_tokens_is_encoded_unchanged(kind: str) -> None:
     tokenizer, control = made(kind)
     for content in ("Hi", " two  words   ", "<b>bold</b>", "a < b | c", "</thin", "\ufdd1 \ufdd0"):
         text = render(control.hide_messages([{"role": "user", "content": content}, {"role": "user", "content": "x"}]))
@@ -137,7 +137,7 @@ def test_texts_without_control_tokens_are_encoded_as_ever(kind: str) -> None:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=8))
-def test_hidden_texts_never_hold_control_tokens_and_come_back(kind: str, pieces: list[str]) -> None:
+def test_hidden_text_contains_no_control_tokens_and_is_restored(kind: str, pieces: list[str]) -> None:
     tokenizer, control = made(kind)
     text = "".join(pieces)
     hidden = control.hide(text)
@@ -146,7 +146,7 @@ def test_hidden_texts_never_hold_control_tokens_and_come_back(kind: str, pieces:
     assert not controls(tokenizer, control.encode(control.hide(text, assistant=False)))
 
 
-def test_a_text_between_control_tokens_is_encoded_as_in_the_whole(kind: str) -> None:
+def test_text_between_control_tokens_is_encoded_as_within_the_whole(kind: str) -> None:
     """With a hidden text somewhere, everything else is encoded as the tokenizer alone does it."""
     tokenizer, control = made(kind)
     for before in ("", "so: ", "<|im_start|>user\n", "[INST]  two", "<b>   "):

@@ -57,7 +57,7 @@ def update(weights: dict[str, Any], name: str, alpha: float = 32.0) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_each_matrix_is_the_sum_rounded_once(tmp_path: Path, dtype: Any) -> None:
+def test_merged_matrix_is_the_sum_rounded_once(tmp_path: Path, dtype: Any) -> None:
     cfg, base = of_base()
     base = {name: array.astype(dtype) for name, array in base.items()}
     weights = tensors(cfg)
@@ -75,7 +75,7 @@ def test_each_matrix_is_the_sum_rounded_once(tmp_path: Path, dtype: Any) -> None
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_an_unembedding_that_was_trained_is_tied_no_more(tmp_path: Path) -> None:
+def test_trained_unembedding_is_untied(tmp_path: Path) -> None:
     cfg, base = of_base(tie_word_embeddings=True)
     weights = tensors(cfg)
     folder = written(tmp_path / "base", base, tie_word_embeddings=True)
@@ -86,7 +86,7 @@ def test_an_unembedding_that_was_trained_is_tied_no_more(tmp_path: Path) -> None
     assert not load_config(tmp_path / "out").tied
 
 
-def test_a_head_of_its_own_stays_beside_a_config_that_ties(tmp_path: Path) -> None:
+def test_separate_head_is_kept_although_the_config_ties_it(tmp_path: Path) -> None:
     cfg, base = of_base()
     folder, spec = written(tmp_path / "base", base, tie_word_embeddings=True), LoraSpec(4, train_unembed=False)
     merging.merge(folder, AdapterState(spec, 0, tensors(cfg, spec)), tmp_path / "out")
@@ -95,7 +95,7 @@ def test_a_head_of_its_own_stays_beside_a_config_that_ties(tmp_path: Path) -> No
     assert config["tie_word_embeddings"] is False and not load_config(tmp_path / "out").tied
 
 
-def test_shards_have_an_index_that_transformers_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_have_an_index_that_transformers_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, base = of_base()
     monkeypatch.setattr(merging, "SHARD_BYTES", 6000)
     said: list[str] = []
@@ -108,7 +108,7 @@ def test_shards_have_an_index_that_transformers_reads(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("mlp", [True, False])
-def test_mxfp4_is_widened_where_the_adapter_changes_it(tmp_path: Path, mlp: bool) -> None:
+def test_mxfp4_is_widened_only_where_the_adapter_changes_it(tmp_path: Path, mlp: bool) -> None:
     fields = {
         "model_type": "gpt_oss", "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 2,
         "num_experts_per_tok": 1, "sliding_window": 8, "attention_bias": True,
@@ -144,7 +144,7 @@ def test_mxfp4_is_widened_where_the_adapter_changes_it(tmp_path: Path, mlp: bool
 
 
 @pytest.mark.parametrize("published", [True, False])
-def test_experts_of_one_tensor_stay_as_they_lie(tmp_path: Path, published: bool) -> None:
+def test_fused_experts_keep_their_layout(tmp_path: Path, published: bool) -> None:
     """Qwen3-VL-MoE is published with inputs before outputs; transformers writes outputs before inputs."""
     text = {**CONFIG, **EXPERTS, "model_type": "qwen3_vl_moe_text"}
     sees = {**QWEN_VISION, "out_hidden_size": 16, "deepstack_visual_indexes": []}
@@ -171,7 +171,7 @@ def test_experts_of_one_tensor_stay_as_they_lie(tmp_path: Path, published: bool)
                 np.testing.assert_array_equal(found[expert][outputs], wanted)
 
 
-def test_what_is_no_adapter_of_the_model_writes_nothing(tmp_path: Path) -> None:
+def test_merge_of_a_foreign_adapter_writes_no_files(tmp_path: Path) -> None:
     cfg, base = of_base()
     folder, weights = written(tmp_path / "base", base), tensors(cfg)
     wide = {name: np.ones((5, 4), np.float32) if "q_proj.lora_B" in name else array for name, array in weights.items()}
@@ -184,7 +184,7 @@ def test_what_is_no_adapter_of_the_model_writes_nothing(tmp_path: Path) -> None:
         merging.merge(folder, AdapterState(LoraSpec(4), 0, weights), folder)
 
 
-def test_fp8_is_widened_whatever_the_adapter_changes(tmp_path: Path) -> None:
+def test_fp8_weights_are_widened_by_every_merge(tmp_path: Path) -> None:
     quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (cfg, base), rng, packed = of_base(hidden_size=160), np.random.default_rng(3), {}
     for name, array in base.items():
@@ -212,7 +212,7 @@ def test_fp8_is_widened_whatever_the_adapter_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_that_were_all_trained_take_the_place_of_the_models_own(tmp_path: Path, tied: bool) -> None:
+def test_fully_trained_weights_replace_the_base_weights(tmp_path: Path, tied: bool) -> None:
     _, base = of_base(tie_word_embeddings=tied)
     trained = {name: array + 1 for name, array in base.items()}
     files = {name: array.astype(ml_dtypes.bfloat16) for name, array in base.items()}

@@ -81,7 +81,7 @@ def test_json_comes_back(make: Make) -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "3", "{", '{"name": "x"}'])
-def test_other_json_is_refused(text: str) -> None:
+def test_json_of_another_kind_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         ModelCard.from_json(text)
 
@@ -91,7 +91,7 @@ def test_max_context(make: Make, wanted: int, found: int) -> None:
     assert ModelCard.load(str(make()), max_context=wanted).max_context == found
 
 
-def test_a_context_beyond_the_models_is_refused(make: Make) -> None:
+def test_context_longer_than_the_model_allows_is_refused(make: Make) -> None:
     with pytest.raises(UserError, match="max_context 131073; the model allows at most 131072"):
         ModelCard.load(str(make()), max_context=131073)
 
@@ -109,11 +109,11 @@ def test_a_short_model(make: Make) -> None:
         ('{"eos_token_id": null}', (7,)),
     ],
 )
-def test_generation_config_says_what_ends_an_answer(make: Make, generation: str, found: tuple[int, ...]) -> None:
+def test_generation_config_lists_the_stop_tokens(make: Make, generation: str, found: tuple[int, ...]) -> None:
     assert ModelCard.load(str(make(files={"generation_config.json": generation}))).eos_token_ids == found
 
 
-def test_no_eos_at_all(make: Make) -> None:
+def test_missing_eos_is_accepted(make: Make) -> None:
     assert ModelCard.load(str(make({"eos_token_id": None}))).eos_token_ids == ()
 
 
@@ -144,7 +144,9 @@ def test_sharded_weights_are_counted(make: Make) -> None:
         ({}, {"model.safetensors": None, "model.safetensors.index.json": "{}"}, "no object 'weight_map'"),
     ],
 )
-def test_what_is_wrong_is_named(make: Make, config: dict[str, Any], files: dict[str, str | None], message: str) -> None:
+def test_invalid_input_is_named_in_the_error(
+    make: Make, config: dict[str, Any], files: dict[str, str | None], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         ModelCard.load(str(make(config, files)))
 
@@ -161,13 +163,13 @@ def test_damaged_weights_are_named(make: Make, weights: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "/nowhere/at/all", "./nowhere", "~/no-such-folder", "a/b/c"])
-def test_a_name_that_can_only_be_a_folder_asks_no_hub(name: str) -> None:
+def test_folder_path_is_not_looked_up_on_the_hub(name: str) -> None:
     with pytest.raises(UserError, match="base model"):
         ModelCard.load(name)
 
 
 @pytest.mark.parametrize(("name", "message"), [("org/model", "the hub cannot be reached"), ("a b!", "nor a hub id")])
-def test_offline_the_hub_is_named(tmp_path: Path, name: str, message: str) -> None:
+def test_offline_error_names_the_hub(tmp_path: Path, name: str, message: str) -> None:
     code = (
         "import sys\nfrom tinkerflow.backend.catalog.model_card import ModelCard\n"
         "from tinkerflow.backend.core.errors import UserError\n"

@@ -47,7 +47,7 @@ def test_the_files_of_a_model_are_copied_once(gcs: FakeGcs) -> None:
     assert len(reads(gcs)) == 4
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_file_is_flushed_before_it_is_renamed(gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[tuple[str, str]] = []
     sync, replace = os.fsync, os.replace
 
@@ -68,14 +68,14 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(gcs: FakeGcs, monkeypatch:
         assert happened[named - 1 : named + 2] == [("synced", f"{name}.part"), ("named", name), ("synced", folder.name)]
 
 
-def test_who_needs_no_weights_copies_none(gcs: FakeGcs) -> None:
+def test_tokenizer_files_are_copied_without_the_weights(gcs: FakeGcs) -> None:
     folder = find_model(URL, TEXT_FILES)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
     assert find_model(URL) == folder
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_model_that_is_replaced_has_another_folder(gcs: FakeGcs) -> None:
+def test_replaced_model_gets_a_new_folder(gcs: FakeGcs) -> None:
     before = find_model(URL)
     gcs.write("models/tiny/tokenizer.json", b"[]", None)
     after = find_model(URL)
@@ -83,7 +83,7 @@ def test_a_model_that_is_replaced_has_another_folder(gcs: FakeGcs) -> None:
     assert [(folder / "tokenizer.json").read_bytes() for folder in (before, after)] == [b"{}", b"[]"]
 
 
-def test_a_damaged_copy_is_named_and_the_next_start_goes_on(gcs: FakeGcs) -> None:
+def test_damaged_copy_is_named_and_the_next_start_continues(gcs: FakeGcs) -> None:
     whole = gcs.objects["models/tiny/model.safetensors"]
     about = gcs.about
 
@@ -100,7 +100,7 @@ def test_a_damaged_copy_is_named_and_the_next_start_goes_on(gcs: FakeGcs) -> Non
     assert len(reads(gcs)) - begun == 3  # config.json was whole
 
 
-def test_of_several_processes_one_copies(gcs: FakeGcs) -> None:
+def test_one_of_several_processes_copies_the_model(gcs: FakeGcs) -> None:
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(find_model(URL))) for _ in range(3)]
     for thread in threads:
@@ -118,18 +118,18 @@ def test_of_several_processes_one_copies(gcs: FakeGcs) -> None:
         ("gs://bucket/models/other", "there is no gs://bucket/models/other/config.json"),
     ],
 )
-def test_a_model_that_is_not_there_is_named(gcs: FakeGcs, url: str, message: str) -> None:
+def test_missing_model_is_named(gcs: FakeGcs, url: str, message: str) -> None:
     with pytest.raises(UserError, match=f"base model {url!r}: {message}"):
         find_model(url)
 
 
-def test_a_bucket_that_refuses_is_named(gcs: FakeGcs) -> None:
+def test_bucket_that_refuses_access_is_named(gcs: FakeGcs) -> None:
     gcs.faults.append(Fault("GET", "tokenizer.json", status=403, times=100))
     with pytest.raises(UserError, match="base model 'gs://bucket/models/tiny': cannot be copied to"):
         find_model(URL)
 
 
-def test_a_disk_without_room_is_named(gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_named(gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage)
     with pytest.raises(UserError, match=r"0\.0 GiB are to be copied to .*, where 0\.0 GiB are free; set HF_HOME"):
         find_model(URL)
@@ -154,7 +154,7 @@ def test_a_hub_id_may_have_a_revision(name: str, meant: tuple[str, str] | None) 
     assert hub_name(name) == meant
 
 
-def test_a_revision_with_slashes_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_revision_with_slashes_is_passed_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, str | None]] = []
 
     def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:

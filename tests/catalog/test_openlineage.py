@@ -143,7 +143,7 @@ def test_a_run_begins_saves_and_ends_with_its_data_and_its_checkpoints(service: 
     assert failed["run"]["facets"]["errorMessage"]["message"] == "lost: its snapshot is gone"
 
 
-def test_each_event_is_sent_once_and_again_alike_after_a_crash(service: Service) -> None:
+def test_events_are_sent_once_and_resent_unchanged_after_a_crash(service: Service) -> None:
     run = service.run(history=True)
     mirrored = service.mirror()
     mirrored.turn()
@@ -165,7 +165,7 @@ def test_each_event_is_sent_once_and_again_alike_after_a_crash(service: Service)
     assert [one["eventType"] for one in service.events()][3:] == ["RUNNING", "COMPLETE"]
 
 
-def test_a_checkpoint_waits_until_the_history_has_its_request(service: Service) -> None:
+def test_checkpoint_event_waits_for_the_history_of_its_request(service: Service) -> None:
     run = service.run(history=True)
     service.train(run, 1)
     path = f"tinker://{run}/weights/a"
@@ -180,7 +180,7 @@ def test_a_checkpoint_waits_until_the_history_has_its_request(service: Service) 
     assert [one["eventType"] for one in service.events()] == ["START", "RUNNING", "COMPLETE"]
 
 
-def test_a_checkpoint_that_is_made_after_the_end_is_an_event_of_another_kind(service: Service) -> None:
+def test_checkpoint_after_the_end_is_an_event_of_another_type(service: Service) -> None:
     run = service.run(history=True)
     service.train(run, 1)
     service.journal.models.end(run, ModelState.UNLOADED, "the end")
@@ -234,7 +234,7 @@ def receiver() -> Iterator[Receiver]:
     server.server_close()
 
 
-def test_a_server_that_was_away_gets_all_events_and_a_refused_run_holds_no_other_up(
+def test_server_gets_missed_events_and_a_refused_run_blocks_no_other(
     service: Service, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENLINEAGE_API_KEY", "secret")
@@ -266,7 +266,7 @@ def test_the_command_sends_the_events_of_a_service(service: Service) -> None:
     assert [one["run"]["runId"] for one in service.events()] == [run_uuid(run)]
 
 
-def test_only_runs_of_the_projects_are_sent_and_by_a_single_process(service: Service) -> None:
+def test_one_process_sends_the_runs_of_its_projects_only(service: Service) -> None:
     service.run()
     service.mirror("", "search").once()
     assert not service.file.exists()

@@ -63,7 +63,7 @@ def test_an_adapter_with_our_alpha_keeps_its_bits() -> None:
         np.testing.assert_array_equal(state.weights[name], array)
 
 
-def test_another_alpha_goes_into_B() -> None:
+def test_different_alpha_is_folded_into_lora_b() -> None:
     arrays = tensors()
     state = taken(arrays, lora_alpha=8, alpha_pattern={"self_attn.k_proj": 64, "^model.layers.1.mlp.up_proj": 3.5})
     for name, array in arrays.items():
@@ -72,7 +72,7 @@ def test_another_alpha_goes_into_B() -> None:
         np.testing.assert_array_equal(state.weights[name], wanted)
 
 
-def test_the_first_key_that_fits_decides() -> None:
+def test_first_matching_pattern_wins() -> None:
     arrays = tensors()
     first = taken(arrays, alpha_pattern={"k_proj": 64, "self_attn.k_proj": 8}).weights
     second = taken(arrays, alpha_pattern={"self_attn.k_proj": 8, "k_proj": 64}).weights
@@ -82,7 +82,7 @@ def test_the_first_key_that_fits_decides() -> None:
         np.testing.assert_array_equal(weights[B], arrays[B] * np.float32(factor))
 
 
-def test_patterns_of_many_keys_cost_no_more_for_each_module() -> None:
+def test_patterns_with_many_keys_do_not_slow_down_modules() -> None:
     asked: list[str] = []
 
     class Counting(dict[str, Any]):
@@ -96,7 +96,7 @@ def test_patterns_of_many_keys_cost_no_more_for_each_module() -> None:
     assert _of(Counting(), "a.b.c", 1) == 1 and asked == ["^a.b.c", "a.b.c", "b.c", "c"]
 
 
-def test_an_alpha_that_leaves_float32_is_refused() -> None:
+def test_alpha_beyond_float32_is_refused() -> None:
     with pytest.raises(UserError, match=r"lora_B\.weight', times 3\.125e\+298 for its alpha, holds a number that is"):
         taken(tensors(), lora_alpha=1e300)
 
@@ -110,7 +110,7 @@ def test_half_precision_is_widened() -> None:
 
 
 @pytest.mark.parametrize("parts", [("train_attn",), ("train_mlp", "train_unembed")])
-def test_what_the_files_adapt_is_found(parts: tuple[str, ...]) -> None:
+def test_peft_import_finds_the_adapted_modules(parts: tuple[str, ...]) -> None:
     switches = ("train_attn", "train_mlp", "train_unembed")
     spec = LoraSpec(4, **{switch: switch in parts for switch in switches})
     assert taken(tensors(spec=spec), None).spec == spec
@@ -129,14 +129,14 @@ def test_experts_have_the_rank_of_their_tensors(own: int | None, experts: dict[s
         np.testing.assert_array_equal(state.weights[name], array)
 
 
-def test_experts_of_no_rank_are_refused() -> None:
+def test_experts_without_a_common_rank_are_refused() -> None:
     cfg = parse_config({**CONFIG, **EXPERTS}, name="tiny")
     arrays = {name: np.zeros((), np.float32) if ".experts." in name else array for name, array in tensors(cfg).items()}
     with pytest.raises(UserError, match=r"experts\.0\.gate_proj\.lora_A\.weight' has rank 0: must be 1 to r, 4"):
         taken(arrays, cfg=cfg)
 
 
-def test_the_largest_size_is_no_less_than_the_file() -> None:
+def test_size_bound_is_at_least_the_file_size() -> None:
     size = len(safetensors.numpy.save(tensors()))
     assert size <= largest_size(DENSE, SPEC) < 2 * size + 2**15
 
@@ -177,7 +177,7 @@ def test_configs_that_are_refused(fields: dict[str, Any], message: str) -> None:
         pytest.param(b"[" * 100_000, id="more nested"),
     ],
 )
-def test_configs_that_are_none(config: bytes) -> None:
+def test_malformed_adapter_configs_are_refused(config: bytes) -> None:
     with pytest.raises(UserError, match=r"adapter_config\.json: it"):
         import_adapter(DENSE, config, safetensors.numpy.save(tensors()), SPEC)
 
@@ -201,7 +201,7 @@ def test_tensors_that_are_refused(change: Any, message: str) -> None:
         taken(arrays)
 
 
-def test_files_that_are_no_adapter_of_this_model() -> None:
+def test_files_without_an_adapter_of_this_model_are_refused() -> None:
     with pytest.raises(UserError, match="no tensor is that of a matrix of this base model"):
         taken({"x": np.zeros(1, np.float32)}, None)
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: it is not a safetensors file"):
@@ -252,13 +252,13 @@ def test_a_config_that_targets_its_tensors_is_taken(fields: dict[str, Any]) -> N
         ({"layers_to_transform": [True]}, "layers_to_transform is .True.: must be a whole number"),
     ],
 )
-def test_a_config_that_leaves_out_tensors_of_the_file_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_config_without_tensors_of_the_file_is_refused(fields: dict[str, Any], said: str) -> None:
     """PEFT would ignore these tensors without an error, and compute other results."""
     with pytest.raises(UserError, match=said):
         taken(tensors(), **fields)
 
 
-def test_a_pattern_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catastrophic_pattern_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peft_config, "_PATTERN_SECONDS", 0.2)
     with pytest.raises(UserError, match="must be a pattern that can be used"):
         taken(tensors(), target_modules=r"([a-z]|[a-z.]|[a-z_0-9.])*[!?]")

@@ -24,7 +24,7 @@ def links(steps: int) -> list[Link]:
 
 @pytest.mark.parametrize("part", ["kind", "payload_hash", "result_hash", "error"])
 @pytest.mark.parametrize("place", range(1, 11))
-def test_a_change_of_any_part_of_any_request_is_found_at_its_step(part: str, place: int) -> None:
+def test_changed_request_is_found_at_its_step(part: str, place: int) -> None:
     run = links(5)
     wanted = list(marks(run))
     assert [mark.step for mark in wanted] == [1, 2, 3, 4, 5]
@@ -37,7 +37,7 @@ def test_a_change_of_any_part_of_any_request_is_found_at_its_step(part: str, pla
     assert found is not None and found.startswith(f"step {(place + 1) // 2}: the ")
 
 
-def test_few_marks_name_a_span_and_a_missing_request() -> None:
+def test_sparse_marks_give_a_span_and_a_missing_request() -> None:
     run = links(6)
     few = [mark for mark in marks(run) if mark.step in (3, 6)]
     changed = [*run[:9], run[9]._replace(payload_hash="another"), *run[10:]]
@@ -46,7 +46,7 @@ def test_few_marks_name_a_span_and_a_missing_request() -> None:
     assert first_difference(few, marks([*run, run[1]._replace(seq_id=13)])) is None, "the run went on"
 
 
-def test_requests_after_the_last_step_have_a_mark() -> None:
+def test_requests_after_the_last_step_are_marked() -> None:
     *_, last = marks([*links(1), Link(3, "save_weights", None, digest(b"s"), digest(b"r"), None)])
     assert (last.step, last.seq_id) == (1, 3)
     assert last != replace(last, step=2) and isinstance(last, Mark)

@@ -83,7 +83,7 @@ def test_older_steps_are_thinned(tmp_path):
     assert numbers_of(work, "rollouts", RUN) == [EVERY, 2 * EVERY, *range(last - FULL, last + 1)]
 
 
-def test_a_step_that_is_too_large_loses_probabilities_first_and_groups_then(tmp_path):
+def test_oversized_step_drops_probabilities_first_and_then_groups(tmp_path):
     work = open_blobs(tmp_path.as_uri())
     most = MOST_BYTES // 2
     write_rollouts(work, RUN, step_of(1, group_of("a" * most), group_of("b", most), group_of("c" * most), dropped=1000))

@@ -23,7 +23,7 @@ def admin(server) -> AdminClient:
     "RestClient.get_audit_log",
     "RestClient.get_audit_log_async",
 )
-async def test_the_audit_log_tells_of_a_save(
+async def test_audit_log_contains_a_save(
     admin: AdminClient, rest: tinker.RestClient, trainer: tinker.TrainingClient
 ) -> None:
     path = trainer.save_state("audited").result().path
@@ -44,7 +44,7 @@ async def test_the_audit_log_tells_of_a_save(
     "RestClient.get_billing_usage",
     "RestClient.get_billing_usage_async",
 )
-async def test_tokens_are_counted(admin: AdminClient, rest: tinker.RestClient, base_model: str) -> None:
+async def test_token_usage_is_counted(admin: AdminClient, rest: tinker.RestClient, base_model: str) -> None:
     with tinker.ServiceClient() as service:
         model = service.create_lora_training_client(base_model, rank=4).result()
         for _ in range(2):
@@ -69,7 +69,9 @@ async def test_tokens_are_counted(admin: AdminClient, rest: tinker.RestClient, b
     "RestClient.get_current_checkpoint_storage_usage",
     "RestClient.get_current_checkpoint_storage_usage_async",
 )
-async def test_bytes_are_counted(admin: AdminClient, rest: tinker.RestClient, trainer: tinker.TrainingClient) -> None:
+async def test_stored_bytes_are_counted(
+    admin: AdminClient, rest: tinker.RestClient, trainer: tinker.TrainingClient
+) -> None:
     (before,) = admin.get_current_checkpoint_storage_usage().result().data or [None]
     path = trainer.save_state("weighed").result().path
     size = {each.tinker_path: each.size_bytes for each in rest.list_user_checkpoints(limit=1000).result().checkpoints}

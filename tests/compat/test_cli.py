@@ -15,14 +15,14 @@ FOLDERS = ("by-an-export-of-its-own", "as-exported")
 
 
 @exercises("tinker version", "tinker model list", "tinker auth status")
-def test_what_is_there(cli: Cli, base_model: str) -> None:
+def test_cli_lists_models_and_reports_its_version(cli: Cli, base_model: str) -> None:
     assert tinker.__version__ in cli("version")
     assert [each["model_name"] for each in cli.json("model", "list")["models"]] == [base_model]
     assert "Tinker accessible: yes" in cli("auth", "status")
 
 
 @exercises("tinker auth login", "tinker auth whoami", "tinker auth logout")
-def test_a_key_is_stored_used_and_forgotten(cli: Cli) -> None:
+def test_cli_stores_uses_and_deletes_a_key(cli: Cli) -> None:
     cli.key = ""
     cli("auth", "status", fails=True)
     assert "Logged in as" in cli("auth", "login", stdin="tml-of-a-user\n")

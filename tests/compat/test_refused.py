@@ -20,12 +20,12 @@ CHUNKS = {
 }
 
 
-def test_every_refused_name_has_its_request() -> None:
+def test_every_refused_chunk_type_is_tested() -> None:
     assert CHUNKS.keys() == REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_fails_by_name(name: str, trainer: tinker.TrainingClient, sampler: Any) -> None:
+def test_refused_chunk_types_are_named_in_the_error(name: str, trainer: tinker.TrainingClient, sampler: Any) -> None:
     chunk = CHUNKS[name]
     mixed = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=TOKENS[:4]), chunk])
     with pytest.raises(tinker.RequestFailedError, match=rf"prompt.chunks\[1\].type is '?{chunk.type}'?: must be"):

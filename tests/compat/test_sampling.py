@@ -15,7 +15,7 @@ PROMPT = types.ModelInput.from_ints(TOKENS)
 
 
 @exercises("SamplingClient.sample", "SamplingClient.sample_async")
-async def test_a_seed_decides_what_is_sampled(sampler: tinker.SamplingClient) -> None:
+async def test_seed_determines_the_sampled_tokens(sampler: tinker.SamplingClient) -> None:
     params = types.SamplingParams(max_tokens=8, seed=3, temperature=1.0, stop=[])
     first = sampler.sample(PROMPT, 2, params).result()
     twin = await sampler.sample_async(PROMPT, 2, params)
@@ -44,7 +44,7 @@ async def test_logprobs_of_a_prompt(sampler: tinker.SamplingClient, trainer: tin
     "SamplingClient.get_tokenizer",
     "SamplingClient.get_telemetry",
 )
-async def test_what_a_sampler_is(sampler: tinker.SamplingClient, base_model: str) -> None:
+async def test_sampler_has_a_base_model_and_a_tokenizer(sampler: tinker.SamplingClient, base_model: str) -> None:
     assert sampler.get_base_model() == await sampler.get_base_model_async() == base_model
     tokenizer = sampler.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("pig latin")) == "pig latin"
@@ -52,7 +52,7 @@ async def test_what_a_sampler_is(sampler: tinker.SamplingClient, base_model: str
 
 
 @exercises("SamplingClient.get_sampler_handle", "SamplingClient.from_sampler_handle", "SamplingClient.create")
-def test_one_sampler_reached_in_three_ways(
+def test_sampler_can_be_opened_in_three_ways(
     sampler: tinker.SamplingClient, service: tinker.ServiceClient, base_model: str
 ) -> None:
     handle = sampler.get_sampler_handle()
@@ -64,7 +64,7 @@ def test_one_sampler_reached_in_three_ways(
 
 
 @exercises("SamplingClient.on_queue_state_change")
-def test_a_paused_queue_is_named_to_the_user(sampler: tinker.SamplingClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_paused_queue_is_reported_to_the_user(sampler: tinker.SamplingClient, caplog: pytest.LogCaptureFixture) -> None:
     # The SDK logs one pause of a client per minute, and a slow machine may have paused the shared client already.
     fresh = tinker.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key="tml-test")
     with caplog.at_level(logging.WARNING):

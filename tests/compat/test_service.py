@@ -14,7 +14,7 @@ def loss_of(model: tinker.TrainingClient) -> float:
 
 
 @exercises("ServiceClient.create_lora_training_client", "ServiceClient.create_lora_training_client_async")
-async def test_models_are_made_as_asked(service: tinker.ServiceClient, base_model: str) -> None:
+async def test_models_are_created_with_the_requested_options(service: tinker.ServiceClient, base_model: str) -> None:
     sync = service.create_lora_training_client(base_model, rank=4, seed=1).result()
     twin = await service.create_lora_training_client_async(base_model, rank=8, seed=1)
     first, second = sync.get_info(), twin.get_info()

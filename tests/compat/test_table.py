@@ -9,7 +9,7 @@ from tests.compat.table import read_tests, table
 from tests.docs.pages import DOCS
 
 
-def test_everything_offered_is_exercised_or_refused() -> None:
+def test_every_sdk_name_is_exercised_or_refused() -> None:
     read_tests()
     offered = {*methods(), *commands(), *chunks()}
     assert len(offered) > 120
@@ -24,7 +24,7 @@ def test_the_page_has_the_table() -> None:
     assert table() in (DOCS / "compatibility.md").read_text(), "run `python -m tests.docs.generate`"
 
 
-def test_watching_sees_who_calls(rest: tinker.RestClient) -> None:
+def test_watching_records_called_methods(rest: tinker.RestClient) -> None:
     name = "RestClient.get_server_capabilities"
     with watched((name,)) as called:
         assert called == set()

@@ -26,7 +26,7 @@ async def settled(pending: Any) -> Any:
     "TrainingClient.optim_step",
     "TrainingClient.optim_step_async",
 )
-async def test_a_step_and_its_twin_are_bitwise_the_same(service: tinker.ServiceClient, base_model: str) -> None:
+async def test_sync_and_async_steps_are_bitwise_equal(service: tinker.ServiceClient, base_model: str) -> None:
     sync = service.create_lora_training_client(base_model, rank=4, seed=3).result()
     twin = service.create_lora_training_client(base_model, rank=4, seed=3).result()
     rate = types.AdamParams(learning_rate=1e-2)
@@ -45,7 +45,7 @@ async def test_a_step_and_its_twin_are_bitwise_the_same(service: tinker.ServiceC
 
 
 @exercises("TrainingClient.forward_backward_custom", "TrainingClient.forward_backward_custom_async")
-async def test_a_loss_of_ones_own(trainer: tinker.TrainingClient) -> None:
+async def test_custom_loss_of_the_user_runs_in_the_client(trainer: tinker.TrainingClient) -> None:
     def negative(data: Any, logprobs: Any) -> Any:
         loss = -sum(each.sum() for each in logprobs)
         return loss, {"doubled": float(loss.detach()) * 2}
@@ -100,7 +100,7 @@ async def test_saving_and_loading_into_a_model(service: tinker.ServiceClient, ba
     "TrainingClient.save_weights_and_get_sampling_client",
     "TrainingClient.save_weights_and_get_sampling_client_async",
 )
-async def test_all_ways_to_sample_the_weights_give_the_same(trainer: tinker.TrainingClient) -> None:
+async def test_every_way_to_sample_saved_weights_gives_equal_results(trainer: tinker.TrainingClient) -> None:
     named = trainer.save_weights_for_sampler("way-1").result().path
     twin = (await settled(await trainer.save_weights_for_sampler_async("way-2"))).path
     clients = [
@@ -131,7 +131,7 @@ async def test_exports(trainer: tinker.TrainingClient) -> None:
     "TrainingClient.get_console_url",
     "TrainingClient.get_telemetry",
 )
-async def test_what_a_model_is(server, trainer: tinker.TrainingClient, base_model: str) -> None:
+async def test_training_client_describes_its_model(server, trainer: tinker.TrainingClient, base_model: str) -> None:
     info = trainer.get_info()
     assert info == await trainer.get_info_async()
     assert (info.model_name, info.lora_rank, info.is_lora) == (base_model, 4, True)

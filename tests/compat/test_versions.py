@@ -59,7 +59,7 @@ def expected(server: Server) -> dict[str, Any]:
         return as_json(lesson(server.api_url, server.base_model))
 
 
-def test_the_lesson_teaches(expected: dict[str, Any], server: Server) -> None:
+def test_lesson_lowers_the_loss(expected: dict[str, Any], server: Server) -> None:
     assert expected["served"] == [server.base_model]
     first, *_, last = expected["losses"]
     assert first > last
@@ -83,7 +83,9 @@ def test_the_lesson_teaches(expected: dict[str, Any], server: Server) -> None:
     "asked",
     [pytest.param(one, marks=pytest.mark.thorough) if one in BETWEEN else one for one in (*VERSIONS, NEWEST)],
 )
-def test_an_sdk_comes_to_the_same(asked: str, install: Install, expected: dict[str, Any], server: Server) -> None:
+def test_another_sdk_version_gets_equal_results(
+    asked: str, install: Install, expected: dict[str, Any], server: Server
+) -> None:
     sdk = install(asked)
     if asked == NEWEST and sdk.version in VERSIONS:
         return  # it is tested under its number

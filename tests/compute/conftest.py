@@ -308,11 +308,11 @@ def random_model(architecture: str, shape: dict[str, Any]) -> Any:
             transformers.AutoModelForImageTextToText,
         )
     model = kind.from_config(transformers.AutoConfig.for_model(architecture, **shape))
-    biases_are_not_zero(model)
+    fill_zero_parameters(model)
     return model
 
 
-def biases_are_not_zero(model: Any) -> None:
+def fill_zero_parameters(model: Any) -> None:
     """Initialize parameters that transformers sets to zero, and decays that forget all. Tests need their effect."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

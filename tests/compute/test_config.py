@@ -30,14 +30,14 @@ STRETCH = {
 }
 
 
-def test_what_is_left_out_has_its_default():
+def test_omitted_config_fields_have_defaults():
     config = parse_config(FIELDS, name="m")
     attention = config.decoder_layers[0].attention
     assert attention == Attention(hidden=32, heads=4, kv_heads=4, head_dim=8, rope=Rope(10_000.0, 8))
     assert not config.tied
 
 
-def test_qwen2_has_biases_and_its_unused_window_is_no_hindrance():
+def test_qwen2_has_biases_and_ignores_its_unused_window():
     window = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 2}
     (attention, _) = parse_config(FIELDS | window | {"model_type": "qwen2"}, name="m").attentions
     assert isinstance(attention, Attention)
@@ -70,7 +70,7 @@ def test_rope_is_found_where_either_generation_keeps_it(rope):
         ({"num_key_value_heads": 3}, "3 key-value heads"),
     ],
 )
-def test_what_we_do_not_compute_is_refused(change, named):
+def test_unsupported_config_fields_are_refused(change, named):
     with pytest.raises(UserError, match=named):
         parse_config(FIELDS | change, name="m")
 

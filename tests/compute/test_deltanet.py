@@ -87,7 +87,7 @@ def in_torch(w: dict[str, torch.Tensor], qkv: torch.Tensor, a: torch.Tensor, b: 
         (150, torch_chunk_gated_delta_rule),
     ],
 )
-def test_tokens_read_what_hugging_face_computes(T, rule):
+def test_deltanet_matches_hugging_face(T, rule):
     parts = inputs(2, T)
     with torch.no_grad():
         expected, last = in_torch(
@@ -98,7 +98,7 @@ def test_tokens_read_what_hugging_face_computes(T, rule):
     close(state.S, last.numpy(), ulps=512)
 
 
-def test_the_gated_norm_is_hugging_faces():
+def test_gated_norm_equals_hugging_face():
     rng = np.random.default_rng(0)
     x, z = (rng.normal(size=(2, 3, 4, 6)).astype(np.float32) for _ in range(2))
     norm = Qwen3NextRMSNormGated(6, eps=1e-6)
@@ -111,7 +111,7 @@ def test_the_gated_norm_is_hugging_faces():
     assert l2norm(torch.tensor([3.0, 4.0]))[1] == pytest.approx(0.8)
 
 
-def test_gradients_are_torchs(mesh):
+def test_deltanet_gradients_equal_those_of_torch(mesh):
     parts, T = inputs(2, 70), 70
     pull = np.random.default_rng(5).normal(size=(2, T, SHAPE.value_heads, SHAPE.value_dim)).astype(np.float32)
     given_ = [torch.tensor(x, requires_grad=True) for x in parts]
@@ -131,7 +131,7 @@ def test_gradients_are_torchs(mesh):
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 1000))
-def test_segments_of_a_row_share_nothing(lengths: list[int], seed: int):
+def test_segments_of_a_row_are_independent(lengths: list[int], seed: int):
     """Whatever is before a segment in its row, it reads what it reads alone; and its gradient goes nowhere else."""
     ends = np.cumsum(lengths)
     parts, segments = inputs(1, 256, seed), np.zeros((1, 256), np.int32)
@@ -154,7 +154,7 @@ def _packed(parts: Any, segments: jax.Array, mine: jax.Array) -> Any:
     return recur(weights(), *parts), jax.grad(squares)(parts)
 
 
-def test_a_prompt_is_the_same_in_pieces_of_any_size_and_its_bits_are_those_of_the_same_pieces():
+def test_prefill_in_pieces_is_equal_and_bitwise_repeatable():
     """Parts begin at multiples of a chunk. Padding fills the last part."""
     T, parts = 150, inputs(1, 256)
 
@@ -180,7 +180,7 @@ def test_a_prompt_is_the_same_in_pieces_of_any_size_and_its_bits_are_those_of_th
             assert platform.prefill_tokens[0] % chunk_tokens() == 0
 
 
-def test_chunks_of_another_size_read_the_same_and_have_the_same_gradients():
+def test_chunk_size_does_not_change_results_or_gradients():
     """GPUs and TPUs have larger ones, and keep more of them for the backward pass."""
     parts, segments = inputs(1, 256), np.repeat([[1, 2, 3]], [100, 90, 66], axis=1).astype(np.int32)
     expected = _packed(parts, segments, segments == 2)
@@ -190,7 +190,7 @@ def test_chunks_of_another_size_read_the_same_and_have_the_same_gradients():
     jax.tree.map(lambda one, other: close(one, other, ulps=4096), found, expected)
 
 
-def test_one_token_after_the_other_goes_on_from_a_prompt():
+def test_decode_continues_a_prefilled_prompt():
     parts = inputs(2, 70)
     whole, last = run(parts)
     _, state = run(parts, valid=[65, 60])

@@ -51,7 +51,7 @@ def test_results_are_copied_to_the_host_once(shared_executor, examples, adapter,
     assert [len(logprobs) for logprobs in result.logprobs] == list(LENGTHS)
 
 
-def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, forward, gradients, monkeypatch):
+def test_failed_backward_reports_lost_gradients(qwen3, examples, forward, gradients, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
     forward(executor, "a", examples((9,)), backward=True)
@@ -77,7 +77,7 @@ NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476
 
 @pytest.mark.parametrize("accumulated", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("late", [True, False], ids=["when it is read", "when it is begun"])
-def test_without_memory_a_backward_costs_its_request_and_nothing_else(
+def test_backward_without_memory_fails_only_its_request(
     qwen3, examples, forward, gradients, monkeypatch, accumulated, late
 ):
     executor, steps = qwen3.executor(), []
@@ -119,7 +119,7 @@ def test_without_memory_a_backward_costs_its_request_and_nothing_else(
     assert executor.execute(OptimStep("a", AdamParams())).grad_norm > 0.0
 
 
-def test_what_gradients_were_is_held_until_the_next_ones_are_known_to_be_computed(qwen3, examples, forward):
+def test_previous_gradients_are_held_until_the_next_ones_are_computed(qwen3, examples, forward):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
     forward(executor, "a", examples((9,)), backward=True)
@@ -141,7 +141,7 @@ def assert_same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "command", [CreateAdapter("new", LoraSpec(4), 0), PublishSnapshot("a", "s"), ExportAdapter("a", optimizer=True)]
 )
-def test_without_memory_nothing_new_is_made(qwen3, command, monkeypatch):
+def test_command_without_memory_creates_nothing(qwen3, command, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
 
@@ -157,7 +157,7 @@ def test_without_memory_nothing_new_is_made(qwen3, command, monkeypatch):
     assert isinstance(executor.execute(command), Done | SnapshotHeld | AdapterState)
 
 
-def test_adapters_that_do_not_fit_are_refused_by_name(qwen3):
+def test_adapters_that_do_not_fit_are_refused_with_their_size(qwen3):
     executor = qwen3.executor(device_memory=0.05)
     room = executor.plan.uses.adapters
     one = training_memory.adapter_bytes(executor._cfg, executor._config, LoraSpec(8), "adamw")
@@ -188,7 +188,7 @@ def test_a_forward_by_micro_batch_gives_the_same_bits(
     command = Forward("parts", data, loss, {}, backward)
     first, *others = in_parts(command, executor.microbatch_tokens, 1)
     assert len(others) >= 2
-    *answers, result = [execute_among_others(executor, part, forward, data) for part in (first, *others)]
+    *answers, result = [execute_before_other_commands(executor, part, forward, data) for part in (first, *others)]
     assert answers == [Done()] * len(others)
     assert result.loss_sum == whole.loss_sum
     assert all((one == other).all() for one, other in zip(result.logprobs, whole.logprobs, strict=True))
@@ -202,7 +202,7 @@ def test_a_forward_by_micro_batch_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", pytest.param("gspo", marks=pytest.mark.thorough)])
-def test_what_is_begun_before_the_last_is_read_has_the_same_answers(qwen3, examples, adapter, loss):
+def test_commands_begun_ahead_give_the_same_answers(qwen3, examples, adapter, loss):
     commands: list[Any] = []
     for step in range(3):
         for name in "ab":
@@ -227,7 +227,7 @@ def test_what_is_begun_before_the_last_is_read_has_the_same_answers(qwen3, examp
     assert answers(ahead=True) == answers(ahead=False)
 
 
-def test_a_step_that_is_not_made_is_not_counted_by_those_begun_after_it(qwen3, examples, forward):
+def test_refused_step_is_not_counted_by_later_commands(qwen3, examples, forward):
     executor = qwen3.executor()
     executor.ahead = True
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
@@ -245,7 +245,7 @@ def test_a_step_that_is_not_made_is_not_counted_by_those_begun_after_it(qwen3, e
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_what_fails_after_it_has_begun_is_no_error_to_go_on_after(qwen3, examples, monkeypatch, ahead):
+def test_failure_on_the_devices_raises_devices_error(qwen3, examples, monkeypatch, ahead):
     executor = qwen3.executor()
     executor.ahead = ahead
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
@@ -261,7 +261,7 @@ def test_what_fails_after_it_has_begun_is_no_error_to_go_on_after(qwen3, example
                 later()
 
 
-def test_a_custom_loss_that_fails_is_an_error_of_its_request(qwen3, examples, forward, monkeypatch):
+def test_failed_custom_loss_is_an_error_of_its_request(qwen3, examples, forward, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
 
@@ -274,7 +274,7 @@ def test_a_custom_loss_that_fails_is_an_error_of_its_request(qwen3, examples, fo
             forward(executor, "a", examples((9,)), "gspo", backward=backward)
 
 
-def execute_among_others(executor, command, forward, data):
+def execute_before_other_commands(executor, command, forward, data):
     """The reply to `command`, after which others use the devices."""
     reply = executor.execute(command)
     executor.execute(SampleStep())
@@ -282,9 +282,7 @@ def execute_among_others(executor, command, forward, data):
     return reply
 
 
-def test_a_forward_that_fails_between_micro_batches_is_not_gone_on_with(
-    qwen3, examples, forward, gradients, monkeypatch
-):
+def test_forward_that_fails_between_micro_batches_is_not_continued(qwen3, examples, forward, gradients, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
     first, *others = in_parts(Forward("a", examples(3 * LENGTHS), "cross_entropy"), executor.microbatch_tokens, 1)
@@ -303,7 +301,7 @@ def test_a_forward_that_fails_between_micro_batches_is_not_gone_on_with(
     assert forward(executor, "a", examples((9,)), backward=True).loss_sum != 0.0
 
 
-def test_what_is_cleared_is_as_it_was_made(qwen3, examples, adapter, forward, ask, run_all):
+def test_cleared_executor_gives_the_results_of_a_new_one(qwen3, examples, adapter, forward, ask, run_all):
     executor = qwen3.executor()
 
     def live() -> tuple[Any, ...]:
@@ -340,7 +338,7 @@ def test_every_command_has_a_case():
     assert cases == {command.__name__ for command in get_args(Command)}
 
 
-def test_nothing_to_do_is_done(shared_executor):
+def test_empty_commands_are_answered(shared_executor):
     shared_executor.execute(CreateAdapter("idle", LoraSpec(4), 0))
     assert shared_executor.execute(Ping()) == Done()
     assert shared_executor.execute(Forward("idle", (), "cross_entropy")).logprobs == ()

@@ -95,7 +95,7 @@ def test_gradients_of_every_adapter_as_torch_has_them(
         assert np.abs(array - wanted).max() < 2e-3 * max(1.0, np.abs(wanted).max()), name
 
 
-def test_the_same_again_bit_for_bit_and_nothing_compiled_for_another_routing(executor, examples, forward, gradients):
+def test_expert_training_repeats_bit_for_bit_and_does_not_recompile(executor, examples, forward, gradients):
     state = executor.execute(ExportAdapter("a", optimizer=False))
     sums, slopes = [], []
     forward(executor, "a", examples(LENGTHS, seed=1), backward=True)
@@ -110,7 +110,7 @@ def test_the_same_again_bit_for_bit_and_nothing_compiled_for_another_routing(exe
 
 
 @pytest.mark.parametrize("own", [None, 1, 2, 3], ids="rank {}".format)
-def test_peft_loads_the_export(moe, executor, adapter, tmp_path, examples, forward, own):
+def test_peft_loads_the_exported_adapter(moe, executor, adapter, tmp_path, examples, forward, own):
     """The rank of experts may be that of all matrices (8) or a part, with a power of two as the quotient or not."""
     adapter(executor, "b", 8, train_unembed=False, expert_rank=own)
     state = executor.execute(ExportAdapter("b", optimizer=False))
@@ -130,7 +130,7 @@ def test_peft_loads_the_export(moe, executor, adapter, tmp_path, examples, forwa
     close_logprobs(found, adapted)
 
 
-def test_a_reader_that_knows_one_scale_gives_the_same_logprobs(moe, executor, adapter, examples, forward):
+def test_export_gives_equal_logprobs_with_one_lora_scale(moe, executor, adapter, examples, forward):
     """vLLM uses the config's alpha and rank for every matrix, regardless of the matrix's own rank."""
     adapter(executor, "c", 8, train_unembed=False, expert_rank=2)
     state = executor.execute(ExportAdapter("c", optimizer=False))
@@ -144,7 +144,7 @@ def test_a_reader_that_knows_one_scale_gives_the_same_logprobs(moe, executor, ad
 
 
 @pytest.mark.thorough
-def test_a_mesh_of_eight_devices_gives_the_numbers_of_one(moe, tmp_path):
+def test_mesh_of_eight_devices_equals_one_device(moe, tmp_path):
     """Values, gradients and adapters by row, with experts, rows and widths split; quantized, with split scales.
 
     In NF4, a device's part of a matrix may end inside a block (6 of 8 inputs).

@@ -94,7 +94,7 @@ def test_a_family_is_one_file(toy, qwen3, shared_executor, examples, forward):
 
 
 @pytest.mark.parametrize("model", sorted(registered()))
-def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
+def test_parameter_names_and_shapes_match_the_checkpoint(model, tmp_path):
     from tests.compute.conftest import build
 
     reference = build(tmp_path, model, tied=False)
@@ -123,7 +123,7 @@ def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
 
 
 @pytest.mark.parametrize("model", sorted(registered()))
-def test_each_switch_of_a_lora_adapts_some_matrices(model, tmp_path):
+def test_each_lora_switch_adapts_some_matrices(model, tmp_path):
     from tests.compute.conftest import build
 
     cfg = load_config(build(tmp_path, model, tied=True).folder)

@@ -30,7 +30,7 @@ B, H, G = 2, 4, 2
         (TPU, 128, 64, 40, [1.0, 0.0, -2.0, 4.0]),
     ],
 )
-def test_packed_rows_give_the_values_and_gradients_of_the_attention_of_cpus(target, T, d, window, sinks):
+def test_packed_rows_equal_the_values_and_gradients_of_cpu_attention(target, T, d, window, sinks):
     q, k, v, slope, ends = drawn(T, d)
     mesh, sinks_H = make_mesh(1, 1), None if sinks is None else jnp.asarray(sinks)
     with compiling_for(target):
@@ -67,7 +67,7 @@ def test_less_memory_gives_the_same_bits():
     ("target", "tree", "forward", "backward"),
     [(CUDA, False, 1, 2), (TPU, False, 1, 2), (CUDA, True, 1, 2), (TPU, True, 1, 2)],
 )
-def test_the_backward_pass_does_not_attend_again_where_its_result_is_kept(target, tree, forward, backward):
+def test_backward_pass_reuses_kept_attention_results(target, tree, forward, backward):
     q, k, v, _, ends = drawn(128, 64)
     rest = (ends, None, ends) if tree else (ends,)
     with compiling_for(target):
@@ -79,7 +79,7 @@ def test_the_backward_pass_does_not_attend_again_where_its_result_is_kept(target
             assert calls(gradients(q, k, v).jaxpr) == times * forward + backward
 
 
-def test_short_rows_have_no_kernel_on_tpus_and_none_has_one_on_cpus():
+def test_flash_attention_is_off_for_short_rows_on_tpus_and_on_cpus():
     mesh = make_mesh(1, 1)
     assert flash_attention(mesh, 4096) is None
     with compiling_for(CUDA):

@@ -77,7 +77,7 @@ def test_numbers_are_quantiles_of_the_normal_distribution():
 
 
 @pytest.mark.parametrize("inputs", [64, 192, 96, 6])
-def test_a_matrix_is_computed_back_as_the_rule_says(inputs):
+def test_four_bit_matrix_is_decoded_by_its_rule(inputs):
     rows = np.random.default_rng(0).normal(size=(10, inputs)).astype(np.float32)
     rows[3] = 0
     block = block_of(inputs)
@@ -89,7 +89,7 @@ def test_a_matrix_is_computed_back_as_the_rule_says(inputs):
     np.testing.assert_array_equal(turned.dense(jnp.float32, of_experts=True)[0].T, weight.dense(jnp.float32))
 
 
-def test_a_scale_in_bfloat16_is_the_one_that_weights_are_divided_by():
+def test_four_bit_values_are_rounded_by_the_bfloat16_scale():
     rows = np.random.default_rng(0).normal(size=(8, 128)).astype(np.float32)
     scale = block_scales(rows, 64, jnp.bfloat16)
     assert scale.dtype == jnp.bfloat16
@@ -100,7 +100,7 @@ def test_a_scale_in_bfloat16_is_the_one_that_weights_are_divided_by():
 
 
 @pytest.mark.usefixtures("chosen")
-def test_logprobs_are_those_of_the_rounded_weights(family, examples, adapter, forward):
+def test_logprobs_of_four_bit_weights_equal_rounded_weights(family, examples, adapter, forward):
     data, (_, packed_one, plain) = examples(LENGTHS), family
     for one in (packed_one, plain):
         adapter(one, "scored")
@@ -110,7 +110,7 @@ def test_logprobs_are_those_of_the_rounded_weights(family, examples, adapter, fo
 
 
 @pytest.mark.usefixtures("compared")
-def test_gradients_are_those_of_the_rounded_weights(family, examples, adapter, forward, gradients):
+def test_gradients_of_four_bit_weights_equal_rounded_weights(family, examples, adapter, forward, gradients):
     """Of every adapter, those of experts too, which PEFT has in another way."""
     data, (_, packed_one, plain) = examples(LENGTHS), family
     for one in (packed_one, plain):
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_the_rounded_weights(family, examples, adapter, f
         assert np.abs(gradient - slopes[name]).max() < 1e-4 * max(1.0, np.abs(slopes[name]).max()), name
 
 
-def test_logprobs_and_gradients_are_those_of_peft(family, tmp_path, request, examples, adapter, forward, gradients):
+def test_four_bit_logprobs_and_gradients_equal_peft(family, tmp_path, request, examples, adapter, forward, gradients):
     """QLoRA: the rounded model in torch, with PEFT's adapter."""
     (model, packed_one, _), cfg = family, load_config(family[0].folder)
     rounded = model.folder
@@ -143,14 +143,14 @@ def test_logprobs_and_gradients_are_those_of_peft(family, tmp_path, request, exa
 
 
 @pytest.mark.usefixtures("compared")
-def test_samples_and_their_scores_are_those_of_the_rounded_weights(family, examples, ask, run_all):
+def test_samples_and_scores_of_four_bit_weights_equal_rounded_weights(family, examples, ask, run_all):
     prompt = examples((20,))[0].tokens_T
     found, wanted = (run_all(one, ask("a", prompt, 6, prompt_logprobs=True))["a"] for one in family[1:])
     assert found.sequences[0].tokens_T.tolist() == wanted.sequences[0].tokens_T.tolist()
     np.testing.assert_allclose(found.prompt_logprobs_T[1:], wanted.prompt_logprobs_T[1:], atol=1e-5, rtol=0)
 
 
-def test_all_parameters_are_trained_from_the_files(qwen3, examples, forward):
+def test_full_training_starts_from_the_unquantized_files(qwen3, examples, forward):
     found, wanted = (qwen3.executor(base_weights=kind) for kind in ("nf4", "full"))
     for one in (found, wanted):
         one.execute(CreateAdapter("all", LoraSpec(0), 0))

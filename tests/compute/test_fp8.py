@@ -33,7 +33,7 @@ def in_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return blocks, scales, plain
 
 
-def test_every_number_is_that_of_torch():
+def test_fp8_values_equal_torch():
     found = dequantised(BITS.view(torch.uint8).numpy().reshape(2, 128), np.ones((1, 1), np.float32))
     np.testing.assert_array_equal(found.reshape(-1), BITS.float().numpy())
 

@@ -88,7 +88,7 @@ def billions(values: dict[str, Any]) -> float:
         (MOE_26B, 25.2, 2 * (25 * 8 * 256 + 5 * 2 * 512)),
     ],
 )
-def test_what_is_loaded_and_what_is_kept_of_a_token(values: dict[str, Any], size: float, cell: int) -> None:
+def test_gemma4_parameters_and_cache_widths_match_the_config(values: dict[str, Any], size: float, cell: int) -> None:
     """Layers that share keys and values have no cache. The cache of all other layers has the widths of their heads."""
     assert billions(values) == pytest.approx(size, rel=0.02)
     cfg = parse_config(values, name="m")
@@ -96,7 +96,7 @@ def test_what_is_loaded_and_what_is_kept_of_a_token(values: dict[str, Any], size
     assert cfg.split_heads == values.get("num_global_key_value_heads", values["num_key_value_heads"])
 
 
-def test_the_last_layers_share_with_the_last_of_their_kind_before_them() -> None:
+def test_last_layers_share_keys_and_values_with_an_earlier_layer_of_their_kind() -> None:
     cfg = parse_config(E2B, name="m")
     assert {layer.shares for layer in cfg.decoder_layers[:15]} == {None}
     assert [layer.shares for layer in cfg.decoder_layers[15:]] == [13, 13, 13, 13, 14] * 4
@@ -119,6 +119,6 @@ def test_the_last_layers_share_with_the_last_of_their_kind_before_them() -> None
         ),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_gemma4_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_config(E2B | changes, name="m")

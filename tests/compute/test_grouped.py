@@ -31,7 +31,7 @@ for_gpus, for_tpus = (
 @pytest.mark.parametrize(
     "sizes", [(0, 90, 3, 0, 41, 0), (0, 0, 0, 0, 0, 0), (150, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 145)]
 )
-def test_products_and_gradients_are_those_of_ragged_dot(sizes, dot):
+def test_grouped_products_and_gradients_equal_ragged_dot(sizes, dot):
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((ROWS, INS), (6, INS, OUTS)))
     sizes_E = jnp.asarray(sizes, jnp.int32)

@@ -71,7 +71,7 @@ def changed(**fields: Any) -> dict[str, Any]:
     return QWEN3_5_9B | {"text_config": QWEN3_5_9B["text_config"] | fields}
 
 
-def test_the_text_model_is_read_out_of_one_that_sees_images():
+def test_text_model_is_loaded_from_a_vision_model():
     cfg = parse_config(QWEN3_5_9B, name="m")
     assert (cfg.architecture, cfg.layers, cfg.tied, cfg.norm.plus_one) == ("qwen3_5", 32, False, True)
     assert cfg.delta == GatedDeltaNet(
@@ -103,12 +103,12 @@ def test_types_of_layers_may_be_listed():
         (QWEN3_5_9B | {"text_config": None}, "text_config is None in config.json; must be an object"),
     ],
 )
-def test_what_is_not_computed_is_named(values, named):
+def test_unsupported_config_values_are_named_in_the_error(values, named):
     with pytest.raises(UserError, match=named):
         parse_config(values, name="m")
 
 
-def test_the_card_counts_what_is_loaded_and_reads_nested_stops(tmp_path):
+def test_model_card_counts_loaded_parameters_and_reads_nested_stop_tokens(tmp_path):
     model = build(tmp_path, "qwen3_5", tied=False).model
     values = json.loads((tmp_path / "config.json").read_text())
     values["text_config"]["eos_token_id"] = 7

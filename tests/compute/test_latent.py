@@ -110,7 +110,7 @@ SHAPE = LatentAttention(
 )  # fmt: skip
 
 
-def test_published_models_have_the_sizes_that_are_told_of_them():
+def test_published_configs_have_the_published_parameter_counts():
     deepseek, moonlight, flash = (parse_config(one, name="m") for one in (DEEPSEEK_V3, MOONLIGHT, GLM_4_7_FLASH))
     assert 670 < numbers(DEEPSEEK_V3) < 672 and 15.5 < numbers(MOONLIGHT) < 16.5 and 29 < numbers(GLM_4_7_FLASH) < 31
     assert deepseek.latent is not None and flash.latent is not None
@@ -147,13 +147,13 @@ def test_the_memory_plan_counts_latents():
         (GLM_4_7_FLASH | {"partial_rotary_factor": 0.5}, "partial_rotary_factor makes 32 of qk_rope_head_dim 64"),
     ],
 )
-def test_what_is_not_computed_is_named(values, named):
+def test_unsupported_config_values_are_named_in_the_error(values, named):
     with pytest.raises(UserError, match=named):
         parse_config(values, name="m")
 
 
 @pytest.mark.parametrize("kind", ["full", "int8", "nf4"])
-def test_what_is_absorbed_is_what_heads_see(kind):
+def test_absorbed_attention_equals_attention_over_heads(kind):
     """Two rows with an adapter each, in columns of one stack, and one without."""
     rng, H, S, Q = np.random.default_rng(0), 3, 3, 5
     outputs = H * (SHAPE.plain + SHAPE.values)

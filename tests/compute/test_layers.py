@@ -33,7 +33,7 @@ def test_runs_hold_the_most_layers(pattern, expected):
 
 @pytest.mark.parametrize("apart", [False, True], ids=["stacked", "by layer"])
 @pytest.mark.parametrize("pattern", ["ffff", "sfsfsf", "dddfdddf", "dddfdddfdd", "dfff"])
-def test_each_layer_has_its_own_weights_and_place(monkeypatch, pattern, apart):
+def test_each_layer_gets_its_weights_and_its_place(monkeypatch, pattern, apart):
     cfg = config_of(pattern)
     homes = {"all": tuple(range(cfg.layers))} | {
         kind.pool: cfg.numbers(kind.pool) for kind in cfg.decoder_layers if len(cfg.numbers(kind.pool)) < cfg.layers

@@ -41,7 +41,7 @@ GB = 10**9
         ("sf" * 8, [(0, 2, 8, 2)], 8),
     ],
 )
-def test_groups_are_those_that_keep_the_fewest_inputs(alike: str, expected: list[Any], kept: int) -> None:
+def test_layer_groups_keep_the_fewest_inputs(alike: str, expected: list[Any], kept: int) -> None:
     layers = tuple(LAYERS[letter] for letter in alike)
     assert list(groups(layers)) == expected
     assert kept_carries(layers) == kept
@@ -85,13 +85,13 @@ def test_groups_of_layers_give_the_gradients_of_layers_that_are_computed_again(g
 
 
 @pytest.mark.parametrize("keep", [Keep.INPUTS, Keep.GROUPS])
-def test_some_tokens_at_a_time_give_the_same_gradients(gradients: Any, keep: Keep) -> None:
+def test_token_chunks_give_the_same_gradients(gradients: Any, keep: Keep) -> None:
     # The bits may differ, because an adapter's gradients are sums over tokens, which are added chunk by chunk.
     for one, other in zip(gradients(keep), gradients(keep, 32), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(one).max())
 
 
-def test_queries_keys_and_values_that_are_made_twice_give_the_same_gradients(gradients: Any) -> None:
+def test_recomputed_projections_give_the_same_gradients(gradients: Any) -> None:
     for one, other in zip(gradients(Keep.GROUPS, 16), gradients(Keep.GROUPS, 16, again=True), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
@@ -126,7 +126,7 @@ def test_the_plan_recomputes_groups_only_where_the_inputs_of_layers_do_not_fit()
         assert inputs == 3 * grouped
 
 
-def test_models_whose_parameters_are_all_trained_leave_room_for_their_step() -> None:
+def test_memory_plan_leaves_room_for_the_step_of_full_training() -> None:
     """It takes neither groups of layers nor some tokens at a time."""
     cfg = config_like(QWEN3_0_6B, max_position_embeddings=131072)
     config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")

@@ -32,7 +32,7 @@ def on(target: Platform, x: jax.Array, pairs: tuple[LoraPair, ...]) -> Any:
 
 
 @pytest.mark.parametrize("target", [CUDA, TPU], ids=lambda target: target.name)
-def test_updates_and_gradients_are_those_of_cpus(target):
+def test_lora_updates_and_gradients_equal_those_on_cpus(target):
     x, pairs = drawn(jnp.float32)
     for found, expected in zip(*(jax.tree.leaves(on(one, x, pairs)) for one in (target, CPU)), strict=True):
         close(found, expected, ulps=64)

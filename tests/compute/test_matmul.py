@@ -27,7 +27,7 @@ def four_bit(matrices: np.ndarray, dtype: Any) -> FourBit:
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "nf4"])
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 16), (4, 16), (65,)], ids=str)
-def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[int, ...], kind: str) -> None:
+def test_matmul_gives_the_product_and_gradient_for_any_number_of_rows(shape: tuple[int, ...], kind: str) -> None:
     rng = np.random.default_rng(0)
     dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
     x, slope = (jnp.asarray(rng.normal(size=(*shape, size)), dtype) for size in (IN, OUT))
@@ -61,7 +61,9 @@ def test_64_rows_have_the_bits_of_the_plain_product(inputs: int, outputs: int) -
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "nf4 of float32", "nf4 of bfloat16"])
 @pytest.mark.parametrize("rows", [1, 60, PACKED_IN_PLACE + 1, IN_PLACE + 1])
-def test_matrices_in_stacks_give_what_each_gives_alone(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacked_matrices_give_the_products_of_separate_ones(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few rows by a kernel for GPUs that the matrices share, many by copies. A matrix of another kind is on its own."""
     monkeypatch.setattr(grouped_gpu, "layer_products", partial(grouped_gpu.layer_products, interpret=True))
     monkeypatch.setattr(grouped_gpu, "_FEW_OUT", 32)  # several tiles in each direction, the last of them not full

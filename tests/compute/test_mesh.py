@@ -30,7 +30,7 @@ def train(folder: Path, runs: str, devices: int, *axes: int) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
+def test_device_count_that_the_mesh_axes_do_not_divide_is_refused():
     assert dict(make_mesh(0, 1).shape) == {"fsdp": 1, "expert": 1, "tensor": 1}
     with pytest.raises(UserError, match=r"1 device.* in 1 process.*, which tensor_parallel 2 x expert_parallel 3 must"):
         make_mesh(0, 2, 3)
@@ -48,7 +48,7 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
         pytest.param("qwen3_5", "adamw,sampled", 4, (2, 1, 2), marks=pytest.mark.thorough),
     ],
 )
-def test_a_mesh_gives_the_numbers_of_one_device(model, runs, devices, axes, request, tmp_path):
+def test_mesh_equals_one_device(model, runs, devices, axes, request, tmp_path):
     """Other kinds of layers: windows with wide heads, latent attention, linear attention. Rows that are split."""
     made = request.getfixturevalue(model) if model in ("qwen3", "moe") else build(tmp_path, model, tied=False)
     folder = made.folder
@@ -74,6 +74,6 @@ def test_a_mesh_gives_the_numbers_of_one_device(model, runs, devices, axes, requ
         close_logprobs(found["logprobs of tokens"], alone["logprobs of tokens"], ulps=2048)
 
 
-def test_two_runs_on_a_mesh_are_alike_bit_for_bit(qwen3):
+def test_two_runs_on_a_mesh_are_bitwise_equal(qwen3):
     first = train(qwen3.folder, TRAINED, 4, 0, 1, 2)
     assert train(qwen3.folder, TRAINED, 4, 2, 1, 2) == first

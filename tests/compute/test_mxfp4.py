@@ -24,7 +24,7 @@ def drawn(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray
     return blocks, rng.integers(118, 126, shape).astype(np.uint8)
 
 
-def test_numbers_are_those_of_transformers():
+def test_mxfp4_values_equal_transformers():
     blocks, scales = drawn(np.random.default_rng(0), 6, 4)
     wanted = convert_moe_packed_tensors(torch.tensor(blocks)[None], torch.tensor(scales)[None], dtype=torch.float32)
     np.testing.assert_array_equal(dequantised(blocks, scales), wanted[0].T.numpy())
@@ -86,12 +86,14 @@ def test_experts_stay_packed_and_are_computed_back_without_a_difference(tmp_path
         load_params(cfg, plain, mesh, dtype, base_weights="mxfp4")
 
 
-def test_other_models_are_refused_by_name(qwen3):
+def test_mxfp4_is_refused_for_models_without_it(qwen3):
     with pytest.raises(UserError, match="base_weights is 'mxfp4'; must be 'full', 'int8' or 'nf4'"):
         load_params(load_config(qwen3.folder), qwen3.folder, make_mesh(1, 1), "float32", base_weights="mxfp4")
 
 
-def test_training_and_samples_are_those_of_plain_numbers(tmp_path, examples, adapter, forward, gradients, ask, run_all):
+def test_training_and_samples_of_mxfp4_equal_plain_weights(
+    tmp_path, examples, adapter, forward, gradients, ask, run_all
+):
     folders = tmp_path / "plain", tmp_path / "packed"
     published(*folders)
     executors = [

@@ -44,7 +44,7 @@ def test_every_parameter_is_loaded_and_counted(reference):
 
 
 @pytest.mark.parametrize("base_weights", ["full", "int8", "nf4"])
-def test_weights_without_values_are_like_those_that_are_loaded(reference, base_weights):
+def test_abstract_parameters_match_loaded_ones_in_shape_dtype_and_sharding(reference, base_weights):
     config, mesh = load_config(reference.folder), make_mesh(1, 1)
     loaded = load_params(config, reference.folder, mesh, "bfloat16", base_weights=base_weights)
     like = params_like(config, mesh, "bfloat16", base_weights=base_weights)
@@ -90,7 +90,7 @@ def test_a_tensor_that_does_not_fit_is_named(qwen3, tmp_path):
         load_params(load_config(qwen3.folder), tmp_path, make_mesh(1, 1), "float32")
 
 
-def test_a_tensor_that_the_model_does_not_have_is_named(qwen3, tmp_path):
+def test_tensor_unknown_to_the_model_is_named(qwen3, tmp_path):
     tensors = load_file(qwen3.folder / "model.safetensors")
     (tmp_path / "config.json").write_text((qwen3.folder / "config.json").read_text())
     bias = np.zeros(32, np.float32)

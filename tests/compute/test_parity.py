@@ -46,7 +46,7 @@ LENGTHS = (1, 7, 33, 60)
 # Families that are another family's decoder with a tower differ from it only in names and images.
 DECODERS = [name for name in registered() if SEEING.get(name) not in registered() or name in FAMILY_SHAPE]
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
-# One family of each kind of layer; `test_each_kind_of_layer_is_compared` pins this.
+# One family of each kind of layer; `test_representative_families_cover_every_kind_of_layer` pins this.
 REPRESENTATIVES = {
     "qwen3",
     "olmo2",
@@ -125,7 +125,7 @@ def layer_kinds(config):
     return kinds
 
 
-def test_each_kind_of_layer_is_compared(tmp_path_factory):
+def test_representative_families_cover_every_kind_of_layer(tmp_path_factory):
     kinds = {
         name: layer_kinds(load_config(build(tmp_path_factory.mktemp(name), name, tied=False).folder))
         for name in registered()
@@ -178,7 +178,7 @@ def test_adapter_and_its_gradients_as_peft_has_them(
 
 
 @pytest.mark.usefixtures("chosen")
-def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forward, gradients):
+def test_two_optimizer_steps_equal_peft(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "steps", **parts)
     with in_peft(base, executor, "steps", tmp_path) as by_torch:
@@ -251,7 +251,7 @@ def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, exa
 
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
-def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):
+def test_greedy_tokens_equal_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):
     base, executor, parts = family
     adapter(executor, "tokens", **parts)
     executor.execute(PublishSnapshot("tokens", "tokens"))
@@ -288,7 +288,7 @@ def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forw
 
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
-def test_examples_in_one_row_are_as_alone(family, examples, adapter, forward):
+def test_packed_examples_equal_separate_ones(family, examples, adapter, forward):
     """Rows of one short example; the tests before compare rows of several with each example alone in torch."""
     _, executor, _ = family
     adapter(executor, "packed")
@@ -309,7 +309,7 @@ def _shown(examples):
     ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3_vl_moe", "qwen3_5"))],
     indirect=True,
 )
-def test_images_in_one_row_are_seen_as_in_transformers(family, tmp_path, examples, adapter, forward, gradients):
+def test_images_in_one_row_equal_transformers(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "sees", **parts)
     data = _shown(examples)
@@ -325,7 +325,7 @@ def test_images_in_one_row_are_seen_as_in_transformers(family, tmp_path, example
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
-def test_images_in_one_row_are_seen_as_alone_and_again_alike(family, examples, adapter, forward, gradients):
+def test_images_in_one_row_equal_separate_ones(family, examples, adapter, forward, gradients):
     _, executor, parts = family
     adapter(executor, "sees", **parts)
     data, before = _shown(examples), executor.execute(ExportAdapter("sees", optimizer=True))

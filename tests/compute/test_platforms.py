@@ -112,12 +112,12 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
     yield "score", (score, (mesh, widths, params, stack, x_BQD, columns, piece.queries))
 
 
-def test_a_part_of_a_flags_name_is_no_flag() -> None:
+def test_part_of_a_flag_name_is_no_known_flag() -> None:
     flags = ["--xla_cpu_max_isa=AVX2", "--xla_cpu_max", "--xla_cpu_no_such_flag"]
     assert platforms.known_flags(flags, ("jaxlib/libjax_common.so",)) == [True, False, False]
 
 
-def test_every_flag_is_known_to_the_compiler_that_is_installed_here() -> None:
+def test_installed_compiler_accepts_every_flag() -> None:
     """An unknown flag ends the process, so this Python would end, too."""
     known = platforms.known_flags([*CUDA.flags, "--xla_gpu_no_such_flag=1"], CUDA.compilers)
     assert known == [True] * len(CUDA.flags) + [False]
@@ -129,7 +129,7 @@ def test_every_flag_is_known_to_the_compiler_that_is_installed_here() -> None:
     assert done.stdout == "2\n"
 
 
-def test_the_environment_of_a_platform_keeps_what_is_set() -> None:
+def test_platform_environment_keeps_variables_that_are_set() -> None:
     assert platforms.environment("cpu", {}, 1) == {}
     found = platforms.environment("cuda", {}, 2)
     assert found == {"XLA_FLAGS": " ".join(CUDA.flags), "XLA_CLIENT_MEM_FRACTION": "0.460"}

@@ -42,7 +42,7 @@ def executor(qwen3):
     return qwen3.executor(base_weights="int8")
 
 
-def test_the_rule():
+def test_int8_values_follow_the_rounding_rule():
     rows = np.array([[0.5, -2.54, 0.03], [0, 0, 0], [127, 63.5, 62.5]], np.float32)
     scale = scales(rows, np.float32)
     np.testing.assert_allclose(scale, [0.02, 0, 1])
@@ -55,7 +55,7 @@ def test_the_rule():
     np.testing.assert_allclose(matmul(jax.numpy.asarray(x), Int8(values, scale)), x @ meant.T, rtol=1e-6)
 
 
-def test_a_scale_in_bfloat16_is_the_one_that_values_are_rounded_by():
+def test_int8_values_are_rounded_by_the_bfloat16_scale():
     rows = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
     scale = scales(rows, jax.numpy.bfloat16)
     assert scale.dtype == "bfloat16"
@@ -63,7 +63,7 @@ def test_a_scale_in_bfloat16_is_the_one_that_values_are_rounded_by():
     assert (error <= scale.astype(np.float32)[:, None] * 1.01).all()
 
 
-def test_logprobs_and_gradients_are_those_of_rounded_weights(
+def test_int8_logprobs_and_gradients_equal_rounded_weights(
     qwen3, by_torch, executor, examples, adapter, forward, gradients, ask, run_all
 ):
     data = examples((7, 33))
@@ -83,7 +83,7 @@ def test_logprobs_and_gradients_are_those_of_rounded_weights(
     assert np.abs(qwen3.logprobs(shifted(data[0]))[:-1, 0] - torch_says).max() > 5e-3
 
 
-def test_greedy_decode_is_what_hugging_face_generates(by_torch, executor, examples, ask, run_all):
+def test_greedy_decode_of_quantized_weights_equals_hugging_face(by_torch, executor, examples, ask, run_all):
     prompt = examples((20,))[0].tokens_T
     (found,) = run_all(executor, ask("a", prompt, 12))["a"].sequences
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_greedy_decode_is_what_hugging_face_generates(by_torch, executor, exampl
     assert found.tokens_T.tolist() == wanted[0, len(prompt) :].tolist()
 
 
-def test_a_matrix_takes_a_quarter_and_counts_as_before(qwen3):
+def test_int8_matrix_takes_a_quarter_of_the_bytes_and_keeps_its_parameter_count(qwen3):
     def load(**how):
         return load_params(load_config(qwen3.folder), qwen3.folder, make_mesh(1, 1), "float32", **how)
 

@@ -22,7 +22,7 @@ def test_the_rank_is_divided_and_at_least_one(rank, per_token, own):
 
 
 @pytest.mark.parametrize(("rank", "own", "factor"), [(32, 4, 8), (24, 3, 8), (8, 8, 1), (20, 2, 1), (32, 10, 1)])
-def test_the_factor_rounds_nothing(rank, own, factor):
+def test_rank_factor_is_exact(rank, own, factor):
     assert peft_factor(rank, own) == factor
     if factor > 1:
         assert LORA_ALPHA / rank * factor == LORA_ALPHA / own

@@ -15,7 +15,7 @@ from tinkerflow.backend.spec import losses
 from tinkerflow.backend.spec.registry import registered
 
 
-def test_a_new_file_is_all_that_a_loss_and_an_optimizer_need(qwen3: Reference, tmp_path: Path) -> None:
+def test_loss_and_optimizer_are_added_by_one_file(qwen3: Reference, tmp_path: Path) -> None:
     command = [sys.executable, toy_entries.__file__, str(tmp_path), str(qwen3.folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -74,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("context", [64, 512])
-def test_frequencies_are_those_of_transformers(case, context):
+def test_rope_frequencies_equal_transformers(case, context):
     values = {"rope_theta": 10000.0, **CASES[case]}
     rope = parse_config(FIELDS | {"rope_parameters": values}, name="m").for_context(context).ropes[0]
     config = transformers.LlamaConfig(**{**FIELDS, "rope_parameters": dict(values)})
@@ -86,7 +86,7 @@ def test_frequencies_are_those_of_transformers(case, context):
     assert rope.attention == pytest.approx(attention, rel=1e-12)
 
 
-def test_a_part_of_each_head_turns():
+def test_partial_rotary_embedding_rotates_part_of_each_head():
     rope = parse_config(FIELDS | {"partial_rotary_factor": 0.5, "rope_theta": 1e6}, name="m").ropes[0]
     assert rope.dims == 16
     np.testing.assert_allclose(rope_frequencies(rope), 1e6 ** -(np.arange(8) / 8))
@@ -103,6 +103,6 @@ def test_a_part_of_each_head_turns():
         ({"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 of head_dim 32 is 3"),
     ],
 )
-def test_what_has_no_fixed_frequencies_is_refused(values, named):
+def test_rope_types_without_fixed_frequencies_are_refused(values, named):
     with pytest.raises(UserError, match=named):
         parse_config(FIELDS | {"rope_parameters": values}, name="m")

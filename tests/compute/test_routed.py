@@ -81,7 +81,7 @@ def numbers(values: dict[str, Any]) -> float:
     return sum(sizes) / 1e9
 
 
-def test_published_models_have_the_sizes_that_are_told_of_them():
+def test_published_configs_have_the_published_parameter_counts():
     glm, minimax = (parse_config(values, name="m") for values in (GLM_4_5_AIR, MINIMAX_M2))
     assert 106 < numbers(GLM_4_5_AIR) < 108 and 228 < numbers(MINIMAX_M2) < 230
     assert (glm.ropes[0].dims, glm.ropes[0].theta, glm.norm.eps) == (64, 1e6, 1e-5)
@@ -104,12 +104,12 @@ def test_published_models_have_the_sizes_that_are_told_of_them():
         (MINIMAX_M2 | {"num_experts_per_tok": 257}, "num_experts_per_tok 257 of 256 experts"),
     ],
 )
-def test_what_is_not_computed_is_named(values, named):
+def test_unsupported_config_values_are_named_in_the_error(values, named):
     with pytest.raises(UserError, match=named):
         parse_config(values, name="m")
 
 
-def test_experts_and_shares_are_those_of_transformers(tmp_path):
+def test_experts_and_shares_equal_transformers(tmp_path):
     torch.manual_seed(2)
     layer = random_model("glm4_moe", {**SHAPE, **FAMILY_SHAPE["glm4_moe"]}).model.layers[1].mlp
     cfg = load_config(build(tmp_path, "glm4_moe", tied=False).folder)
@@ -138,7 +138,7 @@ def test_experts_and_shares_are_those_of_transformers(tmp_path):
     assert all(len(set((row // 2).tolist())) == 2 for row in np.asarray(found)[0])
 
 
-def test_layers_that_predict_are_left_and_others_are_named(tmp_path):
+def test_prediction_layers_are_skipped_and_unknown_layers_are_refused(tmp_path):
     build(tmp_path, "glm4_moe", tied=False)
     cfg, mesh, file = load_config(tmp_path), make_mesh(1, 1), tmp_path / "model.safetensors"
     tensors = load_file(file)

@@ -55,7 +55,7 @@ def test_rows_of_trees_give_the_values_and_gradients_of_a_mask(
         pytest.param(TPU, 1024, marks=pytest.mark.thorough),
     ],
 )
-def test_blocks_as_long_as_those_on_devices_give_the_same(target: Platform, T: int) -> None:
+def test_blocks_of_device_size_give_equal_results(target: Platform, T: int) -> None:
     check(target, forest(T, seed=2), None, None, 8)
 
 
@@ -143,7 +143,7 @@ def test_the_programs_for_devices_have_three_kernels_and_add_in_a_fixed_order(ta
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_blocks_that_are_seen_are_those_of_the_mask_and_are_listed_first(window: int | None) -> None:
+def test_seen_blocks_match_the_mask_and_are_listed_first(window: int | None) -> None:
     trees, n, m = forest(64, seed=3), 4, 8
     how, place = How(True, window, 1.0), np.arange(64)
     ends, depths = map(np.asarray, trees)

@@ -153,7 +153,7 @@ def test_offsets_reach_all_of_a_large_array(case: Case, kernels: set[str]) -> No
     ],
     ids=["int8 weights", "float8 pages"],
 )
-def test_without_the_remedy_the_check_names_the_kernel_and_the_array(
+def test_check_without_the_workaround_names_the_kernel_and_the_array(
     case: Case, named: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_calls, "_wraps", lambda array: False)
@@ -163,13 +163,13 @@ def test_without_the_remedy_the_check_names_the_kernel_and_the_array(
     assert f"limit 0: {kernel} {array}" in broken.describe({"short_offsets": named})
 
 
-def test_where_offsets_cannot_be_widened_the_array_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_whose_offsets_cannot_be_widened_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_calls, "_widened", lambda: False)
     with pytest.raises(NotImplementedError, match=r"layer_product: array int8\[40, 1, 17408, 5120\]: offsets of 32"):
         lowered(of_layers("int8"))
 
 
-def test_a_grid_that_cuda_does_not_take_is_refused() -> None:
+def test_invalid_cuda_grid_is_refused() -> None:
     def call(*grid: int) -> Any:
         one = array("float32", 1)
         return jax.eval_shape(triton_call(lambda *_: None, grid=grid, name="wide", interpret=False, out_shape=one), one)

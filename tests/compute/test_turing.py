@@ -53,7 +53,7 @@ def test_products_in_float16_neither_overflow_nor_lose_small_rows(size: float) -
         assert np.all(np.abs(np.asarray(found, np.float64) - exact) <= 2**-8 * of_rows)
 
 
-def test_a_row_with_a_number_that_is_not_finite_has_no_finite_product() -> None:
+def test_non_finite_row_has_no_finite_product() -> None:
     x = jnp.asarray([[1.0, jnp.inf], [jnp.nan, 1.0], [1.0, 1.0]], jnp.bfloat16)
     with compiling_for(TURING):
         y = matmul(x, jnp.ones((4, 2), jnp.bfloat16))
@@ -61,7 +61,7 @@ def test_a_row_with_a_number_that_is_not_finite_has_no_finite_product() -> None:
 
 
 @pytest.mark.parametrize("base_weights", ["full", "nf4"])
-def test_a_training_step_gives_the_gradients_of_float32(qwen3: Reference, base_weights: Any) -> None:
+def test_training_step_equals_float32_gradients(qwen3: Reference, base_weights: Any) -> None:
     cfg, mesh, rng = load_config(qwen3.folder), make_mesh(1, 1), np.random.default_rng(0)
     lora = jax.tree.map(
         lambda leaf: rng.normal(scale=0.1, size=leaf.shape).astype(np.float32), init_lora(cfg, LoraSpec(4), 0)
@@ -85,7 +85,7 @@ def test_a_training_step_gives_the_gradients_of_float32(qwen3: Reference, base_w
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_attention_over_all_pages_is_that_over_the_pages_that_are_seen(window: int | None) -> None:
+def test_attention_over_all_pages_equals_attention_over_seen_pages(window: int | None) -> None:
     rng, start_S = np.random.default_rng(0), np.array([3, 200], np.int32)
     k, v = (jnp.asarray(rng.normal(size=(1, 9, 2, *sides)), jnp.float32) for sides in ((16, PAGE), (PAGE, 16)))
     tables_SW = np.array([[1, 0, 0, 0], [2, 3, 0, 0]], np.int32)

@@ -51,7 +51,7 @@ def sees():
     return model, json.loads(model.config.to_json_string())
 
 
-def test_patches_are_those_of_the_processor(sees):
+def test_image_patches_equal_those_of_the_processor(sees):
     shape = parse_config(sees[1], name="tiny").vision
     example = seeing(random_example(np.random.default_rng(0), 40), (2, 3, 5))
     patches = to_patches(shape, example.images[0].pixels_HWC)
@@ -69,7 +69,7 @@ def test_patches_are_those_of_the_processor(sees):
     np.testing.assert_allclose(found[:count], interpolated, atol=1e-6)
 
 
-def test_positions_are_those_of_transformers(sees):
+def test_image_positions_equal_transformers(sees):
     model, fields = sees
     example = seeing(random_example(np.random.default_rng(1), 60), (0, 2, 3), (9, 5, 1), (30, 4, 4))
     given = inputs_of(example)
@@ -91,7 +91,7 @@ def test_positions_are_those_of_transformers(sees):
         (None, "vision_config", None, "vision_config is None in config.json"),
     ],
 )
-def test_a_tower_that_is_not_ours_is_refused_by_name(sees, part, field, value, text):
+def test_unsupported_vision_tower_is_refused_with_its_field(sees, part, field, value, text):
     fields = json.loads(json.dumps(sees[1]))
     (fields[part] if part else fields)[field] = value
     with pytest.raises(UserError, match=text):
@@ -114,7 +114,7 @@ def test_the_processor_is_read_from_its_file(sees, tmp_path):
             open_processor(cfg, tmp_path)
 
 
-def test_programs_that_are_compiled_early_are_those_of_batches_with_images(sees, monkeypatch):
+def test_early_compiled_programs_are_those_of_image_batches(sees, monkeypatch):
     cfg, mesh = parse_config(sees[1], name="tiny"), make_mesh(1, 1)
     data = (
         seeing(random_example(np.random.default_rng(2), 60), (4, 2, 3)),
@@ -140,7 +140,7 @@ def test_programs_that_are_compiled_early_are_those_of_batches_with_images(sees,
     ]
 
 
-def test_the_memory_plan_has_room_for_the_tower_and_what_it_sees(sees):
+def test_memory_plan_counts_the_vision_tower_and_its_features(sees):
     cfg = parse_config(sees[1], name="tiny")
     config = GroupConfig("", "float32", 1, 1, 64, 1024, 2, 2, "", device_memory=1.0)
     seeing_it, blind = (plan_memory(each, config, 10**9).uses for each in (cfg, replace(cfg, vision=None)))

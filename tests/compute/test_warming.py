@@ -65,7 +65,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.thorough
-def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(
+def test_mixed_traffic_compiles_nothing_after_the_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, examples
 ) -> None:
     monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)
@@ -167,7 +167,7 @@ def test_the_warm_up_has_the_programs_of_replays(
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_packing_makes_no_shape_that_is_not_listed(few: bool) -> None:
+def test_packing_produces_only_listed_shapes(few: bool) -> None:
     rng = np.random.default_rng(1)
     for microbatch, longest, multiple in ((64, 128, 1), (256, 100, 2), (1024, 32, 1), (32, 512, 4)):
         listed = Grid(microbatch, multiple, few=few).shapes(longest)
@@ -229,7 +229,7 @@ def test_accelerators_have_few_programs(target: Platform, training: int, samplin
     assert (len(trains), len(names) - len(trains)) == (training, sampling)
 
 
-def test_it_makes_the_nearest_first_and_nothing_while_a_command_is_executed() -> None:
+def test_warm_up_compiles_the_nearest_first_and_pauses_during_commands() -> None:
     made: list[int] = []
     warm_up = WarmUp(on=True, calm_seconds=0.0)
     with warm_up.pause(lambda: 0):
@@ -240,7 +240,7 @@ def test_it_makes_the_nearest_first_and_nothing_while_a_command_is_executed() ->
     assert made == [1, 2, 3]
 
 
-def test_nothing_is_compiled_ahead_while_memory_maps_are_few() -> None:
+def test_warm_up_pauses_while_memory_maps_are_scarce() -> None:
     made: list[str] = []
     used = iter((0.49, 0.5, 0.1))
     warm_up = WarmUp(on=True, calm_seconds=0.0, maps_used=lambda: next(used))
@@ -249,7 +249,7 @@ def test_nothing_is_compiled_ahead_while_memory_maps_are_few() -> None:
     assert made == ["a", "c"] and warm_up.warmth.failed == 0
 
 
-def test_what_is_forgotten_is_neither_compiled_nor_kept() -> None:
+def test_forgotten_programs_are_neither_compiled_nor_kept() -> None:
     made: list[str] = []
     warm_up = WarmUp(on=True, calm_seconds=0.0)
     of_a, of_b = partial(made.append, "a"), partial(made.append, "b")
@@ -264,7 +264,7 @@ def test_what_is_forgotten_is_neither_compiled_nor_kept() -> None:
     assert [function() for function in kept] == [None, None]
 
 
-def test_it_waits_for_all_commands_that_are_executed() -> None:
+def test_warm_up_waits_for_all_running_commands() -> None:
     made = threading.Event()
     warm_up = WarmUp(on=True, calm_seconds=0.0)
     with warm_up.pause(lambda: 0):
@@ -274,7 +274,7 @@ def test_it_waits_for_all_commands_that_are_executed() -> None:
     assert made.wait(PATIENCE)
 
 
-def test_a_program_that_cannot_be_made_is_counted_and_the_next_one_is_made() -> None:
+def test_failed_compile_is_counted_and_the_next_one_runs() -> None:
     warm_up, done = WarmUp(on=True, calm_seconds=0.0), threading.Event()
 
     def bad() -> None:
@@ -287,7 +287,7 @@ def test_a_program_that_cannot_be_made_is_counted_and_the_next_one_is_made() -> 
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_what_commands_compile_is_late_only_after_the_warm_up(on: bool) -> None:
+def test_compiles_during_commands_count_as_late_only_after_the_warm_up(on: bool) -> None:
     counts = iter((0, 2, 2, 5))
     warm_up = WarmUp(on=on, calm_seconds=0.0)
     with warm_up.pause(lambda: next(counts)):

@@ -21,7 +21,7 @@ def test_parts_of_a_bfloat16_matrix(tmp_path):
     np.testing.assert_array_equal(stored.view(ml_dtypes.bfloat16)[1:3, 2:5], matrix[1:3, 2:5])
 
 
-def test_each_tensor_is_found_among_others_and_nothing_is_copied(tmp_path):
+def test_tensors_are_read_by_name_without_a_copy(tmp_path):
     arrays = {
         "a": np.arange(3, dtype=np.int64),
         "b": np.array([[True, False, True]]),
@@ -59,7 +59,7 @@ def test_an_index_names_the_files(tmp_path):
         ),
     ],
 )
-def test_a_file_that_is_missing_or_broken_is_named(tmp_path, files, message):
+def test_missing_or_broken_weight_file_is_named(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):

@@ -73,7 +73,7 @@ def test_every_file_is_private_from_its_creation(umask: int, tmp_path: Path, mon
     assert readable_by_others(tmp_path / "data") == []
 
 
-def test_an_upgrade_repairs_what_earlier_releases_made(umask: int, tmp_path: Path) -> None:
+def test_upgrade_repairs_file_modes_of_earlier_releases(umask: int, tmp_path: Path) -> None:
     data = tmp_path / "data"
     make_everything(data)
     for path in (data / "journal.db", data / "store", *(data / "store").rglob("*")):
@@ -83,7 +83,7 @@ def test_an_upgrade_repairs_what_earlier_releases_made(umask: int, tmp_path: Pat
     assert readable_by_others(data) == []
 
 
-def test_what_cannot_be_repaired_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_file_mode_that_cannot_be_repaired_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("not yours")
 
@@ -110,6 +110,6 @@ def test_a_data_dir_with_any_name_has_a_store(tmp_path: Path) -> None:
         assert disk.folder_of_url(url) == tmp_path / "100%25 ü" / name
 
 
-def test_a_base_model_has_one_name() -> None:
+def test_base_model_names_lose_trailing_slashes() -> None:
     given = ("models/tiny/", "org/model", "gs://bucket/a//", "/")
     assert Settings(base_models=given).base_models == ("models/tiny", "org/model", "gs://bucket/a", "/")

@@ -9,7 +9,7 @@ import pytest
 from tinkerflow.backend.core.environment import variables
 
 
-def test_variables_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_hold_only_inside_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERFLOWS_A", "before")
     monkeypatch.delenv("TINKERFLOWS_B", raising=False)
     with variables({"TINKERFLOWS_A": "1", "TINKERFLOWS_B": "2"}):

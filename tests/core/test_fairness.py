@@ -13,9 +13,7 @@ COSTS = st.lists(st.floats(0.1, 10), min_size=40, max_size=40)
 
 
 @given(COSTS, COSTS, st.floats(0.5, 4), st.integers(1, 79))
-def test_owners_that_always_wait_get_their_weights_worth(
-    a: list[float], b: list[float], weight: float, served: int
-) -> None:
+def test_waiting_owners_share_by_weight(a: list[float], b: list[float], weight: float, served: int) -> None:
     """The bound of Goyal, Vin and Cheng (theorem 1): at any time a difference of at most one ticket of each."""
     queue: FairQueue[float] = FairQueue(lambda owner: weight if owner == "a" else 1.0)
     for cost_a, cost_b in zip(a, b, strict=True):
@@ -32,7 +30,7 @@ def test_owners_that_always_wait_get_their_weights_worth(
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 10), st.booleans()), max_size=60))
-def test_an_owners_items_keep_their_order(steps: list[tuple[str, float, bool]]) -> None:
+def test_items_of_an_owner_keep_their_order(steps: list[tuple[str, float, bool]]) -> None:
     queue: FairQueue[int] = FairQueue()
     served: list[Ticket[int]] = []
     for number, (owner, cost, serve) in enumerate(steps):
@@ -60,7 +58,7 @@ def test_a_withdrawn_ticket_costs_nothing(pushes: list[tuple[str, float]], data:
     assert starts[0] == starts[1]
 
 
-def test_who_comes_later_does_not_pay_for_others_past_and_is_paid_nothing_for_its_own() -> None:
+def test_late_owner_neither_pays_nor_is_paid_for_earlier_work() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(10):
         queue.push("early", f"early {number}")
@@ -73,7 +71,7 @@ def test_who_comes_later_does_not_pay_for_others_past_and_is_paid_nothing_for_it
     ][:4] == ["early 5", "late 0", "early 6", "late 1"]
 
 
-def test_one_at_a_time_owners_share_by_cost_too() -> None:
+def test_sequential_owners_share_by_cost() -> None:
     """Owners that send the next item only after the last was served: the cheap one is served more often."""
     queue: FairQueue[str] = FairQueue()
     queue.push("dear", "", 10)
@@ -98,7 +96,7 @@ def test_a_charge_delays_the_owners_next_ticket() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9)), min_size=2, max_size=20), st.data())
-def test_an_item_pushed_before_a_ticket_takes_its_place_and_costs_other_owners_nothing(
+def test_item_pushed_before_a_ticket_takes_its_place_without_cost_to_other_owners(
     pushes: list[tuple[str, int]], data: st.DataObject
 ) -> None:
     queue: FairQueue[int] = FairQueue()
@@ -115,7 +113,7 @@ def test_an_item_pushed_before_a_ticket_takes_its_place_and_costs_other_owners_n
     assert queue.push(before.owner, 99).start == last + 3
 
 
-def test_a_ticket_that_overtakes_does_not_move_virtual_time_past_those_that_wait() -> None:
+def test_overtaking_ticket_does_not_advance_virtual_time_past_waiting_ones() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(4):
         queue.push("a", f"a{number}")

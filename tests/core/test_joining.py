@@ -16,12 +16,12 @@ def test_addresses_are_hosts_with_ports() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "7000", ":7000", "host", "host:", "host:x", "host:70000", "::1:7000", "host:²"])
-def test_other_texts_are_refused(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be HOST:PORT"):
         parse_address(text)
 
 
-def test_a_secret_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
+def test_secret_is_created_once_and_only_for_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "new" / "group.secret"
     secret = make_secret(path)
     assert len(secret) == 64
@@ -30,7 +30,7 @@ def test_a_secret_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
     assert make_secret(tmp_path / "other") != secret
 
 
-def test_a_secret_that_cannot_be_is_named(tmp_path: Path) -> None:
+def test_invalid_secret_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"absent'\): copy the file from the driver's host"):
         read_secret(tmp_path / "absent")
     (tmp_path / "short").write_text(" 0123456789\n")

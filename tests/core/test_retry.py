@@ -44,7 +44,7 @@ async def test_a_call_is_made_until_it_succeeds(caplog: pytest.LogCaptureFixture
     assert [bool(record.exc_info) for record in caplog.records] == [True, False]
 
 
-async def test_an_error_of_ours_is_logged_without_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+async def test_tinkerflow_error_is_logged_without_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     assert await retry(Calls(StoreError("away")), on=StoreError, pauses=[0], what="x", log=log) == 2
     assert not caplog.records[0].exc_info
 
@@ -57,7 +57,7 @@ async def test_the_last_error_is_raised_when_no_pause_is_left() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("another"), StoreAwayError("excepted")])
-async def test_other_errors_are_raised_immediately(error: Exception) -> None:
+async def test_unexpected_errors_are_raised_immediately(error: Exception) -> None:
     calls = Calls(error)
     with pytest.raises(type(error)):
         await retry(calls, on=StoreError, unless=StoreAwayError, what="x", log=log)

@@ -13,7 +13,7 @@ import pytest
 from tinkerflow.backend.core.threads import FairThreads
 
 
-async def test_a_project_with_much_slow_work_leaves_threads_to_others() -> None:
+async def test_slow_work_of_one_project_leaves_threads_to_other_projects() -> None:
     threads, release, begun = FairThreads("test", 4), threading.Event(), threading.Semaphore(0)
 
     def slow() -> None:
@@ -35,18 +35,18 @@ async def test_a_project_with_much_slow_work_leaves_threads_to_others() -> None:
     assert begun._value == 12, "calls that were cancelled in the queue never began"
 
 
-async def test_projects_take_turns_in_one_thread() -> None:
+async def test_projects_take_turns_in_a_single_thread() -> None:
     threads, done = FairThreads("test", 1), list[str]()
     await asyncio.gather(*(threads.run(owner, done.append, owner) for owner in ("ann", "ann", "ann", "bob")))
     assert done == ["ann", "bob", "ann", "ann"]
 
 
-async def test_what_work_raises_is_raised() -> None:
+async def test_exception_of_the_work_reaches_the_caller() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         await FairThreads("test", 2).run("ann", int, "x")
 
 
-async def test_arguments_of_failed_work_are_freed_at_once() -> None:
+async def test_arguments_of_failed_work_are_freed_immediately() -> None:
     class Argument:
         def fail(self) -> None:
             raise ValueError("wrong")

@@ -44,7 +44,7 @@ RUN = "copy-1:train:0"
 PATH = f"tinker://{RUN}/weights/a"
 
 
-def test_a_token_is_shown_once_and_opens_until_revoked(tmp_path: Path) -> None:
+def test_access_token_is_shown_once_and_works_until_revoked(tmp_path: Path) -> None:
     settings, where = Settings(data_dir=tmp_path), ["--data-dir", str(tmp_path)]
     runner = CliRunner()
     missing = runner.invoke(every_command(), ["checkpoint", "share", PATH, *where])
@@ -72,7 +72,7 @@ def test_a_token_is_shown_once_and_opens_until_revoked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ttl", ["0", "nan", "inf", "1.5", "999999999"])
-def test_a_time_to_live_that_cannot_be_is_refused(ttl: str) -> None:
+def test_invalid_time_to_live_is_refused(ttl: str) -> None:
     refused = CliRunner().invoke(every_command(), ["checkpoint", "share", PATH, "--ttl", ttl])
     assert refused.exit_code == 2 and "Invalid value for '--ttl'" in refused.output
 
@@ -110,7 +110,7 @@ def checkpoint(tmp_path: Path, *args: str) -> Result:
     return CliRunner().invoke(every_command(), ["checkpoint", *args, "--data-dir", str(tmp_path)])
 
 
-def test_list_reads_the_store_alone(tmp_path: Path, store: Store) -> None:
+def test_list_reads_only_the_store(tmp_path: Path, store: Store) -> None:
     store.amend(PATH, store.checkpoints()[0].attempt, public=True, expires_at=datetime(2030, 1, 2, tzinfo=UTC))
     listed = checkpoint(tmp_path, "list").stdout
     assert re.search(rf"{PATH} .*team .*tiny .*2 .*UTC .*2030-01-02 00:00 UTC .*yes", listed)
@@ -121,7 +121,7 @@ def test_list_reads_the_store_alone(tmp_path: Path, store: Store) -> None:
     assert not (tmp_path / "journal.db").exists()
 
 
-def test_verify_names_what_is_damaged(tmp_path: Path, store: Store) -> None:
+def test_verify_names_damaged_files(tmp_path: Path, store: Store) -> None:
     done = checkpoint(tmp_path, "verify")
     assert (done.exit_code, done.stdout) == (0, "3 whole, 0 damaged\n")
     (file,) = (tmp_path / "store").glob("runs/*/recovery/*/*/adapter_model.safetensors")
@@ -138,7 +138,7 @@ def test_verify_names_what_is_damaged(tmp_path: Path, store: Store) -> None:
     assert missing.exit_code == 1 and "weights/never: there is none" in missing.stdout
 
 
-def test_gc_says_what_it_would_remove_and_removes_it_when_told(tmp_path: Path, store: Store) -> None:
+def test_gc_lists_orphans_and_removes_them_with_yes(tmp_path: Path, store: Store) -> None:
     dead = tmp_path / "store" / "runs" / RUN / "weights" / "a" / "attempt-dead"
     dead.mkdir()
     (dead / "adapter_config.json").write_bytes(b"half")
@@ -179,7 +179,7 @@ def test_gc_removes_recovery_snapshots_of_models_that_are_not_live(tmp_path: Pat
     assert checkpoint(tmp_path, "verify").stdout == "2 whole, 0 damaged\n"
 
 
-def test_rebuild_index_makes_the_rows_again(tmp_path: Path, store: Store) -> None:
+def test_rebuild_index_restores_the_rows(tmp_path: Path, store: Store) -> None:
     done = checkpoint(tmp_path, "rebuild-index")
     *restored, counts = done.stdout.splitlines()
     assert set(restored) == {PATH, f"tinker://{RUN}/sampler_weights/b"}
@@ -205,7 +205,7 @@ def test_rebuild_index_gives_checkpoints_without_a_key_to_a_project(tmp_path: Pa
         assert len(journal.checkpoints.page("team").rows) == 2
 
 
-def test_rebuild_index_names_what_it_cannot_restore_and_restores_the_rest(tmp_path: Path, store: Store) -> None:
+def test_rebuild_index_names_damaged_checkpoints_and_restores_the_others(tmp_path: Path, store: Store) -> None:
     (tmp_path / "store" / "runs" / RUN / "sampler_weights" / "b" / "commit.json").write_bytes(b"{")
     done = checkpoint(tmp_path, "rebuild-index")
     assert isinstance(done.exception, StoreError) and "sampler_weights/b: commit.json is damaged" in str(done.exception)

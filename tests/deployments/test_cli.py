@@ -31,14 +31,14 @@ def test_doctor_finds_a_fresh_machine_healthy(tmp_path):
     assert not (tmp_path / "journal.db").exists()
 
 
-def test_doctor_names_what_is_wrong(tmp_path):
+def test_doctor_names_a_missing_model_folder(tmp_path):
     done = tinkerflow("doctor", "--data-dir", str(tmp_path), TINKERFLOW_BASE_MODELS='["/no/such/folder"]')
     assert done.returncode == 1
     assert "/no/such/folder" in done.stdout
 
 
 @pytest.mark.parametrize(("own", "used"), [({}, "1"), ({"DO_NOT_TRACK": "0"}, "0")])
-def test_a_command_turns_off_the_usage_data_of_prefects_client_unless_the_user_decides(monkeypatch, own, used):
+def test_commands_disable_prefect_telemetry_unless_the_user_decides(monkeypatch, own, used):
     environment = dict(own)
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(sys, "argv", ["tinkerflow", "status"])
@@ -90,14 +90,14 @@ def test_limits_of_a_project_are_set_and_listed(tmp_path):
     assert "serach has no key yet (did you mean 'search'?)" in limit("set", "serach", "max_sessions=5").stderr
 
 
-def test_up_names_a_base_model_that_cannot_be(tmp_path):
+def test_up_names_an_invalid_base_model(tmp_path):
     done = tinkerflow("up", "--port", "0", "--data-dir", str(tmp_path), "--base-model", str(tmp_path / "nothing"))
     assert done.returncode == 1
     assert str(tmp_path / "nothing") in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_embedded_model_is_made_once(tmp_path):
+def test_embedded_model_is_created_once(tmp_path):
     first = with_base_models(Settings(data_dir=tmp_path))
     made = Path(first.base_models[0], "model.safetensors").stat().st_mtime_ns
     assert with_base_models(Settings(data_dir=tmp_path)) == first

@@ -28,7 +28,7 @@ def compared(rows: list[list[int]], trained: list[list[int]]) -> Comparison:
     return comparison
 
 
-def test_equal_rows_and_shared_parts_are_found_where_they_are() -> None:
+def test_equal_rows_and_shared_parts_are_located() -> None:
     whole, half, other, short = tokens(40), tokens(40), tokens(40), tokens(5)
     found = compared(
         [whole, half, other, short, short[:4]],
@@ -51,7 +51,7 @@ def test_most_of_a_row_makes_it_useless_and_a_template_does_not() -> None:
     assert nearly.contaminated and nearly.exact is None
 
 
-def test_hashes_tell_sequences_apart() -> None:
+def test_hashes_distinguish_sequences() -> None:
     values = hashes(np.array([1, 2, 3, 1, 2, 3, 1, 3, 2], np.int32), 3).tolist()
     assert values[0] == values[3] and len(set(values)) == 5
     assert len(hashes(np.array([1, 2], np.int32), 3)) == 0
@@ -71,7 +71,7 @@ def test_the_tokens_of_a_datum_have_the_last_target_and_a_mark_for_an_image(imag
     assert contamination._tokens(datum).tolist() == ([1, 2, -1, 3, 4] if images else [1, 2, 3, 4])
 
 
-def test_a_checkpoint_before_the_run_whose_rows_are_not_known_is_named() -> None:
+def test_earlier_checkpoint_with_unknown_rows_is_named() -> None:
     class Server:
         """It knows the history of run `a`, which began with a checkpoint of run `b`."""
 

@@ -83,7 +83,7 @@ def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path) -
     assert service_url(Settings(data_dir=tmp_path, port=81)) == "http://127.0.0.1:81"
 
 
-def test_a_service_that_was_killed_is_no_healthy_one_and_a_stopped_one_is(tmp_path: Path) -> None:
+def test_killed_service_is_unhealthy_and_a_stopped_one_is_healthy(tmp_path: Path) -> None:
     def shown() -> str:
         said = io.StringIO()
         assert not show_status(settings, plain_console(file=said, width=200))
@@ -116,13 +116,13 @@ def test_a_service_that_was_killed_is_no_healthy_one_and_a_stopped_one_is(tmp_pa
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_folder_is_a_one_line_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"), owned(tmp_path / "data", "x"):
         pass
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkerflow.deployments.data_dir.NEEDED_BYTES", 2**62)
     message = r"its disk has \d+ MiB left, needs at least .* choose another --data-dir"
     with pytest.raises(UserError, match=message), owned(tmp_path, "x"):
@@ -148,7 +148,7 @@ def filled(data_dir: Path) -> Settings:
 
 
 @pytest.mark.parametrize("name", ["data", "a#b %20"])  # the second has another meaning in a URL
-def test_a_backup_is_made_beside_a_writer_and_restored_into_a_new_folder(tmp_path: Path, name: str) -> None:
+def test_backup_is_made_during_writes_and_restored_into_a_new_folder(tmp_path: Path, name: str) -> None:
     settings = filled(tmp_path / name)
     with closing(sqlite3.connect(settings.data_dir / "journal.db")) as writer:
         writer.execute("BEGIN IMMEDIATE")
@@ -171,7 +171,7 @@ def test_a_backup_is_made_beside_a_writer_and_restored_into_a_new_folder(tmp_pat
     assert open_to_others(tmp_path / "new") == []
 
 
-def test_a_restored_service_has_the_embedded_model_of_its_own_data_dir(tmp_path: Path) -> None:
+def test_restored_service_uses_the_embedded_model_of_its_data_dir(tmp_path: Path) -> None:
     settings = filled(tmp_path / "old")
     embedded, other = f"{tmp_path}/old/models/tinkerflow/tiny-qwen3", "Qwen/Qwen3-0.6B"
     with open_journal(settings) as journal:
@@ -187,7 +187,7 @@ def test_a_restored_service_has_the_embedded_model_of_its_own_data_dir(tmp_path:
     assert found == [f"{tmp_path}/new/models/tinkerflow/tiny-qwen3", other]
 
 
-def test_a_file_that_is_no_backup_or_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_foreign_or_malicious_backup_file_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "other.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("x"))
     with pytest.raises(UserError, match="was not written by `tinkerflow backup`"):
@@ -202,7 +202,7 @@ def test_a_file_that_is_no_backup_or_leads_elsewhere_is_refused(tmp_path: Path) 
         list(restore_backup(tmp_path / "evil.tar", tmp_path / "new"))
 
 
-def test_parts_that_are_elsewhere_are_named(tmp_path: Path) -> None:
+def test_backup_names_parts_stored_elsewhere(tmp_path: Path) -> None:
     tmp_path.mkdir(exist_ok=True)
     settings = Settings(data_dir=tmp_path, database_url="postgresql://db/x", store="gs://bucket/store")
     shown = "\n".join(write_backup(settings, tmp_path / "b.tar"))

@@ -37,7 +37,7 @@ def no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
 
 
-def test_one_bad_check_makes_the_whole_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_failed_check_makes_the_report_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bad(_: Settings) -> str:
         raise UserError("the dog of sess-1:train:0 is not in [gpu]")
 
@@ -50,7 +50,7 @@ def test_one_bad_check_makes_the_whole_unhealthy(tmp_path: Path, monkeypatch: py
     assert doctor.examine(Settings(data_dir=tmp_path), plain_console(file=said))
 
 
-def test_parts_and_groups_that_wait(tmp_path: Path) -> None:
+def test_doctor_shows_waiting_parts_and_groups(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     with open_journal(settings) as journal:
         assert doctor.check_processes(settings).startswith("none is running")
@@ -70,7 +70,7 @@ OF_THE_JOURNAL = (doctor.check_journal, doctor.check_processes, doctor.check_rec
 
 
 @pytest.mark.parametrize("check", OF_THE_JOURNAL)
-def test_a_database_that_is_missing_is_not_made(tmp_path: Path, check: Callable[[Settings], str]) -> None:
+def test_doctor_does_not_create_a_missing_database(tmp_path: Path, check: Callable[[Settings], str]) -> None:
     folder = tmp_path / "none"
     for settings in (Settings(data_dir=folder), Settings(data_dir=folder, database_url=f"sqlite:///{folder}/x.db")):
         said = check(settings)
@@ -79,7 +79,7 @@ def test_a_database_that_is_missing_is_not_made(tmp_path: Path, check: Callable[
 
 
 @pytest.mark.parametrize("check", OF_THE_JOURNAL)
-def test_a_database_of_an_earlier_version_stays_as_it_is(tmp_path: Path, check: Callable[[Settings], str]) -> None:
+def test_database_of_an_earlier_version_is_left_unchanged(tmp_path: Path, check: Callable[[Settings], str]) -> None:
     settings = Settings(data_dir=tmp_path)
     migrate(settings.journal_url, "v0001")
     for _ in range(2):  # the first look has not upgraded it
@@ -87,12 +87,12 @@ def test_a_database_of_an_earlier_version_stays_as_it_is(tmp_path: Path, check: 
             check(settings)
 
 
-def test_a_database_without_tables_is_no_defect(tmp_path: Path) -> None:
+def test_database_without_tables_is_healthy(tmp_path: Path) -> None:
     (tmp_path / "journal.db").touch()
     assert doctor.check_journal(Settings(data_dir=tmp_path)).endswith("no database yet; `tinkerflow up` makes it")
 
 
-def test_what_is_compiled(tmp_path: Path) -> None:
+def test_doctor_shows_the_compile_status(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     assert doctor.check_compiled(settings).startswith("0 file(s)")
     with open_journal(settings) as journal:
@@ -153,7 +153,7 @@ def test_devices_are_found_without_opening_them(tmp_path: Path, monkeypatch: pyt
     assert check() == "jax 1.2.3, libtpu 1.2.3, 4 TPU chip(s)"
 
 
-def test_the_api_runs_or_is_to_be_started(tmp_path: Path, port: int) -> None:
+def test_doctor_shows_whether_the_api_runs(tmp_path: Path, port: int) -> None:
     settings = Settings(data_dir=tmp_path, port=port)
     with pytest.raises(UserError, match=r"serves another data dir than .*: choose another --port"):
         doctor.check_api(settings)
@@ -187,7 +187,7 @@ def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch
         doctor.check_prefect(Settings(data_dir=tmp_path, prefect="external", prefect_port=port))
 
 
-def test_a_data_dir_that_cannot_be_made_is_not_healthy(tmp_path: Path) -> None:
+def test_uncreatable_data_dir_is_unhealthy(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "file" / "data")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"/file cannot be written: choose another --data-dir"):

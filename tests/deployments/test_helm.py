@@ -82,7 +82,7 @@ def test_the_chart_renders_the_objects_of_each_overlay(helm: str, overlay: str) 
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_helm_finds_no_fault_with_the_chart_and_its_values(helm: str, overlay: str) -> None:
+def test_helm_lint_accepts_the_chart_and_its_values(helm: str, overlay: str) -> None:
     done = run(helm, "lint", "--strict", str(HERE), *values(overlay))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -100,12 +100,12 @@ def test_helm_finds_no_fault_with_the_chart_and_its_values(helm: str, overlay: s
         ("worker.jobset=node", "replicas"),
     ],
 )
-def test_wrong_values_are_refused_by_name(helm: str, wrong: str, named: str) -> None:
+def test_invalid_values_are_named_by_helm(helm: str, wrong: str, named: str) -> None:
     done = run(helm, "template", str(HERE), "--set", wrong)
     assert done.returncode != 0 and named in done.stderr, done.stderr
 
 
-def test_pods_and_volumes_have_what_the_values_say(helm: str) -> None:
+def test_helm_values_reach_pods_and_volumes(helm: str) -> None:
     pulled, resources = [{"name": "registry"}], {"limits": {"memory": "8Gi"}}
     named = ("imagePullSecrets[0].name=registry", "storageClassName=fast")
     more = [f"resources.{part}.limits.memory=8Gi" for part in ("api", "engine", "postgres")]
@@ -127,7 +127,7 @@ def test_pods_and_volumes_have_what_the_values_say(helm: str) -> None:
     assert len(volumes) > 2 and {volume["spec"]["storageClassName"] for volume in volumes} == {"fast"}
 
 
-def test_a_changed_setting_has_new_pods_made(helm: str) -> None:
+def test_changed_setting_changes_the_pod_checksum(helm: str) -> None:
     def checksums(*more: str) -> set[str]:
         done = run(helm, "template", str(HERE), *more)
         assert done.returncode == 0, done.stderr
@@ -142,6 +142,6 @@ def test_a_changed_setting_has_new_pods_made(helm: str) -> None:
     assert len(one) == len(other) == 1 and one != other
 
 
-def test_the_chart_has_our_version() -> None:
+def test_chart_has_the_package_version() -> None:
     chart = yaml.safe_load((HERE / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == __version__

@@ -46,7 +46,7 @@ async def until(kept: Kept, running: bool) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_they_are_released_when_idle_and_come_back_when_needed() -> None:
+async def test_groups_are_released_when_idle_and_return_when_needed() -> None:
     kept, said = Kept(), list[str]()
     task = asyncio.create_task(
         keep_while_needed(kept.keep, kept.rest, kept.needed, 0.02, said.append, look_seconds=0.002)
@@ -70,14 +70,14 @@ async def test_they_are_released_when_idle_and_come_back_when_needed() -> None:
     assert not kept.running
 
 
-async def test_what_fails_is_raised() -> None:
+async def test_error_of_a_starting_group_is_raised() -> None:
     kept = Kept()
     kept.error = ValueError("no room")
     with pytest.raises(ValueError, match="no room"):
         await keep_while_needed(kept.keep, kept.rest, kept.needed, 60.0, print, look_seconds=0.01)
 
 
-async def test_a_journal_that_is_away_ends_no_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_journal_ends_no_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"sqlite:///{tmp_path / 'journal.db'}"
     migrate(url)
     async with demand(url) as needed:

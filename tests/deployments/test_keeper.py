@@ -62,9 +62,7 @@ async def ready(part: Part) -> ChildProcess:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_part_that_ends_or_is_stopped_is_started_again(
-    keep: Callable[[str], Part], said: list[str], number: int
-) -> None:
+async def test_ended_or_stopped_part_is_restarted(keep: Callable[[str], Part], said: list[str], number: int) -> None:
     part = keep("well")
     first = await ready(part)
     os.kill(first.pid, number)
@@ -74,20 +72,20 @@ async def test_a_part_that_ends_or_is_stopped_is_started_again(
     assert said[-1].endswith("started again in 0.1 s")
 
 
-async def test_a_part_whose_loop_hangs_is_killed(keep: Callable[[str], Part], said: list[str]) -> None:
+async def test_hung_part_is_killed(keep: Callable[[str], Part], said: list[str]) -> None:
     first = await ready(keep("hung"))
     await until(lambda: first.status is not None)
     assert "hung was silent for" in said[0]
 
 
-async def test_a_part_that_cannot_start_is_tried_ever_more_rarely(keep: Callable[[str], Part], said: list[str]) -> None:
+async def test_failing_part_is_restarted_with_back_off(keep: Callable[[str], Part], said: list[str]) -> None:
     keep("broken")
     await until(lambda: sum("status 3" in line for line in said) == 3)
     assert [line.rsplit(" in ")[1] for line in said if "status 3" in line] == ["0.2 s", "0.4 s", "0.8 s"]
     assert "broken: I give up" in said
 
 
-async def test_a_line_for_people_is_all_that_is_said_about_a_start(tmp_path: Path) -> None:
+async def test_start_failure_shows_only_its_user_message(tmp_path: Path) -> None:
     code = "import sys; print('INFO begins', file=sys.stderr); sys.exit('tinkerflow: store x: is away')"
     command = (sys.executable, "-c", code)
     part = Part("engine", command, environment=os.environ, log_dir=tmp_path, silence=10.0, report=print)
@@ -95,7 +93,7 @@ async def test_a_line_for_people_is_all_that_is_said_about_a_start(tmp_path: Pat
         await part.keep(lambda: False)
 
 
-async def test_a_part_that_ends_while_the_deployment_starts_is_an_error(tmp_path: Path, said: list[str]) -> None:
+async def test_part_that_ends_during_the_start_is_an_error(tmp_path: Path, said: list[str]) -> None:
     code = "import sys; print('no such database', file=sys.stderr); exit(4)"
     part = Part(
         "engine", (sys.executable, "-c", code), environment=os.environ, log_dir=tmp_path, silence=10.0, report=print

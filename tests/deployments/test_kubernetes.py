@@ -167,7 +167,7 @@ def given_secrets() -> set[tuple[str, str]]:
 
 
 @of_each_overlay
-def test_each_object_is_valid(overlay: str) -> None:
+def test_rendered_objects_are_valid(overlay: str) -> None:
     for one in rendered(overlay):
         if one["kind"] != "JobSet":
             kubernetes_validate.validate(one, VERSION, strict=True)
@@ -181,7 +181,7 @@ def test_each_object_is_valid(overlay: str) -> None:
 
 
 @of_each_overlay
-def test_names_lead_somewhere(overlay: str) -> None:
+def test_referenced_names_exist(overlay: str) -> None:
     secrets = given_secrets()
     for one in pods(overlay):
         account = one.spec.get("serviceAccountName")
@@ -230,7 +230,7 @@ def test_selectors_and_ports_meet_pods(overlay: str) -> None:
 
 
 @of_each_overlay
-def test_only_the_group_hears_the_group(overlay: str) -> None:
+def test_only_pods_of_the_group_reach_its_ports(overlay: str) -> None:
     policies = objects(overlay, "NetworkPolicy")
     assert policies["default-deny"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
     group = {one.name for one in pods(overlay) if one.labels.get("tinkerflow/group") == "main"}
@@ -284,7 +284,7 @@ def test_commands_and_settings_exist(overlay: str, monkeypatch: pytest.MonkeyPat
 
 
 @of_each_overlay
-def test_addresses_are_those_of_services(overlay: str) -> None:
+def test_addresses_belong_to_services(overlay: str) -> None:
     services = {
         f"{name}:{port['port']}"
         for name, service in objects(overlay, "Service").items()
@@ -298,7 +298,7 @@ def test_addresses_are_those_of_services(overlay: str) -> None:
 
 
 @of_each_overlay
-def test_containers_are_confined(overlay: str) -> None:
+def test_containers_have_restricted_privileges(overlay: str) -> None:
     for one in pods(overlay):
         assert one.spec["securityContext"]["runAsNonRoot"] is True
         assert one.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -312,7 +312,7 @@ def test_containers_are_confined(overlay: str) -> None:
 
 
 @of_each_overlay
-def test_pods_have_the_time_that_their_end_takes(overlay: str) -> None:
+def test_pods_have_enough_time_to_terminate(overlay: str) -> None:
     grace = {one.name: one.spec["terminationGracePeriodSeconds"] for one in pods(overlay)}
     assert grace["worker"] >= HostConfig.leave_seconds + 20
     assert grace["engine"] >= DRAIN_SECONDS + HostConfig.leave_seconds + 20
@@ -367,7 +367,7 @@ def test_the_operator_of_prometheus_gets_the_rules_and_their_job(tmp_path: Path)
     assert set(re.findall(r'job="(\w+)"', rules)) == {api.labels[label]}
 
 
-def test_what_the_launcher_decides_is_in_its_settings_and_not_in_its_manifest() -> None:
+def test_launcher_settings_stay_out_of_its_manifest() -> None:
     (settings,) = objects("launcher", "ConfigMap").values()
     assert {"TINKERFLOW_MAX_GROUPS", "TINKERFLOW_PROCESS_DEVICES", "TINKERFLOW_IDLE_RELEASE"} <= settings["data"].keys()
     worker = objects("launcher", "StatefulSet")["worker"]["spec"]
@@ -387,7 +387,7 @@ def test_every_component_is_used() -> None:
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name.endswith("jobset")])
-def test_a_worker_of_a_job_that_is_told_to_end_has_failed_when_it_has_saved(overlay: str, tmp_path: Path) -> None:
+def test_sigterm_makes_a_job_worker_save_and_then_fail(overlay: str, tmp_path: Path) -> None:
     program = tmp_path / "tinkerflow"
     program.write_text(
         f"#!{sys.executable}\nimport signal, time\n"
@@ -418,7 +418,7 @@ with socket.create_server(("127.0.0.1", 7000)):
 """
 
 
-def test_probes_see_who_listens_and_who_has_joined() -> None:
+def test_probes_see_listening_and_joined_processes() -> None:
     def probe(name: str) -> list[str]:
         (found,) = (one for one in pods("cpu") if one.name == name)
         (container,) = found.spec["containers"]

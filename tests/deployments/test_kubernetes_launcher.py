@@ -76,7 +76,7 @@ async def end(task: asyncio.Task[None]) -> None:
 
 
 @pytest.mark.parametrize(("platform", "resource"), [("cuda", "nvidia.com/gpu"), ("tpu", "google.com/tpu")])
-async def test_pods_are_as_the_plan_decides(
+async def test_pods_match_the_plan(
     fake: FakeKubernetes, client: AsyncClient, tmp_path: Path, platform: str, resource: str
 ) -> None:
     given = plan(tmp_path, processes=2, base_models=("a", "b"), platform=platform, process_devices=4, spread_hosts=True)
@@ -91,7 +91,7 @@ async def test_pods_are_as_the_plan_decides(
     assert "template" not in kubernetes.stateful_set(plan(tmp_path), 1, {})["spec"]
 
 
-async def test_changes_by_others_are_undone_and_no_pod_is_left_at_the_end(
+async def test_foreign_changes_are_undone_and_all_pods_are_removed_at_the_end(
     fake: FakeKubernetes, client: AsyncClient, tmp_path: Path
 ) -> None:
     task = asyncio.create_task(keep(plan(tmp_path, processes=2), print, client, QUICK))
@@ -116,7 +116,7 @@ async def test_changes_by_others_are_undone_and_no_pod_is_left_at_the_end(
         ("token", r"\(401\): Unauthorized"),
     ],
 )
-async def test_a_refusal_has_the_words_of_the_api(
+async def test_refusal_has_the_message_of_the_kubernetes_api(
     fake: FakeKubernetes, client: AsyncClient, tmp_path: Path, lacking: str, message: str
 ) -> None:
     match lacking:
@@ -130,7 +130,7 @@ async def test_a_refusal_has_the_words_of_the_api(
         await keep(plan(tmp_path), print, client)
 
 
-async def test_an_outage_of_the_api_ends_no_pod_and_pods_are_released_after_it(
+async def test_api_outage_ends_no_pod_and_delays_releases(
     fake: FakeKubernetes, client: AsyncClient, tmp_path: Path
 ) -> None:
     lines: list[str] = []
@@ -202,7 +202,7 @@ STARTING = {"waiting": {"reason": "PodInitializing"}}
         ([], 2, ["Kubernetes has made 0 of 2 pods: FailedCreate: exceeded quota"]),
     ],
 )
-def test_what_pods_wait_for_is_reported(statuses: list[dict[str, Any]], count: int, lines: list[str]) -> None:
+def test_reasons_of_waiting_pods_are_reported(statuses: list[dict[str, Any]], count: int, lines: list[str]) -> None:
     warnings = [
         event(lastTimestamp="2026-11-25T02:00:07Z", reason="FailedCreate", message="exceeded quota"),
         event(eventTime="2026-11-25T01:30:00.000000Z"),

@@ -32,7 +32,9 @@ def plan(folder: Path, **given: Any) -> Plan:
         ({"launcher": "ray"}, "ray"),
     ],
 )
-def test_who_names_a_group_and_no_launcher_starts_workers_by_hand(given: dict[str, str], name: str | None) -> None:
+def test_workers_are_started_by_hand_if_a_group_is_set_without_a_launcher(
+    given: dict[str, str], name: str | None
+) -> None:
     found = launcher_of(Settings(**given))
     assert (found and found.name) == name
 
@@ -42,7 +44,7 @@ async def test_slurm_without_srun_is_refused_once(tmp_path: Path) -> None:
         await slurm.LAUNCHER.keep(replace(plan(tmp_path), environment={"PATH": str(tmp_path)}), print)
 
 
-def test_an_unknown_launcher_is_named_with_those_that_exist() -> None:
+def test_unknown_launcher_is_refused_with_the_list_of_launchers() -> None:
     with pytest.raises(UserError, match=f"launcher 'nomad': must be one of {', '.join(LAUNCHERS)}"):
         launcher_of(Settings(launcher="nomad"))
 
@@ -62,12 +64,12 @@ def test_a_plan_has_a_process_for_each_rank_of_each_base_model(tmp_path: Path) -
     assert found.secret == found.secret_file.read_bytes().strip()
 
 
-def test_no_secret_is_in_what_is_logged_of_a_plan(tmp_path: Path) -> None:
+def test_plan_repr_contains_no_secret(tmp_path: Path) -> None:
     found = plan(tmp_path)
     assert found.secret.decode() not in repr(found)
 
 
-def test_this_host_has_an_address() -> None:
+def test_host_has_an_address() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert own_address().count(".") == 3
 
@@ -82,11 +84,13 @@ def test_this_host_has_an_address() -> None:
         ({"process_devices": 4, "platform": "tpu"}, {"CPU": 1, "TPU": 4}),
     ],
 )
-def test_what_ray_is_asked_for(tmp_path: Path, given: dict[str, Any], bundle: dict[str, int]) -> None:
+def test_ray_bundle_requests_the_planned_resources(
+    tmp_path: Path, given: dict[str, Any], bundle: dict[str, int]
+) -> None:
     assert ray.bundle_of(plan(tmp_path, **given)) == bundle
 
 
-def test_cpus_are_no_accelerators(tmp_path: Path) -> None:
+def test_cpus_take_no_process_devices(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="process_devices is 2: must be 0 where platform is 'cpu'"):
         plan(tmp_path, platform="cpu", process_devices=2)
 
@@ -107,7 +111,7 @@ except Exception as error:
     assert "install the extra `ray`" in done.stdout
 
 
-def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
+def test_srun_command_requests_the_planned_resources(tmp_path: Path) -> None:
     found = plan(tmp_path, group="10.0.0.1:7000", process_devices=2, spread_hosts=True)
     command = slurm.srun(found, 3)
     assert command[0] == "srun" and {"--ntasks=1", "--gpus=2", "--exclusive"} <= set(command)
@@ -128,7 +132,7 @@ def test_no_command_line_holds_a_secret(tmp_path: Path) -> None:
     assert not [word for command in children for word in command if "pass-word" in word or secret in word]
 
 
-def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_command_ends_with_its_parent_process(tmp_path: Path) -> None:
     """The end of this process ends the command by SIGTERM, which the command confirms."""
     said = tmp_path / "said"
     told = f"import signal, sys, time; signal.signal(15, lambda *_: (open({str(said)!r}, 'w').close(), sys.exit())); "

@@ -9,12 +9,12 @@ import pytest
 import tinkerflow
 
 
-def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+def test_invalid_setting_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="colour"), tinkerflow.local(data_dir=tmp_path, colour="red"):
         pass
     assert not list(tmp_path.iterdir())
 
 
-def test_there_is_nothing_else() -> None:
+def test_package_has_no_other_attributes() -> None:
     with pytest.raises(AttributeError, match="'tinkerflow' has no attribute 'remote'"):
         _ = tinkerflow.remote

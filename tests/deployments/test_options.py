@@ -27,7 +27,7 @@ def test_the_help_is_the_description_with_the_default() -> None:
     assert str(Settings.model_fields["host"].description) in shown and "(default: 8000)" in shown
 
 
-def test_every_setting_is_described_as_pydantic_knows_it() -> None:
+def test_settings_have_the_descriptions_of_pydantic() -> None:
     for name, field in Settings.model_fields.items():
         assert _fields()[name][1] in ("", field.description)
     for name in ("warm_up", "processes", "base_models", "command_deadline"):
@@ -98,7 +98,7 @@ def test_a_variable_with_an_object_is_json(text: str, monkeypatch: pytest.Monkey
     assert explain(error.value).startswith(f"shares: {text!r}: must be a JSON object")
 
 
-def test_the_console_prints_texts_as_they_are() -> None:
+def test_console_prints_text_without_markup() -> None:
     said = io.StringIO()
     plain_console(file=said).print("sess-1:train:0 needs tinkerflow[gpu]")
     assert said.getvalue() == "sess-1:train:0 needs tinkerflow[gpu]\n"

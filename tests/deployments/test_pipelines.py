@@ -83,7 +83,7 @@ def test_every_parameter_is_described() -> None:
 
 
 @pytest.mark.parametrize("file", prefect_files.files(), ids=lambda file: file.name)
-def test_the_deployments_are_those_of_the_pipelines(file: Path) -> None:
+def test_prefect_file_matches_the_registered_pipelines(file: Path) -> None:
     again = "run `python -m tinkerflow.deployments.prefect_files`"
     assert file.read_text() == prefect_files.rewritten(file), again
     deployed = read_file(file).deployments
@@ -97,7 +97,7 @@ def test_the_deployments_are_those_of_the_pipelines(file: Path) -> None:
     }
 
 
-def test_deployments_that_exist_keep_their_names() -> None:
+def test_existing_deployments_keep_their_names() -> None:
     """Names of flows and deployments under which Prefect servers know them since the first release."""
     names = {(pipeline.name, pipeline.deployment) for pipeline in pipelines().values()}
     assert names >= {(n, "by-hand") for n in ("sft", "dpo", "rl", "distill", "sweep", "evaluate")}

@@ -57,14 +57,14 @@ def test_training_has_at_most_twelve_shapes(tmp_path: Path, model: str, topology
     assert 8 <= len(shapes) <= 12
 
 
-def test_the_parts_of_the_memory_are_all_of_it(tmp_path: Path) -> None:
+def test_memory_parts_add_up_to_the_whole(tmp_path: Path) -> None:
     said = plan(tmp_path, "4B", "v6e:1x1")
     parts = re.findall(r"^(?!of )[a-z ]+? {2,}([\d.]+) GB$", said, re.M)
     assert sum(map(float, parts)) == pytest.approx(number(said, r"of +([\d.]+) GB a device"), abs=0.1)
     assert len(parts) == len(fields(MemoryUses)) - 1, "no memory is reserved for sampling full models, which do not fit"
 
 
-def test_the_memory_that_the_settings_name_is_planned_with(tmp_path: Path) -> None:
+def test_plan_uses_the_memory_of_the_settings(tmp_path: Path) -> None:
     said = plan(tmp_path, "4B", "h100:1", device_memory=24)
     assert number(said, r"of +([\d.]+) GB a device") == 24
 
@@ -79,7 +79,7 @@ def test_a_cache_in_float8_has_more_sequences_where_the_device_has_such_numbers(
         plan(tmp_path, "4B", "a100:1", kv_cache="float8")
 
 
-def test_peaks_that_float32_does_not_have_are_told(tmp_path: Path) -> None:
+def test_plan_warns_of_lower_throughput_in_float32(tmp_path: Path) -> None:
     told = "in float32 expect several times less"
     assert told in plan(tmp_path, "0.6B", "h100:1", dtype="float32")
     assert told not in plan(tmp_path, "0.6B", "h100:1")
@@ -91,7 +91,7 @@ def test_a_rank_twice_as_high_leaves_room_for_half_the_adapters(tmp_path: Path) 
     assert high == low // 2
 
 
-def test_training_is_at_most_the_peak_and_eight_devices_are_no_more_than_eight_times_as_fast(tmp_path: Path) -> None:
+def test_training_speed_is_at_most_the_peak_and_scales_at_most_linearly(tmp_path: Path) -> None:
     pattern = r"training.*at most ([\d,]+) tokens/s"
     one, eight = (number(plan(tmp_path, "4B", topology), pattern) for topology in ("h100:1", "h100:8"))
     assert one == pytest.approx(989e12 / 17.4e9, rel=0.02), "17.4 GFLOP a token"
@@ -161,7 +161,7 @@ def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_
         ("4B", "h100:1", {"rank": 4096}, "lora rank 4096: must be 1 to"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_impossible_plan_is_refused_with_its_reason(
     tmp_path: Path, model: str, topology: str, settings: dict[str, int], message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -203,7 +203,7 @@ def costs(text: str, price: float) -> tuple[float, ...]:
         ("Qwen/Qwen3-32B", "a10:1", "--base-weights nf4 --for a10:4"),
     ],
 )
-def test_the_answer_is_no_with_an_option_that_is_enough(model: str, topology: str, fix: str) -> None:
+def test_negative_answer_names_a_sufficient_option(model: str, topology: str, fix: str) -> None:
     status, text = said("--base-model", model, "--topology", topology)
     assert status == 1
     assert text.startswith(f"no: {model} does not fit {topology}: ") and text.endswith(f"; it fits with {fix}")
@@ -232,12 +232,12 @@ def test_a_4b_model_trains_on_a_t4_with_weights_of_4_bits() -> None:
     )
 
 
-def test_a_plan_with_the_smallest_weights_does_not_advise_them() -> None:
+def test_plan_with_the_smallest_weights_does_not_suggest_them() -> None:
     _, text = said("Qwen/Qwen3-32B", "--for", "rtx3090", "--base-weights", "nf4")
     assert text.startswith("no: ") and "BASE_WEIGHTS" not in text and "--base-weights" not in text
 
 
-def test_another_device_is_no_near_name() -> None:
+def test_unknown_device_has_no_distant_suggestion() -> None:
     _, text = said("Qwen/Qwen3-8B", "--for", "rtx2080ti:2")
     assert "device 'rtx2080ti' is not known" in text and "did you mean" not in text
 
@@ -250,12 +250,12 @@ def test_another_device_is_no_near_name() -> None:
         (["Qwen/Qwen3-8B"], "plan: name one model and the devices, as in `tinkerflow plan Qwen/Qwen3-8B --for h100:1`"),
     ],
 )
-def test_a_wrong_device_is_refused_by_name(words: list[str], line: str) -> None:
+def test_invalid_device_is_named(words: list[str], line: str) -> None:
     status, text = said(*words)
     assert status == 1 and line in text
 
 
-def test_a_misspelt_model_gets_a_near_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_model_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str, _: object) -> Path:
         raise UserError(f"base model {name!r}: the hub cannot be reached")
 
@@ -269,7 +269,7 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
         plan_service(Settings(data_dir=tmp_path), str(tmp_path), "h100:1", rank=32)
 
 
-def test_without_the_compiler_its_figures_are_refused_by_name(tmp_path: Path) -> None:
+def test_plan_without_the_compiler_names_the_missing_compiler(tmp_path: Path) -> None:
     """`python -m tests.accelerators.plan` prints the plan, and names the compiler that it needs."""
     if find_spec("libtpu") is not None:
         pytest.skip("this environment has the compiler")

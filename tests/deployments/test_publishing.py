@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", folder / f"tinkerflow-{__version__}", folder)
 
 
-def test_the_wheel_of_the_sdist_has_every_file_of_the_packages(wheel: Path) -> None:
+def test_wheel_from_the_sdist_has_every_package_file(wheel: Path) -> None:
     ours = {f"tinkerflow/{name}" for name in tracked() if name.split("/")[0] in FOLDERS}
     with zipfile.ZipFile(wheel) as opened:
         files = {name for name in opened.namelist() if ".dist-info/" not in name}
@@ -57,7 +57,7 @@ def test_the_wheel_of_the_sdist_has_every_file_of_the_packages(wheel: Path) -> N
     assert {name for name in files - ours - own if not (ROOT / name.removeprefix("tinkerflow/")).is_file()} == set()
 
 
-def test_its_metadata_is_valid_and_has_the_readme(wheel: Path) -> None:
+def test_wheel_metadata_is_valid_and_contains_the_readme(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         (name,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
         found = Metadata.from_email(opened.read(name))  # which checks each field

@@ -57,7 +57,7 @@ def test_a_scratch_folder_ends_with_the_command_that_keeps_one() -> None:
     assert "to keep it: tinkerflow quickstart --data-dir DIR" in say()
 
 
-def test_it_stays_up_when_asked_and_a_data_dir_is_continued(tmp_path: Path, stand_in: type[StandIn]) -> None:
+def test_quickstart_keeps_serving_on_request_and_names_its_data_dir(tmp_path: Path, stand_in: type[StandIn]) -> None:
     shown = say(data_dir=tmp_path, stay=True)
     assert stand_in.kept == [tmp_path]
     assert 'serving until Ctrl-C; from Python: tinker.ServiceClient(base_url="http://127.0.0.1:5000"' in shown
@@ -76,7 +76,7 @@ def test_a_file_gets_every_phase_and_no_escaped_characters() -> None:
     assert "a?b" in shown and "ufffd" not in shown
 
 
-def test_an_interrupted_lesson_is_not_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_quickstart_is_not_reported_as_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -51,13 +51,13 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
-def test_a_file_or_the_example_but_not_both_and_not_none(tmp_path: Path) -> None:
+def test_run_needs_either_a_file_or_the_example(tmp_path: Path) -> None:
     for config, example in ((None, False), (tmp_path / "sft.yaml", True)):
         with pytest.raises(UserError, match="give either --config FILE or --example"):
             run(quiet(), "sft", config, example=example, changes=(), data_dir=None)
 
 
-def test_an_unknown_pipeline_is_refused_with_those_there_are() -> None:
+def test_unknown_pipeline_is_refused_with_the_list_of_pipelines() -> None:
     assert find("sft").name == "sft"
     with pytest.raises(UserError, match=r"pipeline 'stf': must be one of .*rl, sft, sweep \(did you mean 'sft'\?\)"):
         find("stf")
@@ -93,7 +93,7 @@ def test_paths_of_data_are_relative_to_the_file_and_changes_come_on_top(tmp_path
         ("a: \xff\x00", (), "config .*sft.yaml"),
     ],
 )
-def test_a_wrong_file_or_change_is_named(tmp_path: Path, text: str, change: tuple[str, ...], message: str) -> None:
+def test_invalid_file_or_change_is_named(tmp_path: Path, text: str, change: tuple[str, ...], message: str) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text(text)
     with pytest.raises(UserError, match=message):
@@ -153,7 +153,7 @@ def test_the_prefect_server_is_the_named_one_that_of_the_data_dir_or_a_new_one(
         assert (prefect.api_url, prefect.credential, ends) == ("http://elsewhere/api", "", False)
 
 
-def test_waiting_for_prefect_has_an_end() -> None:
+def test_waiting_for_prefect_times_out() -> None:
     away = PrefectAccess(f"http://127.0.0.1:{free_port()}/api", "", "")
     with pytest.raises(ServerError, match=r"Prefect at .* does not answer, waited 0 s \(start_deadline\)"):
         wait_for_prefect(lambda: away, 0)
@@ -161,7 +161,7 @@ def test_waiting_for_prefect_has_an_end() -> None:
         wait_for_prefect(lambda: None, 0)
 
 
-def test_the_end_says_how_the_page_can_be_seen_again(tmp_path: Path) -> None:
+def test_end_of_a_run_shows_how_to_open_its_page_again(tmp_path: Path) -> None:
     page = "/runs/flow-run/1234"
     assert "--data-dir DIR" in see_again(page, None)
     folder = tmp_path / "my data"
@@ -171,7 +171,7 @@ def test_the_end_says_how_the_page_can_be_seen_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_server_that_ends_with_the_run_is_not_promised(
+def test_temporary_server_is_not_promised_for_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     @contextmanager
@@ -204,7 +204,7 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
     assert ("see it in Prefect" in shown) != ends, "a link of a server that has ended"
 
 
-def test_results_read_well() -> None:
+def test_results_are_formatted() -> None:
     assert as_text({}) == "none"
     assert as_text({"loss": 0.123456, "steps": 3, "samples": [1, 2]}) == "loss 0.1235  steps: 3  samples: 2"
     assert as_text({"new": {"loss": 1.0}, "old": {"loss": 2.0}}) == "new: loss 1  \nold: loss 2"
@@ -228,7 +228,7 @@ def test_results_read_well() -> None:
     assert lines == ["steps 2", "first tenth loss 2", "last tenth loss 1", "held_out none"]
 
 
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
+def test_progress_is_logged_as_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from prefect.states import Completed
@@ -293,7 +293,7 @@ def test_a_failed_run_shows_its_page_in_the_console(monkeypatch: pytest.MonkeyPa
         ("Flow run encountered an exception: KeyError: 'x'", "KeyError: 'x'"),
     ],
 )
-def test_an_error_of_ours_is_shown_without_the_name_of_its_class(message: str, shown: str) -> None:
+def test_tinkerflow_error_is_shown_without_its_class_name(message: str, shown: str) -> None:
     console = quiet()
     assert issubclass(EnvironmentUnavailableError, ServerError)
     show_failure(console, "rl", Failed(message=message))

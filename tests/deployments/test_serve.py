@@ -61,7 +61,7 @@ def test_a_file_without_deployments_is_refused(tmp_path: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize("limits", ["[nightly]", "{nightly: 0}", "{nightly: many}"])
-def test_a_limit_that_is_none_is_refused(tmp_path: Path, limits: str) -> None:
+def test_invalid_tag_limit_is_refused(tmp_path: Path, limits: str) -> None:
     (tmp_path / "prefect.yaml").write_text(f"deployments: []\ntag_limits: {limits}\n")
     with pytest.raises(UserError, match="must give a number of at least 1 for each tag"):
         read_file(tmp_path / "prefect.yaml")
@@ -87,7 +87,7 @@ async def test_a_deployment_of_a_pipeline(schedule: dict[str, Any], kind: str) -
     assert getattr(made.schedules[0].schedule, kind) is not None
 
 
-def test_wrong_entry_points_and_schedules_are_refused_now() -> None:
+def test_invalid_entry_points_and_schedules_are_refused_early() -> None:
     entrypoint = "tinkerflow.flows.pipelines.sft.sft"
     parameters = {"parameters": read_config(example_file("sft.yaml"))}
     with pytest.raises(UserError, match="must have cron, or interval in seconds"):
@@ -109,7 +109,7 @@ def test_wrong_entry_points_and_schedules_are_refused_now() -> None:
         ("sft", "deployment 'x': data: Field required"),
     ],
 )
-def test_a_wrong_deployment_is_refused_before_prefect_is_there(tmp_path: Path, pipeline: str, line: str) -> None:
+def test_invalid_deployment_is_refused_before_prefect_starts(tmp_path: Path, pipeline: str, line: str) -> None:
     file, entrypoint = tmp_path / "prefect.yaml", f"tinkerflow.flows.pipelines.{pipeline}.{pipeline}"
     file.write_text(f"deployments: [{{name: x, entrypoint: {entrypoint}}}]\n")
     with pytest.raises(UserError, match=line.replace("(", r"\(").replace("?)", r"\?\)")):
@@ -160,7 +160,7 @@ def _example_of(pipeline: Pipeline) -> Deployment:
     return Deployment(name="mine", entrypoint=pipeline.entrypoint, parameters={"parameters": values})
 
 
-def test_the_log_has_ids_as_they_are_and_no_error_for_a_cancelled_run() -> None:
+def test_log_keeps_ids_and_has_no_error_for_a_cancelled_run() -> None:
     code = """
 import logging
 from prefect.logging.configuration import setup_logging
@@ -266,7 +266,7 @@ async def test_serve_ends_in_one_line_when_another_data_dir_has_its_address(
     assert "Traceback" not in said and "Warning" not in said and said.count("refuse") == 1, said
 
 
-def test_a_server_that_is_away_prints_no_traceback_on_the_root_logger_either() -> None:
+def test_unreachable_server_prints_no_traceback_on_the_root_logger() -> None:
     printed = io.StringIO()
     handler = logging.StreamHandler(printed)
     logging.getLogger().addHandler(handler)

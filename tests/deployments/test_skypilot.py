@@ -34,7 +34,7 @@ def commands(part: str, home: Path, **variables: str) -> list[list[str]]:
     return sorted(line.split() for line in calls.read_text().splitlines())
 
 
-def test_one_node_runs_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_node_runs_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert commands("run", tmp_path, SKYPILOT_NUM_NODES="1", STORE="gs://bucket/prefix") == [["up"]]
     for line in (tmp_path / "calls.env").read_text().splitlines():
         monkeypatch.setenv(*line.split("=", 1))

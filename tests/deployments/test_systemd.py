@@ -14,13 +14,13 @@ PROGRAM = "/opt/tinkerflow/.venv/bin/tinkerflow"
 
 
 @pytest.mark.parametrize("unit", sorted(UNITS.iterdir()), ids=lambda unit: unit.name)
-def test_what_a_unit_writes_is_for_its_user_alone(unit: Path) -> None:
+def test_files_of_a_unit_are_private_to_its_user(unit: Path) -> None:
     assert {"StateDirectoryMode=0700", "UMask=0077"} <= set(unit.read_text().splitlines())
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 @pytest.mark.parametrize("unit", sorted(UNITS.iterdir()), ids=lambda unit: unit.name)
-def test_a_unit_is_right(unit: Path, tmp_path: Path) -> None:
+def test_systemd_unit_is_valid(unit: Path, tmp_path: Path) -> None:
     text = unit.read_text()
     assert PROGRAM in text
     here = tmp_path / unit.name

@@ -37,7 +37,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def test_another_process_makes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_another_process_creates_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     code = "import sys; from tinkerflow.deployments.tiny_model import make_tiny; make_tiny(sys.argv[1])"
     root = Path(__file__).parent.parent.parent
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "again")], check=True, cwd=root)
@@ -45,13 +45,13 @@ def test_another_process_makes_the_same_bytes(folder: Path, tmp_path: Path) -> N
     assert hashes(folder) == hashes(tmp_path / "again")
 
 
-def test_making_it_again_changes_nothing(folder: Path) -> None:
+def test_second_creation_changes_nothing(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert make_tiny(folder) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_many_makers_at_once_make_one(tmp_path: Path) -> None:
+def test_concurrent_creators_make_one_model(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(make_tiny, [tmp_path / "tiny"] * 4))
     assert made == [tmp_path / "tiny"] * 4
@@ -64,14 +64,14 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "notes.txt"])
-def test_somebody_elses_folder_is_refused_and_kept(tmp_path: Path, name: str) -> None:
+def test_foreign_folder_is_refused_and_kept(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match="exists and holds something else"):
         make_tiny(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_its_card(folder: Path) -> None:
+def test_tiny_model_has_its_card(folder: Path) -> None:
     card = ModelCard.load(str(folder))
     assert (card.architecture, card.vocab_size, card.max_context, card.tied) == ("qwen3", VOCAB, 8192, True)
     assert card.eos_token_ids == (2,)
@@ -103,14 +103,12 @@ def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     )
 
 
-def test_numbers_are_digits(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_numbers_are_tokenized_as_digits(tokenizer: PreTrainedTokenizerBase) -> None:
     assert [tokenizer.decode(t) for t in tokenizer.encode("12 + 345")] == ["1", "2", " +", " ", "3", "4", "5"]
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_lessons_are_short_and_their_border_is_a_token_border(
-    tokenizer: PreTrainedTokenizerBase, lesson: object
-) -> None:
+def test_lessons_are_short_and_split_at_a_token_border(tokenizer: PreTrainedTokenizerBase, lesson: object) -> None:
     prompt, completion = lesson.prompt, lesson.completion  # type: ignore[attr-defined]
     tokens = tokenizer.encode(prompt + completion)
     assert tokens == tokenizer.encode(prompt) + tokenizer.encode(completion)

@@ -99,7 +99,9 @@ def test_a_data_dir_that_cannot_be_made(command: str, monkeypatch: pytest.Monkey
         (errno.EACCES, "run as its owner, or choose another --data-dir"),
     ],
 )
-def test_the_advice_fits_the_fault(number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_advice_matches_the_fault(
+    number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault = OSError(number, os.strerror(number), "x")
     line = f"cannot be written ({os.strerror(number)}): {advice}"
     assert one_line(fault) == f"the file 'x' {line}"
@@ -113,7 +115,7 @@ def test_the_advice_fits_the_fault(number: int, advice: str, tmp_path: Path, mon
     assert str(error.value) == f"data_dir '{tmp_path}': {line}"
 
 
-def test_a_folder_of_another_user_has_a_fix(
+def test_folder_of_another_user_has_a_suggested_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -121,7 +123,7 @@ def test_a_folder_of_another_user_has_a_fix(
     assert capsys.readouterr().err.endswith(f"'{tmp_path}' is not readable: run as its owner\n")
 
 
-def test_a_backup_of_nothing_and_a_backup_into_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backup_refuses_an_empty_source_and_a_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data"
     data.mkdir()
     words = ["backup", str(tmp_path / "no" / "b.tar"), "--data-dir", str(data)]

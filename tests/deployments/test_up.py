@@ -24,7 +24,7 @@ def children() -> set[str]:
     return found
 
 
-def test_a_stack_that_is_late_names_its_parts(tmp_path: Path) -> None:
+def test_late_stack_names_its_parts(tmp_path: Path) -> None:
     before = children()
     settings = Settings(data_dir=tmp_path, port=0, prefect="off", start_deadline=0.1)
     with pytest.raises(ServerError, match=r"not ready in 0 s \(start_deadline\): engine, api"):
@@ -42,20 +42,20 @@ def test_a_part_that_ends_at_the_start_is_named_with_its_log(tmp_path: Path) -> 
     assert children() <= before
 
 
-def test_without_a_ray_cluster_up_ends_with_the_command_that_starts_one(tmp_path: Path) -> None:
+def test_ray_launcher_without_a_cluster_names_the_command_that_starts_one(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path, port=0, prefect="off", launcher="ray")
     with pytest.raises(UserError, match=r"^launcher 'ray': .*(`ray start --head`|install the extra `ray`).*$"):
         Stack(settings, report=print).__enter__()
 
 
-def test_a_data_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_uncreatable_data_dir_is_a_one_line_error(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "file" / "data", port=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/data': cannot be written \(.+\): choose another --data-dir"):
         Stack(settings, report=print)
 
 
-def test_a_port_with_a_server_is_refused_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_occupied_port_is_refused_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for the port"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         settings = Settings(data_dir=tmp_path, port=server.getsockname()[1])
@@ -63,7 +63,7 @@ def test_a_port_with_a_server_is_refused_without_a_wait(tmp_path: Path, monkeypa
             Stack(settings, report=print)
 
 
-def test_refusals_of_up_wait_for_no_large_library() -> None:
+def test_importing_up_loads_no_large_library() -> None:
     code = "import sys; import tinkerflow.deployments.up; print({'sqlalchemy', 'jax', 'prefect'} & {*sys.modules})"
     loaded = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "set()", loaded

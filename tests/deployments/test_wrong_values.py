@@ -101,7 +101,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("pipeline", "parameter", "value", "line"), CHANGES)
-def test_a_wrong_parameter_path_or_row_of_a_pipeline(
+def test_invalid_parameter_path_or_row_of_a_pipeline_is_named(
     folder: Path, pipeline: str, parameter: str, value: Any, line: str
 ) -> None:
     rows = {"url": "rows.jsonl"}
@@ -171,7 +171,7 @@ class NoCheckpoint(BaseHTTPRequestHandler):
     ("pipeline", "parameter"),
     [("sft", "model.start_from"), ("distill", "teacher.weights"), ("evaluate", "weights"), ("evaluate", "against")],
 )
-def test_a_checkpoint_that_does_not_exist_is_refused_before_a_run(pipeline: str, parameter: str) -> None:
+def test_missing_checkpoint_is_refused_before_a_run(pipeline: str, parameter: str) -> None:
     *outer, last = parameter.split(".")
     values: dict[str, Any] = {last: "tinker://run/weights/final"}
     for name in outer:
@@ -188,13 +188,13 @@ def test_a_checkpoint_that_does_not_exist_is_refused_before_a_run(pipeline: str,
             server.shutdown()
 
 
-def test_a_server_that_does_not_answer() -> None:
+def test_unreachable_server_is_named() -> None:
     parameters = parameters_of("sft", read_config(example_file("sft.yaml")))
     with pytest.raises(UserError, match=r"no server answers at http.*: start it with `tinkerflow up`"):
         check_server(parameters, f"http://127.0.0.1:{free_port()}", "tml-x")
 
 
-def test_a_server_offers_its_base_models_by_name_and_by_alias() -> None:
+def test_base_models_are_found_by_name_and_by_alias() -> None:
     folder = "/data/models/tinkerflow/tiny-qwen3"
     assert offered_name("tinkerflow/tiny", ["other", folder]) == folder
     assert offered_name("other", ["other", folder]) == "other"
@@ -202,7 +202,7 @@ def test_a_server_offers_its_base_models_by_name_and_by_alias() -> None:
         offered_name("othre", ["other", folder])
 
 
-def test_a_check_of_data_needs_no_model_on_disk_and_names_its_tokenizer(tmp_path: Path) -> None:
+def test_data_check_needs_no_model_on_disk_and_names_its_tokenizer(tmp_path: Path) -> None:
     rows, home = tmp_path / "rows.jsonl", tmp_path / "home"
     rows.write_text('{"prompt": "2 + 2?", "completion": "4"}\n')
     checked = CliRunner().invoke(every_command(), ["data", "check", str(rows), "--data-dir", str(home)])
@@ -223,7 +223,7 @@ def test_a_check_of_data_imports_the_reward(tmp_path: Path, monkeypatch: pytest.
     assert refused.exception.message.startswith("reward 'broken_reward:reward': ")
 
 
-def test_an_import_of_no_adapter_makes_no_model(tmp_path: Path) -> None:
+def test_import_without_an_adapter_creates_no_model(tmp_path: Path) -> None:
     words = ["checkpoint", "import", str(tmp_path), "--base-model", "tinkerflow/tiny"]
     refused = CliRunner().invoke(every_command(), [*words, "--data-dir", str(tmp_path / "home")])
     assert isinstance(refused.exception, UserError)
@@ -246,7 +246,7 @@ USAGE: list[tuple[str, str]] = [  # a command line, and the line
 
 
 @pytest.mark.parametrize(("command", "line"), USAGE)
-def test_a_wrong_command_line(
+def test_invalid_command_line_is_a_one_line_error(
     command: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tinkerflow", *command.split()])
@@ -374,7 +374,7 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
 @pytest.mark.parametrize(
     ("words", "env", "line"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
-def test_a_wrong_option_or_variable_of_a_command(
+def test_invalid_option_or_variable_of_a_command_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -395,7 +395,7 @@ def test_a_wrong_option_or_variable_of_a_command(
     assert line in said and "\n" not in said.strip(), said
 
 
-def test_a_wrong_url_with_a_password_is_not_shown(tmp_path: Path) -> None:
+def test_password_of_an_invalid_url_is_hidden(tmp_path: Path) -> None:
     done = tinkerflow("up", "--database-url", "mysql://x:secret@y/z", TINKERFLOW_DATA_DIR=str(tmp_path))
     assert done.returncode == 1
     shown = [text for text in done.stderr.splitlines() if "moved to the environment" not in text]

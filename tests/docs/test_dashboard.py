@@ -34,7 +34,7 @@ def _check(what: str, expression: str, text: str = "") -> None:
     assert asked <= {label for name in names for label in known[name]}, what
 
 
-def test_the_dashboard_asks_for_metrics_and_labels_that_there_are() -> None:
+def test_dashboard_queries_existing_metrics_and_labels() -> None:
     board = json.loads((FOLDER / "grafana.json").read_text())
     for panel in board["panels"]:
         for target in panel["targets"]:
@@ -47,7 +47,7 @@ def _alerts() -> list[dict[str, Any]]:
     return rules
 
 
-def test_the_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
+def test_alerts_query_existing_metrics_and_labels() -> None:
     assert len({rule["alert"] for rule in _alerts()}) == len(_alerts())
     for rule in _alerts():
         _check(rule["alert"], rule["expr"], rule["annotations"]["summary"])

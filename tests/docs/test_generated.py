@@ -22,16 +22,16 @@ from tinkerflow.backend.settings import Settings
 
 
 @pytest.mark.parametrize("name", sorted(str(path.relative_to(ROOT)) for path in written()))
-def test_a_page_is_as_the_code_makes_it(name: str) -> None:
+def test_generated_pages_are_current(name: str) -> None:
     page = (ROOT / name).read_text()
     assert page == rewritten(page), "run `python -m tests.docs.generate`"
 
 
-def test_the_list_for_language_models_is_as_the_map_of_the_pages() -> None:
+def test_llms_file_lists_the_pages_of_the_map() -> None:
     assert LLMS.read_text() == llms(), "run `python -m tests.docs.generate`"
 
 
-def test_the_schema_of_the_chart_has_every_setting() -> None:
+def test_chart_schema_has_every_setting() -> None:
     assert CHART_SCHEMA.read_text() == chart_schema(), "run `python -m tests.docs.generate`"
 
 
@@ -70,7 +70,7 @@ def test_every_metric_is_documented() -> None:
         assert family.text
 
 
-def test_sizes_are_those_of_the_models_names() -> None:
+def test_model_sizes_match_their_names() -> None:
     for shape in MODELS:
         named = float(next(part for part in shape.name.split("-")[1:] if part.endswith("B")).removesuffix("B"))
         assert shape.parameters / 1e9 == pytest.approx(named, rel=0.25), shape.name

@@ -29,7 +29,7 @@ of_each_page = pytest.mark.parametrize("page", sorted(PAGES))
 
 
 @of_each_page
-def test_links_lead_somewhere(page: str) -> None:
+def test_page_links_resolve(page: str) -> None:
     for target in links(PAGES[page]):
         file, _, anchor = target.partition("#")
         found = (ROOT / page).parent / file if file else ROOT / page
@@ -39,7 +39,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @of_each_page
-def test_files_that_are_named_exist(page: str) -> None:
+def test_named_files_exist(page: str) -> None:
     missing = sorted(name for name in paths(PAGES[page]) if not list(ROOT.glob(name)))
     assert not missing
 
@@ -52,13 +52,13 @@ def test_names_that_programs_on_a_page_import_are_public(page: str) -> None:
 
 
 @of_each_page
-def test_settings_that_are_named_exist(page: str) -> None:
+def test_named_settings_exist(page: str) -> None:
     known = {"TINKERFLOW_" + name.upper() for name in Settings.model_fields}
     assert set(re.findall(r"TINKERFLOW_[A-Z_]*[A-Z]", PAGES[page])) <= known
 
 
 @of_each_page
-def test_commands_and_options_that_are_named_exist(page: str) -> None:
+def test_named_commands_and_options_exist(page: str) -> None:
     known = command_line()
     first_words = {path.split()[1] for path in known}
     for words in re.findall(r"(?:^ {4}|`|&& \S*/)tinkerflow ([a-z][\w -]*)", PAGES[page], re.M):
@@ -73,7 +73,7 @@ def test_commands_and_options_that_are_named_exist(page: str) -> None:
 
 
 @of_each_page
-def test_metrics_that_are_named_exist(page: str) -> None:
+def test_named_metrics_exist(page: str) -> None:
     assert set(re.findall(r"\btinkerflow_[a-z_]+\b", PAGES[page])) <= {family.name for family in families()}
 
 
@@ -97,7 +97,7 @@ def _plain(path: str) -> str:
     return re.sub(r"\{\w+(:path)?\}", "{}", path).strip("/")
 
 
-def test_messages_to_troubleshoot_are_those_of_the_code() -> None:
+def test_troubleshooting_messages_occur_in_the_code() -> None:
     texts = _texts()
     section = PAGES["docs/troubleshooting.md"]
     messages = re.findall(r"^\| `([^`]+)` \|", section, re.M)
@@ -118,7 +118,7 @@ def _texts() -> set[str]:
     return found
 
 
-def test_the_files_of_an_extension_hold_what_it_names() -> None:
+def test_files_named_in_an_extension_guide_contain_the_names_it_mentions() -> None:
     for section in PAGES["docs/extending.md"].split("\n## ")[1:]:
         held = " ".join(file.read_text() for name in paths(section) for file in _files_of(name))
         for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(.*?\))?`", section):
@@ -133,7 +133,7 @@ def _files_of(name: str) -> list[Path]:
     return [file for one in found for file in ([one] if one.is_file() else one.rglob("*.py"))]
 
 
-def test_the_readme_is_short_and_has_what_newcomers_need() -> None:
+def test_readme_is_short_and_covers_the_first_steps() -> None:
     readme = PAGES["README.md"]
     assert len(readme.splitlines()) <= 200
     for needed in (".venv/bin/tinkerflow quickstart", "bash .ci/test", "tinkerflow up --base-model", "docs/images/"):
@@ -160,12 +160,12 @@ def test_every_page_is_in_the_map_once() -> None:
 
 
 @of_each_page
-def test_code_blocks_are_code(page: str) -> None:
+def test_code_blocks_are_valid(page: str) -> None:
     for block in re.findall(r"^```python\n(.*?)^```", PAGES[page], re.S | re.M):
         ast.parse(block)
 
 
-def test_what_prefect_does_is_said_in_one_way() -> None:
+def test_pages_describe_prefect_in_the_same_words() -> None:
     said = re.compile(
         r"Prefect(\]\([^)]*\))? observes: operations\s+start immediately and are mirrored as flow and task\s+runs"
     )
@@ -185,13 +185,13 @@ def test_the_picture_of_a_save_has_its_states() -> None:
     assert set(re.findall(r'class="name"[^>]*>(\w+)<', picture)) == {state.value for state in SaveState}
 
 
-def test_terms_of_the_glossary_mean_one_thing_each() -> None:
+def test_glossary_terms_are_sorted_and_unique() -> None:
     terms = re.findall(r"^\*\*(.+?)\*\*", PAGES["docs/glossary.md"], re.M)
     assert len(terms) > 40
     assert terms == sorted(set(terms), key=str.lower)
 
 
-def test_no_file_names_a_document_that_is_not_here() -> None:
+def test_referenced_documents_exist() -> None:
     files = tracked()
     known = {Path(name).name for name in files}
     missing = []

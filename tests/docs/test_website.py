@@ -26,7 +26,7 @@ def test_every_page_is_built_and_in_the_navigation(html: Path) -> None:
     assert (html / "llms.txt").exists()
 
 
-def test_nothing_is_loaded_from_other_hosts(html: Path) -> None:
+def test_pages_load_nothing_from_other_hosts(html: Path) -> None:
     for page in html.rglob("*.html"):
         text = page.read_text()
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"([^\"]+)\"", text)

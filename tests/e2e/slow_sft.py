@@ -18,7 +18,7 @@ from tinkerflow.tasks.pipelines.control import Control
 may_go_on, asked = Control.may_go_on, 0
 
 
-async def may_go_on_thrice(control: Control) -> bool:
+async def may_continue_three_times(control: Control) -> bool:
     global asked
     asked += 1
     if asked > 3:
@@ -28,7 +28,7 @@ async def may_go_on_thrice(control: Control) -> bool:
     return await may_go_on(control)
 
 
-Control.may_go_on = may_go_on_thrice
+Control.may_go_on = may_continue_three_times
 
 
 @flow(name="sft", flow_run_name="sft {parameters.name}")

@@ -82,7 +82,7 @@ def facts(done: Any) -> tuple[list[int], list[int], list[float]]:
     return done.prompt_token_ids, choice.token_ids, [entry.logprob for entry in choice.logprobs.content]
 
 
-def test_greedy_tokens_and_logprobs_are_those_of_the_sampling_client(
+def test_chat_gives_the_greedy_tokens_and_logprobs_of_the_sampling_client(
     server: Any, gpt: openai.OpenAI, taught: dict[str, str]
 ) -> None:
     client, expected, asked = server.client(), [], []
@@ -103,7 +103,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_the_sampling_client(
         assert facts(done)[2] == pytest.approx(logprobs, abs=1e-5)  # a batch of four rows sums in another order
 
 
-def test_an_adapter_answers_otherwise_than_its_base_model(
+def test_adapter_answers_differently_from_its_base_model(
     server: Any, gpt: openai.OpenAI, claude: anthropic.Anthropic, taught: dict[str, str]
 ) -> None:
     base, greets = chat(gpt, server.base_model, []), chat(gpt, taught["greets"], [])
@@ -116,7 +116,7 @@ def test_an_adapter_answers_otherwise_than_its_base_model(
     assert [block.to_dict() for block in said.content] == [{"type": "text", "text": "I am a helpful model."}]
 
 
-def test_the_next_turn_of_a_conversation_finds_the_answer_before_in_the_prefix_cache(
+def test_next_turn_of_a_conversation_finds_the_last_answer_in_the_prefix_cache(
     server: Any, gpt: openai.OpenAI, taught: dict[str, str]
 ) -> None:
     """An answer is prefilled when the group is idle, so the first conversations may be too fast for it."""
@@ -163,7 +163,7 @@ def test_a_tool_is_called_whole_and_in_streams_of_both_forms(
     assert message.stop_reason == "tool_use"
 
 
-def test_a_required_call_and_a_schema_hold_for_a_model_that_knows_neither(server: Any, gpt: openai.OpenAI) -> None:
+def test_required_call_and_schema_hold_for_an_untrained_model(server: Any, gpt: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 99}},

@@ -100,7 +100,7 @@ def test_an_answer_is_json_of_its_schema(client, text):
     )
 
 
-def test_penalties_and_biases_decide_what_is_said(client):
+def test_penalties_and_biases_determine_the_sampled_tokens(client):
     options = {"max_tokens": 30, "stop": [], "temperature": 0.0}
     once = client.sample(repetition_penalty=100.0, **options)
     assert all(len(set(tokens)) == 30 for tokens in once)
@@ -121,7 +121,7 @@ def test_a_killed_worker_changes_no_token(server, client):
         assert [one.result() for one in again] == before
 
 
-def test_what_is_wrong_fails_alone_and_by_name(client):
+def test_invalid_sampling_parameters_fail_their_request_with_the_field_name(client):
     for params, told in (
         ({"constraint": {"type": "regex", "value": "a("}}, "sampling_params.constraint.value is no regex"),
         ({"constraint": {"type": "xml", "value": "a"}}, "sampling_params.constraint.type is 'xml'"),

@@ -150,7 +150,7 @@ def wait_until(condition, what):
     return found
 
 
-def test_kills_change_nothing(tmp_path, start_server, make_datum, monkeypatch, request):
+def test_kills_do_not_change_results(tmp_path, start_server, make_datum, monkeypatch, request):
     print(f"CRASH_LOOP_SEED={SEED}")
     if DATABASE == "postgres":
         monkeypatch.setenv("TINKERFLOW_DATABASE_URL", request.getfixturevalue("postgres_database")("crashes"))

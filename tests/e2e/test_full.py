@@ -40,7 +40,7 @@ def kill(pids: Any) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_kills_change_no_bit_and_what_is_saved_goes_on_and_loads_in_transformers(
+def test_full_training_survives_kills_and_its_checkpoint_loads_in_transformers(
     tmp_path: Path, start_server: Any, make_datum: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"PREFECT": "off", "SNAPSHOT_STEPS": "2"}.items():

@@ -49,9 +49,7 @@ def kept(gcs: FakeGcs, folder: str) -> list[str]:
     return sorted(name.removeprefix(folder) for name in gcs.objects if name.startswith(folder))
 
 
-async def test_a_run_that_died_goes_on_from_what_is_on_gs_and_its_result_is_handed_out(
-    gcs, tiny, tmp_path, monkeypatch
-):
+async def test_failed_run_resumes_from_gcs_and_returns_its_result(gcs, tiny, tmp_path, monkeypatch):
     given = SftParameters.model_validate(
         {"name": "on-gs", "resume": "on-gs", "work": WORK, "data": {"url": DATA}}
         | {"model": {"rank": 8}, "samples": {"rows": 0}}

@@ -137,7 +137,7 @@ def test_a_step_that_spoiled_the_weights_is_found_by_bisection(
     assert said.startswith("no row of step 9 is unlike the others"), "the steps after the fourth did nothing"
 
 
-def test_changes_and_wrong_words(run: str, command: Any) -> None:
+def test_history_commands_report_changes_and_invalid_words(run: str, command: Any) -> None:
     said, _ = command("rerun", run, "--from", "6", "--to", "7", "--set", "learning_rate=*0.5")
     assert "2 steps in the new run" in said and "1 results are equal" in said, "the first forward_backward"
     said, _ = command("fork", run, "--step", "2", "--name", "second")
@@ -155,7 +155,7 @@ def test_changes_and_wrong_words(run: str, command: Any) -> None:
             command(*words)
 
 
-def test_a_checkpoint_is_explained_with_those_before_it(run: str, command: Any, service: Any, make_datum: Any) -> None:
+def test_checkpoint_is_explained_with_its_ancestors(run: str, command: Any, service: Any, make_datum: Any) -> None:
     first = service.create_training_client_from_state(
         f"tinker://{run}/weights/step-4", user_metadata={"history": "true"}
     ).result()
@@ -180,9 +180,7 @@ def test_a_checkpoint_is_explained_with_those_before_it(run: str, command: Any, 
         command("explain", f"tinker://{run}/weights/none")
 
 
-def test_rows_that_were_trained_on_are_found_in_other_data(
-    command: Any, service: Any, server: Any, tmp_path: Any
-) -> None:
+def test_trained_rows_are_found_in_other_data(command: Any, service: Any, server: Any, tmp_path: Any) -> None:
     texts = [f"The {thing} of the garden is older than all of its trees." for thing in ("gate", "wall", "well", "path")]
     first = service.create_lora_training_client(server.base_model, rank=8, user_metadata={"history": "true"}).result()
     tokenizer = first.get_tokenizer()

@@ -9,7 +9,7 @@ from tinker import types
 pytestmark = pytest.mark.thorough
 
 
-def test_a_model_goes_on_bit_for_bit_after_its_workers_were_released(
+def test_model_continues_bit_for_bit_after_its_workers_were_released(
     tmp_path, start_server, make_datum, monkeypatch
 ) -> None:
     monkeypatch.setenv("TINKERFLOW_IDLE_RELEASE", "3")

@@ -25,7 +25,7 @@ import tinker
 from browser import wait_for
 from tests.deployments.fake_kubernetes import FakeKubernetes, served
 from tests.deployments.test_kubernetes import Pods, environment, objects, pods, workers
-from tests.netns import NetHost, Network, NotHereError, network
+from tests.netns import NetHost, Network, NoNetnsError, network
 from tinker import types
 
 from tinkerflow.backend.journal import Journal
@@ -145,7 +145,7 @@ def pods_of(*names: str, folder: Path) -> Iterator[Network]:
     with ExitStack() as stack:
         try:
             net = stack.enter_context(network(len(names)))
-        except NotHereError as error:
+        except NoNetnsError as error:
             pytest.skip(f"no network namespaces here: {error}")
         for host in net.hosts:
             lines = [f"{one.address} {known}" for known, one in zip(names, net.hosts, strict=True)]

@@ -40,7 +40,7 @@ async def column(pipelines, prefix: str, name: str) -> list[float]:
     return [row[name] for row in json.loads((await pipelines.artifacts(prefix))["steps"]["data"])]
 
 
-async def test_dpo_prefers_what_was_chosen_and_goes_on_where_it_died(pipelines, monkeypatch):
+async def test_dpo_prefers_chosen_answers_and_resumes_after_a_failure(pipelines, monkeypatch):
     trained = await run(pipelines, "dpo", "shown", {"steps": 4})
     assert trained.first["loss"] == pytest.approx(np.log(2), abs=1e-4)  # the reference is the model itself
     assert trained.last["loss"] < 0.5 * trained.first["loss"]
@@ -74,7 +74,7 @@ async def test_dpo_prefers_what_was_chosen_and_goes_on_where_it_died(pipelines, 
     ]
 
 
-async def test_rl_earns_more_and_distill_comes_nearer_to_its_teacher(pipelines):
+async def test_rl_raises_the_reward_and_distill_approaches_its_teacher(pipelines):
     training = {"batch_size": 2, "segment_steps": 4, "learning_rate": 0.03, "schedule": "constant"}
     data = {"url": str(example_file("prompts.jsonl")), "limit": 2}
     earned = await run(pipelines, "rl", "earns", training | {"steps": 8}, data=data, answer_tokens=6)
@@ -96,7 +96,7 @@ async def test_rl_earns_more_and_distill_comes_nearer_to_its_teacher(pipelines):
     assert ">reverse_kl<" in picture and ">held_out_reverse_kl<" in picture and ">reward<" not in picture
 
 
-async def test_distill_learns_from_the_same_model_that_sees_the_answer(pipelines, tmp_path):
+async def test_distill_learns_from_a_teacher_that_sees_the_answer(pipelines, tmp_path):
     """The weights say what a hint says, and guess without one. Distilled, they need no hint."""
 
     def data(name: str, rows: list[dict]) -> dict:
@@ -132,7 +132,7 @@ async def test_distill_learns_from_the_same_model_that_sees_the_answer(pipelines
     assert [sample.answer for sample in found.samples] == ["yes", "no"]
 
 
-async def test_rl_that_samples_ahead_draws_the_same_samples_after_it_died(pipelines, monkeypatch):
+async def test_rl_that_samples_ahead_draws_equal_samples_after_a_failure(pipelines, monkeypatch):
     training = {"batch_size": 2, "segment_steps": 4, "learning_rate": 0.01, "schedule": "constant", "steps": 8}
     data = {"url": str(example_file("prompts.jsonl")), "limit": 4}
     changes = {"data": data, "answer_tokens": 6, "max_staleness": 1}
@@ -154,7 +154,7 @@ async def test_rl_that_samples_ahead_draws_the_same_samples_after_it_died(pipeli
         assert await column(pipelines, "rl-killed-", name) == await column(pipelines, "rl-ahead-", name)
 
 
-async def test_a_sweep_is_decided_by_a_reward_whose_fields_are_not_trained_on(pipelines, tmp_path):
+async def test_sweep_uses_a_reward_whose_fields_are_not_trained_on(pipelines, tmp_path):
     rows = [json.loads(line) for line in example_file("colours-train.jsonl").read_text().splitlines()[:4]]
     pairs = [row | {"answer": row["messages"][-1]["content"].split()[-1]} for row in rows]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
@@ -169,7 +169,7 @@ async def test_a_sweep_is_decided_by_a_reward_whose_fields_are_not_trained_on(pi
     assert [row["reward"] for row in json.loads(found["points"]["data"])] == list(rewards.values())[:2]
 
 
-async def test_a_sweep_names_the_best_and_repeats_nothing(pipelines, monkeypatch):
+async def test_sweep_names_the_best_point_and_repeats_none(pipelines, monkeypatch):
     held_out = {"url": str(example_file("colours-test.jsonl")), "limit": 2}
     grid = {"learning_rate": [1e-6, 0.005], "rank": [8]}
     asked: list[float] = []

@@ -29,7 +29,7 @@ def learn(service, base_model: str) -> None:
     assert trainer.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"] > 0
 
 
-async def test_it_serves_inside_a_running_loop_and_ends_with_an_exception(tmp_path, monkeypatch):
+async def test_local_server_runs_inside_an_event_loop_and_ends_with_an_exception(tmp_path, monkeypatch):
     """Off the main thread and with an event loop that runs there, as in the cells of a notebook."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
@@ -69,7 +69,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "left open"])
-def test_nothing_is_left_when_the_process_ends(tmp_path: Path, killed: bool) -> None:
+def test_local_server_leaves_no_process_behind(tmp_path: Path, killed: bool) -> None:
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -44,7 +44,7 @@ def squares(logprobs: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Ten
     return loss, {"custom/logprob:mean": logprobs.mean(), "custom/tokens:sum": torch.ones_like(logprobs).sum()}
 
 
-def test_a_traced_loss_on_the_server_is_the_clients_own(client, trainer, data):
+def test_traced_loss_on_the_server_equals_the_client_loss(client, trainer, data):
     handle = client.create_custom_loss(squares, {"logprobs": 1, "advantages": 1}).result()
     assert handle.loss_id == f"{handle.session_id}:loss:0"
     steps = {}
@@ -57,7 +57,7 @@ def test_a_traced_loss_on_the_server_is_the_clients_own(client, trainer, data):
     assert steps["server"]["custom/tokens:sum"] == sum(len(text) - 1 for text in TEXTS)
 
 
-def test_a_graph_that_may_not_be_and_a_strangers_handle_are_refused(client, trainer, data, server):
+def test_forbidden_graph_and_foreign_handle_are_refused(client, trainer, data, server):
     def sorted_loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return torch.sort(logprobs).values.sum(), {}
 

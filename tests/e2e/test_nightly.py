@@ -156,7 +156,7 @@ async def asks(hours: float) -> str:
     return "nobody" if await approval("Promote **it**?", hours) is None else "somebody"
 
 
-async def test_a_run_that_nobody_answers_goes_on_without(pipelines):
+async def test_unanswered_approval_times_out_and_the_run_continues(pipelines):
     state = await asks(2 / 3600, return_state=True)
     assert state.is_completed()
     assert await state.aresult() == "nobody"

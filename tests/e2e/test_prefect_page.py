@@ -54,7 +54,7 @@ def trained(server, make_datum) -> str:
     return client.model_id
 
 
-def test_one_readable_task_run_per_batch(server, trained):
+def test_each_batch_has_one_readable_task_run(server, trained):
     run = flow_run(server, trained)
     assert run["state_type"] == "RUNNING"
     assert run["name"].startswith(f"{short_name(trained)} tiny 20")
@@ -67,7 +67,7 @@ def test_one_readable_task_run_per_batch(server, trained):
     assert all("step-00000" in name for name in names[1:])
 
 
-def test_a_browser_is_signed_in_by_the_link_and_not_without_it(server, trained, page):
+def test_only_the_prefect_link_signs_in_a_browser(server, trained, page):
     run = flow_run(server, trained)
     stored = "return localStorage.getItem('prefect-password')"
     page.open(f"{server.prefect_url}/")
@@ -86,13 +86,13 @@ def test_a_browser_is_signed_in_by_the_link_and_not_without_it(server, trained, 
         page.shows(run["name"])
 
 
-def test_the_page_of_the_run_shows_its_batches(server, trained, page):
+def test_run_page_shows_its_batches(server, trained, page):
     with page.at(page_of(server, flow_run(server, trained))):
         text = page.shows("forward_backward", "optim_step", tab="task-runs")
     assert trained in text
 
 
-def test_the_page_of_the_run_tells_its_steps_and_draws_its_curves(server, trained, page):
+def test_run_page_shows_its_steps_and_its_curves(server, trained, page):
     run = flow_run(server, trained)
     mine = {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}}
 
@@ -118,7 +118,7 @@ def test_the_page_of_the_run_tells_its_steps_and_draws_its_curves(server, traine
     assert deployment["name"].startswith("training runs of ")
 
 
-async def test_a_run_whose_loss_is_not_a_number_is_suspended_where_the_automation_is_enabled(server, make_datum):
+async def test_automation_suspends_a_run_with_a_nan_loss(server, make_datum):
     (wanted,) = [one for one in automations() if "not a number" in one.name]
     wanted = wanted.model_copy(update={"name": "tinkerflow: test of nan", "enabled": True})
     access = server.prefect
@@ -168,12 +168,12 @@ class Stepping:
         wait_for(lambda before=self.made: self.made > before + 2 or self.error is not None)
         assert self.error is None, self.error
 
-    def stands_still(self) -> None:
+    def wait_until_idle(self) -> None:
         """Returns when no step was made for ten seconds."""
         wait_for(lambda: time.monotonic() - self.last > 10)
 
 
-def test_the_buttons_of_a_training_run_hold_it_let_it_go_on_and_end_it(server, make_datum, page, monkeypatch):
+def test_buttons_hold_resume_and_end_a_training_run(server, make_datum, page, monkeypatch):
     told: list[str | None] = []  # what the SDK logs, once a pause has lasted a quarter of an hour
     monkeypatch.setattr(QueueStateLogger, "on_queue_state_change", lambda _, state, reason: told.append(reason))
     with server.client() as service:
@@ -184,7 +184,7 @@ def test_the_buttons_of_a_training_run_hold_it_let_it_go_on_and_end_it(server, m
         with page.at(url):
             clicked = page.press("Suspend", "Submit")
             wait_for(lambda: flow_run(server, client.model_id)["state_type"] == "PAUSED")
-        program.stands_still()
+        program.wait_until_idle()
         print(f"\nSuspend: the last step was made {max(0.0, program.last - clicked):.1f} s after the click")
         assert program.error is None
         wait_for(lambda: any("Resume lets it go on" in str(reason) for reason in told))

@@ -46,9 +46,7 @@ def test_two_processes_agree_with_one(server, pair, make_datum):
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4)])
-def test_all_devices_that_are_there_serve_as_one(
-    server, start_server, make_datum, tmp_path, monkeypatch, processes, devices
-):
+def test_default_settings_use_all_devices(server, start_server, make_datum, tmp_path, monkeypatch, processes, devices):
     """With defaults, on a machine whose processes have several devices each."""
     monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
     with start_server(tmp_path, "--processes", str(processes), prefect="off") as found:
@@ -78,7 +76,7 @@ def train(client, make_datum, kill=lambda: None):
     return [future.result().metrics for future in futures]
 
 
-def test_one_of_two_processes_killed_costs_a_pause(pair, make_datum):
+def test_killing_one_of_two_processes_costs_only_a_pause(pair, make_datum):
     """kill -9 in the middle of a step. One process alone is among those that test_crash_loop.py kills."""
     prompt = types.ModelInput.from_ints([1, 2, 3, 4])
     params = types.SamplingParams(max_tokens=100, seed=5, stop=[])

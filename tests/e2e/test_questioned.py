@@ -56,7 +56,7 @@ def test_concurrent_runs_are_rerun_with_equal_hashes(server: Any, make_datum: An
     assert [(report.steps, report.compared, report.parted) for report in reports] == [(STEPS, 2 * STEPS, None)] * RUNS
 
 
-def test_forks_on_postgres_with_two_replicas_equal_what_was_saved_there(
+def test_forks_on_postgres_with_two_replicas_equal_the_saved_checkpoints(
     tmp_path: Path, postgres_database: Callable[[str], str], compiled_programs: Path, make_datum: Any
 ) -> None:
     (tmp_path / "jax-cache").symlink_to(compiled_programs)

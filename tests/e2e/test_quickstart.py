@@ -78,7 +78,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> I
             process.kill()
 
 
-def test_quickstart_teaches_pig_latin_and_says_where_its_run_can_be_seen(kept):
+def test_quickstart_teaches_pig_latin_and_shows_where_to_open_its_run(kept):
     first, last = map(float, kept.found(r"tinkerflow/tiny, 30 steps, loss ([\d.]+) -> ([\d.]+): ").groups())
     assert last < 0.1 * first
     assert "all three answers learnt" in kept.said
@@ -96,7 +96,7 @@ def test_quickstart_teaches_pig_latin_and_says_where_its_run_can_be_seen(kept):
 
 
 @pytest.mark.thorough
-def test_a_new_user_opens_the_console_sees_the_run_and_talks_to_what_was_just_taught(kept, page):
+def test_new_user_finds_the_run_in_the_console_and_chats_with_its_model(kept, page):
     console, run = kept.console
     page.look()
     page.complaints()  # of pages of other tests
@@ -131,14 +131,14 @@ def test_a_quickstart_ends_at_ctrl_c_and_its_run_can_be_seen_again(kept, start_s
 
 
 @pytest.mark.thorough
-def test_too_few_steps_teach_nothing(server):
+def test_too_few_steps_do_not_teach_the_lesson(server):
     said = io.StringIO()
     assert teach(Console(file=said, width=200), server.api_url, None, steps=2) == (False, "")
     assert "not learnt" in said.getvalue() and "Prefect" not in said.getvalue()
 
 
 @pytest.mark.parametrize("learnt", [True, False])
-def test_the_command_fails_unless_it_was_learnt(learnt):
+def test_quickstart_fails_unless_the_lesson_was_learnt(learnt):
     """In a separate process, which it ends."""
     stand_in = f"import tinkerflow.deployments.quickstart as q; q.quickstart = lambda *_, **__: {learnt}; "
     command = (

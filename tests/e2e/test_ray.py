@@ -87,7 +87,7 @@ def train(client, make_datum, kill: Callable[[], None] = lambda: None):
     return (metrics, sampler.compute_logprobs(prompt).result(), sampled.tokens, sampled.logprobs), waited
 
 
-def test_a_node_and_a_worker_that_are_killed_change_nothing(nodes, tmp_path, start_server, make_datum) -> None:
+def test_killed_node_and_worker_change_no_result(nodes, tmp_path, start_server, make_datum) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     options = ("--launcher", "ray", "--ray-address", nodes.address, "--processes", "2")

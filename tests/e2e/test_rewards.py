@@ -32,7 +32,7 @@ def shouting(facts, answer):
 """
 
 
-async def test_a_checkpoint_is_evaluated_with_the_reward_that_it_was_trained_with(
+async def test_checkpoint_is_evaluated_with_its_training_reward(
     tiny_service: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_rewards.py").write_text(REWARD)
@@ -136,7 +136,7 @@ def assert_same(weights: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 
 
 @pytest.mark.thorough
-async def test_a_killed_flow_that_samples_ahead_ends_with_the_bits_of_an_undisturbed_one(
+async def test_killed_flow_that_samples_ahead_ends_with_equal_bits(
     invariant_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed while the answers of step 5 are rewarded, and step 4 is being trained. Then a worker is killed."""
@@ -163,7 +163,7 @@ async def test_a_killed_flow_that_samples_ahead_ends_with_the_bits_of_an_undistu
     assert_same(weights_of(invariant_server, found), weights_of(invariant_server, undisturbed))
 
 
-async def test_rl_that_is_executed_again_among_other_requests_ends_with_the_same_bits(
+async def test_rerun_rl_among_other_requests_ends_with_equal_bits(
     invariant_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It samples ahead, and a client draws samples of other sizes meanwhile."""

@@ -44,7 +44,7 @@ def greedy(sampler, length=12):
     return sampler.sample(PROMPT, 1, params).result().sequences[0].tokens
 
 
-def test_tokens_are_among_the_most_likely_that_they_were_drawn_from(sampler):
+def test_tokens_are_among_the_most_likely_ones_of_their_filter(sampler):
     params = types.SamplingParams(max_tokens=12, temperature=1.0, top_k=5, seed=2, stop=[])
     plain = sampler.sample(PROMPT, 2, params).result()
     listed = sampler.sample(PROMPT, 2, params, topk_sample_logprobs=5).result()
@@ -58,7 +58,7 @@ def test_tokens_are_among_the_most_likely_that_they_were_drawn_from(sampler):
     assert one.tokens == [row[0][0] for row in one.topk_logprobs]
 
 
-def test_scores_of_a_prompt_are_those_of_compute_logprobs_and_of_training(sampler, trainer, make_datum):
+def test_prompt_scores_equal_compute_logprobs_and_training(sampler, trainer, make_datum):
     own = np.array(TOKENS[1:])
     ids = np.stack([own, np.where(np.arange(len(own)) % 2, 11, -1)], axis=1)
     asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 4}  # few combinations: each is compiled
@@ -84,7 +84,7 @@ def test_scores_of_a_prompt_are_those_of_compute_logprobs_and_of_training(sample
         assert token in dict(row) or logprob <= row[-1][1] + 2e-3
 
 
-def test_the_last_scores_of_a_prompt_are_the_tail_of_all(sampler):
+def test_last_prompt_scores_are_the_tail_of_all_scores(sampler):
     asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 4, "prompt_alt_tokens_k": 2}
     whole = sampler.sample(PROMPT, 1, NEXT, **asked).result()
     tail = sampler.sample(PROMPT, 1, NEXT, **asked, prompt_logprobs_last_n=4).result()
@@ -135,7 +135,7 @@ def rollout(sequence, advantage, logprobs=None):
     )
 
 
-def test_stable_reinforce_weighs_by_what_was_recorded_at_sampling(server):
+def test_stable_reinforce_weighs_by_recorded_sampling_probabilities(server):
     service = server.client()
     trainer = service.create_lora_training_client(base_model=server.base_model, rank=8, seed=4).result()
     recording = trainer.save_weights_and_get_sampling_client(record_stability_info=True).result()
@@ -171,7 +171,7 @@ def test_stable_reinforce_weighs_by_what_was_recorded_at_sampling(server):
             trainer.forward_backward([rollout(one, 1.0)], "stable_reinforce").result()
 
 
-def test_images_are_refused_by_name_and_never_fetched(server, sampler, trainer):
+def test_images_are_refused_and_never_fetched(server, sampler, trainer):
     text = types.EncodedTextChunk(tokens=TOKENS)
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         where = f"http://127.0.0.1:{nobody.getsockname()[1]}/cat.png"
@@ -192,7 +192,7 @@ def test_images_are_refused_by_name_and_never_fetched(server, sampler, trainer):
     assert len(greedy(sampler)) == 12
 
 
-def test_an_inflight_sampler_takes_up_later_weights_and_a_snapshot_does_not(server, make_datum):
+def test_inflight_sampler_takes_later_weights_and_a_snapshot_does_not(server, make_datum):
     trainer = server.client().create_lora_training_client(base_model=server.base_model, rank=8, seed=5).result()
     learn(trainer, make_datum, [5, 6, 7, 8])
     old = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
@@ -228,7 +228,7 @@ def test_tokens_train_through_the_experts_of_their_samples(tmp_path, start_serve
 
 
 @pytest.mark.thorough
-def test_ratios_are_over_the_tokens_that_samples_were_drawn_from(tmp_path, start_server, monkeypatch):
+def test_ratios_use_the_supports_of_the_samples(tmp_path, start_server, monkeypatch):
     """Also after a step, and a repeated request trains with the same supports. Without records a request fails."""
     (data_dir := tmp_path / "data").mkdir()
     monkeypatch.setenv("TINKERFLOW_SUPPORT_REPLAY", "true")

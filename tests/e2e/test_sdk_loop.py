@@ -26,7 +26,7 @@ def logprobs(outputs) -> list[np.ndarray]:
     return [np.array(o["logprobs"].data) for o in outputs.loss_fn_outputs]
 
 
-def test_submitted_together_then_awaited(trainer, data):
+def test_operations_are_submitted_together_and_awaited(trainer, data):
     losses = []
     for _ in range(6):
         forward = trainer.forward_backward(data, "cross_entropy")
@@ -39,7 +39,7 @@ def test_submitted_together_then_awaited(trainer, data):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_forward_changes_nothing(trainer, data):
+def test_forward_does_not_change_the_model(trainer, data):
     first = trainer.forward(data, "cross_entropy").result()
     second = trainer.forward(data, "cross_entropy").result()
     assert all((a == b).all() for a, b in zip(logprobs(first), logprobs(second), strict=True))
@@ -56,7 +56,7 @@ def test_sampler_sees_the_weights_of_its_save(trainer, data):
         assert np.allclose(scored[1:], expected, atol=1e-3)
 
 
-def test_sampled_logprobs_are_the_models(trainer, make_datum):
+def test_sampled_logprobs_match_the_model(trainer, make_datum):
     sampler = trainer.save_weights_and_get_sampling_client().result()
     prompt = TEXTS[1][:4]
     params = types.SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop=[])

@@ -61,7 +61,7 @@ def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
             raise
 
 
-def test_what_somebody_planted_on_the_server_is_not_executed(pipelines, tmp_path, monkeypatch):
+def test_planted_deployments_are_not_executed(pipelines, tmp_path, monkeypatch):
     """A deployment with pull steps, another entry point or job variables gets a failed run."""
     monkeypatch.setenv("SLOW_SFT", str(tmp_path))
     marker, ask = tmp_path / "executed", pipelines.server.ask_prefect
@@ -103,7 +103,7 @@ def processes_of(waiting: Path) -> list[int]:
     return [int(reported.name) for reported in waiting.iterdir() if Path("/proc", reported.name).exists()]
 
 
-def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(pipelines, tmp_path, page, monkeypatch):
+def test_buttons_and_kill_9_do_not_change_the_result_of_a_served_run(pipelines, tmp_path, page, monkeypatch):
     waiting = tmp_path / "waiting"
     waiting.mkdir()
     monkeypatch.setenv("SLOW_SFT", str(waiting))
@@ -168,7 +168,7 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
     assert mine.keys() == other.keys() and all(np.array_equal(mine[name], other[name]) for name in mine)
 
 
-async def test_a_run_that_falls_silent_is_said_to_have_crashed_but_not_one_that_is_suspended(pipelines):
+async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(pipelines):
     name = "tinkerflow: test of silence"
     (wanted,) = [one for one in automations() if "heartbeat" in one.name]
     trigger = wanted.trigger.model_copy(update={"within": timedelta(seconds=10)})
@@ -199,7 +199,7 @@ async def test_a_run_that_falls_silent_is_said_to_have_crashed_but_not_one_that_
     assert "its process was silent" in found.state.message
 
 
-async def test_a_block_of_prefect_says_where_the_server_is(pipelines, monkeypatch):
+async def test_prefect_block_gives_the_server_address(pipelines, monkeypatch):
     block = TinkerflowConnection(base_url=pipelines.server.api_url, api_key="tml-of-the-block")
     await block.asave("elsewhere", overwrite=True)
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")  # the block wins
@@ -210,7 +210,7 @@ async def test_a_block_of_prefect_says_where_the_server_is(pipelines, monkeypatc
     assert "tml-of-the-block" not in str(kept.data)
 
 
-async def test_a_limit_on_a_tag_lets_its_runs_take_turns(pipelines):
+async def test_tag_limit_makes_runs_take_turns(pipelines):
     await ensure_tag_limits({"one-at-a-time": 1})
     await ensure_tag_limits({"one-at-a-time": 1})  # it is there
     inside, most = set(), 0

@@ -42,7 +42,7 @@ async def run(values: dict, **options):
     return await sft(SftParameters.model_validate(values), **options)
 
 
-async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch, caplog):
+async def test_sft_lowers_the_loss_and_writes_its_artifacts(pipelines, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="prefect.flow_runs")  # whatever level Prefect had when it was imported
     monkeypatch.setenv("TINKERFLOW_TRACKING_DIR", str(tmp_path))
     values = config(pipelines, "shown", steps=12, segment_steps=4) | {"resume": "shown", "tracking": "tensorboard"}
@@ -88,7 +88,7 @@ async def test_it_learns_and_shows_what_it_did(pipelines, tmp_path, monkeypatch,
         f"step 12 is saved as {trained.state}, held_out_loss ",
         "step 12 of 12: loss ",
     ]
-    await logs_have("shown", [*wanted, "failed: resume 'shown': this run was begun"])
+    await wait_for_log_lines("shown", [*wanted, "failed: resume 'shown': this run was begun"])
 
 
 async def flow_run_in(name: str, *states: StateType):
@@ -103,7 +103,7 @@ async def flow_run_in(name: str, *states: StateType):
     raise AssertionError(f"{name}: never {states}")
 
 
-async def logs_have(name: str, beginnings: list[str]) -> None:
+async def wait_for_log_lines(name: str, beginnings: list[str]) -> None:
     """Wait until the logs of the runs of this name have lines that begin so."""
     async with get_client() as client, asyncio.timeout(600):
         while True:
@@ -122,7 +122,7 @@ async def shows_progress(pipelines, name: str) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines, monkeypatch):
+async def test_pause_holds_resume_continues_and_cancel_saves_a_state(pipelines, monkeypatch):
     may_go_on, asked, held = Control.may_go_on, 0, asyncio.Event()
 
     async def watched(control):
@@ -159,7 +159,7 @@ async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines, m
         assert client.get_info().model_data.model_name == pipelines.server.base_model
 
 
-async def test_a_row_that_spoils_a_step_is_left_out_as_if_it_had_never_been_there(pipelines, tmp_path, monkeypatch):
+async def test_row_that_spoils_a_step_is_left_out_without_a_trace(pipelines, tmp_path, monkeypatch):
     spoiled, size, draw = 25, 4, random.Random(5)
     bad = batch_of(spoiled - 1, size=size, rows=400, seed=0)[2]
     rows = [{"prompt": f"say {n % 7}", "completion": "yes yes yes yes"} for n in range(400)]
@@ -186,7 +186,7 @@ async def test_a_row_that_spoils_a_step_is_left_out_as_if_it_had_never_been_ther
     assert never.last["loss"] == trained.last["loss"] and never.left_out == []
 
 
-def test_a_wrong_parameter_is_refused_by_its_name(pipelines, tmp_path):
+def test_invalid_parameter_is_refused_with_its_name(pipelines, tmp_path):
     file = tmp_path / "wrong.yaml"
     file.write_text("data: {url: rows.jsonl}\ntraining: {steps: 0}\n")
     ended = subprocess.run(

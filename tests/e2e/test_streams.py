@@ -56,7 +56,7 @@ def sampled(server, length, seed, **weights):
     return one.tokens, one.logprobs
 
 
-def test_a_stream_is_the_sdks_sample_of_base_model_and_adapter(server, client, trained):
+def test_stream_equals_the_sdk_sample_for_base_model_and_adapter(server, client, trained):
     assert {server.base_model, trained} <= {model.id for model in client.models.list()}
     base = streamed(client, server.base_model, 40, 3)
     adapter = streamed(client, trained, 40, 3)
@@ -67,7 +67,7 @@ def test_a_stream_is_the_sdks_sample_of_base_model_and_adapter(server, client, t
     assert len(streamed(client, trained, 300, 3)[2]) > 2, "it comes in parts; a short one may be whole when it is read"
 
 
-def test_a_worker_that_is_killed_amid_64_streams_makes_no_token_come_twice_or_not(server, client, trained):
+def test_killed_worker_neither_repeats_nor_loses_streamed_tokens(server, client, trained):
     sampler, lengths = server.client().create_sampling_client(model_path=trained).result(), [400] + [60] * 63
     params = [types.SamplingParams(max_tokens=most, seed=seed, stop=[]) for seed, most in enumerate(lengths)]
     asked = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, one) for one in params]
@@ -90,7 +90,7 @@ def test_a_worker_that_is_killed_amid_64_streams_makes_no_token_come_twice_or_no
     assert [len(logprobs) for _, logprobs, _ in said] == lengths
 
 
-def test_64_streams_at_once_lose_nothing_and_wait_for_nobody_who_does_not_read(server, client, trained):
+def test_64_streams_lose_nothing_beside_a_client_that_does_not_read(server, client, trained):
     sampler = server.client().create_sampling_client(model_path=trained).result()
     params = [types.SamplingParams(max_tokens=60, seed=seed, stop=[]) for seed in range(64)]
     asked = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, one) for one in params]
@@ -109,7 +109,7 @@ def test_64_streams_at_once_lose_nothing_and_wait_for_nobody_who_does_not_read(s
     assert read == [100] * 8
 
 
-def test_a_client_that_leaves_frees_its_place(server, client):
+def test_leaving_client_frees_its_place(server, client):
     parts = client.completions.create(
         model=server.base_model, prompt=TOKENS, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
     )

@@ -104,7 +104,7 @@ def test_another_client_training_changes_no_bit(server, service, make_datum, und
     assert bystander(server, service, make_datum, train) == undisturbed
 
 
-def test_an_exploding_step_is_refused_and_stays_at_home(server, service, make_datum, undisturbed):
+def test_exploding_step_is_refused_and_affects_no_other_model(server, service, make_datum, undisturbed):
     culprit = lora(server, service, seed=4)
 
     def explode() -> None:
@@ -116,7 +116,7 @@ def test_an_exploding_step_is_refused_and_stays_at_home(server, service, make_da
     assert bystander(server, service, make_datum, explode) == undisturbed
 
 
-def test_one_bad_sample_does_not_fail_its_neighbours(server, service):
+def test_bad_samples_do_not_fail_their_neighbours(server, service):
     sampler = service.create_sampling_client(base_model=server.base_model).result()
     prompt = types.ModelInput.from_ints(TOKENS)
     good = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1, stop=[])
@@ -164,7 +164,7 @@ def test_unknown_loss_is_named(server, service, make_datum, loss):
         client.forward_backward([make_datum(TOKENS)], loss).result()
 
 
-def test_dead_clients_give_their_memory_back(server, make_datum):
+def test_memory_of_dead_clients_is_released(server, make_datum):
     """A finished session's model is unloaded: its id answers with a named error, its run can still be looked up."""
     client = lora(server, server.client())
     client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
@@ -190,7 +190,7 @@ def test_an_old_snapshot_keeps_its_weights(server, service, make_datum):
     assert new.compute_logprobs(prompt).result() != before
 
 
-def test_a_sequence_or_an_adapter_that_does_not_fit_the_devices_is_refused_by_name(
+def test_sequence_or_adapter_that_does_not_fit_the_devices_is_refused(
     start_server, tmp_path, make_datum, monkeypatch
 ) -> None:
     monkeypatch.setenv("TINKERFLOW_DEVICE_MEMORY", "0.25")

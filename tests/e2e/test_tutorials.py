@@ -23,7 +23,7 @@ def reader(server, tmp_path_factory) -> Iterator[Reader]:
         yield reader
 
 
-def test_there_are_no_other_tutorials() -> None:
+def test_every_tutorial_has_a_test() -> None:
     assert {path.name for path in Path(TUTORIALS).glob("*")} == set(
         re.findall(r'"([\w-]+\.md)"', Path(__file__).read_text())
     )
@@ -40,12 +40,12 @@ def test_the_row_that_broke_a_run_is_found(reader) -> None:
         pass
 
 
-def test_the_data_of_a_checkpoint_are_shown_to_an_auditor(reader) -> None:
+def test_auditor_sees_the_data_of_a_checkpoint(reader) -> None:
     for _ in reader.follow("which-data-is-in-this-checkpoint.md"):
         pass
 
 
-def test_own_rewards_rise(reader) -> None:
+def test_custom_reward_rises(reader) -> None:
     rises = []
     for block in reader.follow("rl-with-your-own-reward.md"):
         if block.text.startswith("tinkerflow run rl"):
@@ -57,7 +57,7 @@ def test_own_rewards_rise(reader) -> None:
     assert all(last > 4 * first for first, last in rises), rises
 
 
-def test_a_nightly_run_waits_for_a_person_and_promotes(reader, pipelines) -> None:
+def test_nightly_run_waits_for_approval_and_promotes(reader, pipelines) -> None:
     mine = {"flow_runs": {"name": {"any_": ["nightly plants"]}}}
     for block in reader.follow("nightly-with-approval.md"):
         if block.text.startswith("tinkerflow prefect --page"):  # the reader opens it, and presses Resume
@@ -72,7 +72,7 @@ def test_a_loop_is_tested_without_a_model(reader) -> None:
 
 
 @pytest.mark.parametrize("page", PLAIN)
-def test_a_model_is_called_moved_and_mended(reader, page) -> None:
+def test_model_is_served_moved_and_repaired(reader, page) -> None:
     for _ in reader.follow(page):
         pass
 

@@ -12,7 +12,7 @@ from tinkerflow.deployments.tiny_model import make_tiny
 pytestmark = pytest.mark.thorough
 
 
-def test_each_base_model_has_its_worker_group(tmp_path, start_server, make_datum):
+def test_each_base_model_has_a_worker_group(tmp_path, start_server, make_datum):
     folders = [str(make_tiny(tmp_path / name)) for name in ("first", "second")]
     shorter = tmp_path / "second" / "config.json"
     shorter.write_text(json.dumps({**json.loads(shorter.read_text()), "max_position_embeddings": 512}))

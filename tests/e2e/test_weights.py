@@ -73,7 +73,7 @@ def theirs(model: Any) -> np.ndarray:
     return scored.gather(1, tokens[0, 1:, None])[:, 0].numpy()
 
 
-def test_a_downloaded_checkpoint_gives_our_logprobs_in_peft_also_merged(
+def test_downloaded_checkpoint_gives_equal_logprobs_in_peft_and_merged(
     server: Any, service: tinker.ServiceClient, make_datum: Any, cli: Any, tmp_path: Path
 ) -> None:
     trainers = [train(server, service, make_datum), train(server, service, make_datum, train_unembed=False)]
@@ -102,7 +102,7 @@ def service_paths(server: Any) -> list[str]:
     return [found.tinker_path for found in server.rest().list_user_checkpoints(limit=1000).result().checkpoints]
 
 
-def test_an_encrypted_export_is_downloaded_as_it_is(
+def test_encrypted_export_is_downloaded_unchanged(
     server: Any, service: tinker.ServiceClient, make_datum: Any, cli: Any, tmp_path: Path
 ) -> None:
     identity = pyrage.x25519.Identity.generate()

@@ -32,7 +32,7 @@ class Project:
         done = subprocess.run(
             [self.environment / "bin" / command[0], *command[1:]],
             cwd=self.folder,
-            env=_without_ours(os.environ) | {"PYTHONPATH": str(self.folder), "COLUMNS": "200"},
+            env=_without_test_variables(os.environ) | {"PYTHONPATH": str(self.folder), "COLUMNS": "200"},
             capture_output=True,
             text=True,
             timeout=600,
@@ -42,7 +42,7 @@ class Project:
         return done.stdout
 
 
-def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+def _without_test_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without the variables of this tree's tests."""
     return {name: value for name, value in environment.items() if not name.startswith(("TINKER", "PREFECT", "PYTEST"))}
 
@@ -88,7 +88,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -
     return Project(mine, environment, {path.name for path in packages.iterdir()} - before)
 
 
-def test_only_tinkerflow_is_installed_and_found(project: Project) -> None:
+def test_wheel_installs_only_tinkerflow(project: Project) -> None:
     assert {re.sub(r"-.*\.", ".", name) for name in project.added} == {"tinkerflow", "tinkerflow.dist-info"}
     found = project.run("python", "-c", "import tinkerflow.deployments.cli as m; print(m.__file__)")
     assert found.startswith(str(project.environment))

@@ -31,7 +31,7 @@ def test_chunks_of_one_call_are_one_batch_and_share_a_step_with_their_optim_step
 
 
 @given(st.lists(st.sampled_from(KINDS), max_size=40))
-def test_batches_keep_every_request_in_order_and_mix_no_kinds(kinds: list[Kind]) -> None:
+def test_batches_keep_request_order_and_kinds_separate(kinds: list[Kind]) -> None:
     rows = pending(*kinds)
     found = batches(rows, 0)
     assert [request for batch in found for request in batch.requests] == rows
@@ -39,7 +39,7 @@ def test_batches_keep_every_request_in_order_and_mix_no_kinds(kinds: list[Kind])
     assert [batch.step for batch in found] == sorted(batch.step for batch in found)
 
 
-def test_names_are_for_people() -> None:
+def test_batch_names_are_readable() -> None:
     batch, short = Batch(Kind.FORWARD_BACKWARD, (), 17), short_name(MODEL)
     assert short == "model-ab12-0"
     assert run_name(short, batch) == "model-ab12-0/step-000017/forward_backward"

@@ -60,7 +60,7 @@ async def test_an_encrypted_export_needs_its_identity(model: str, client: Any, c
     assert orjson.loads(pyrage.decrypt(sealed, [identity]))["base_model_name_or_path"] == context.card.name
 
 
-async def test_the_name_of_a_deleted_checkpoint_is_free_before_its_files_are_gone(
+async def test_name_of_a_deleted_checkpoint_is_free_before_its_files_are_deleted(
     model: str, client: Any, context: Any
 ) -> None:
     async def save() -> Any:
@@ -77,7 +77,7 @@ async def test_the_name_of_a_deleted_checkpoint_is_free_before_its_files_are_gon
     assert client.journal.checkpoints.get(path, "local").expires_at is None
 
 
-async def test_files_that_cannot_be_deleted_are_tried_again_and_hold_up_nobody(
+async def test_undeletable_files_are_retried_and_do_not_block_others(
     model: str, client: Any, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = []
@@ -101,7 +101,7 @@ async def test_files_that_cannot_be_deleted_are_tried_again_and_hold_up_nobody(
     assert store.checkpoints() == []
 
 
-async def test_what_is_decided_later_is_written_into_the_commit(
+async def test_later_changes_of_a_checkpoint_are_written_into_its_commit(
     model: str, client: Any, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
@@ -124,7 +124,7 @@ async def test_what_is_decided_later_is_written_into_the_commit(
     assert client.journal.upkeep.unnoted() == []
 
 
-async def test_what_is_not_kept_loses_its_files(model: str, client: Any, context: Any) -> None:
+async def test_retention_deletes_files_of_old_checkpoints(model: str, client: Any, context: Any) -> None:
     for name in ("a", "b", "c"):
         await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": name}))
     delete_checkpoints(client.journal, context.store, Retention())
@@ -134,7 +134,7 @@ async def test_what_is_not_kept_loses_its_files(model: str, client: Any, context
     assert client.journal.upkeep.unpurged() == []
 
 
-async def test_a_token_lets_a_stranger_load(
+async def test_access_token_lets_another_project_load(
     model: str, client: Any, connect: Any, context: Any, mirror: Mirror, running: Any
 ) -> None:
     saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))

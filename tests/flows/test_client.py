@@ -30,7 +30,7 @@ def made(monkeypatch: pytest.MonkeyPatch, settings: dict[Any, Any] | None = None
     return seen[0]
 
 
-def test_authorities_are_read_once_and_again_when_their_file_changes(
+def test_certificate_authorities_are_reread_when_their_file_changes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     default = made(monkeypatch)
@@ -46,17 +46,17 @@ def test_authorities_are_read_once_and_again_when_their_file_changes(
     assert len(made(monkeypatch, {PREFECT_API_SSL_CERT_FILE: str(file)}).get_ca_certs()) > 1
 
 
-def test_certificates_are_not_checked_where_prefect_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificate_checks_follow_the_prefect_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     found = made(monkeypatch, {PREFECT_API_TLS_INSECURE_SKIP_VERIFY: True})
     assert found.verify_mode is ssl.CERT_NONE and not found.check_hostname
 
 
-def test_a_client_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefect_client_connects_to_the_configured_url(monkeypatch: pytest.MonkeyPatch) -> None:
     with temporary_settings({PREFECT_API_URL: "https://prefect.example/api"}):
         assert str(get_client().api_url) == "https://prefect.example/api/"
 
 
-def test_only_a_server_that_is_not_ours_is_asked_for_csrf_tokens() -> None:
+def test_csrf_tokens_are_requested_from_external_servers_only() -> None:
     connection = PrefectConnection("http://prefect.example/api")
     for credential in ("", "tinkerflow:secret"):
         with connection.settings(credential):

@@ -62,7 +62,7 @@ class Controls:
         self.asked.append(("retry", str(flow_run)))
 
 
-async def test_a_button_that_cannot_be_obeyed_now_is_obeyed_later_and_ends_nothing(
+async def test_unavailable_button_action_is_applied_later(
     monkeypatch: pytest.MonkeyPatch, running: Any, until: Any
 ) -> None:
     server, asked = Server(Cancelling()), Controls()
@@ -74,7 +74,7 @@ async def test_a_button_that_cannot_be_obeyed_now_is_obeyed_later_and_ends_nothi
     assert [what for what, _ in asked.asked] == ["cancel", "cancel"]
 
 
-async def test_a_retry_is_obeyed_once_although_its_run_does_not_show_it_yet() -> None:
+async def test_repeated_retry_state_is_applied_once() -> None:
     server, asked = Server(Scheduled()), Controls()
     watch = ControlsWatch(PrefectConnection("http://prefect/api"), asked)
     for state in (server.run.state, server.run.state, Scheduled()):
@@ -83,7 +83,7 @@ async def test_a_retry_is_obeyed_once_although_its_run_does_not_show_it_yet() ->
     assert len(asked.asked) == 2
 
 
-async def test_a_model_whose_paused_flow_run_was_deleted_goes_on() -> None:
+async def test_model_continues_after_its_paused_flow_run_was_deleted() -> None:
     server = Server(Paused(timeout_seconds=3600))
     asked = Controls(server.run.id)
     watch = ControlsWatch(PrefectConnection("http://prefect/api"), asked)

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.netns import NetHost, Network, NotHereError, network
+from tests.netns import NetHost, Network, NoNetnsError, network
 
 from tinkerflow.backend.core.joining import make_secret
 from tinkerflow.backend.journal import Journal, Kind
@@ -33,7 +33,7 @@ def four() -> Iterator[Network]:
     with ExitStack() as stack:
         try:
             made = stack.enter_context(network(4))
-        except NotHereError as error:
+        except NoNetnsError as error:
             pytest.skip(f"no network namespaces here: {error}")
         yield made
 
@@ -106,7 +106,7 @@ def same(settings: Settings, results: Any, expected: Any) -> None:
         assert array.tobytes() == (other.weights | other.moments)[name].tobytes()
 
 
-async def test_a_cut_link_costs_a_pause_and_lost_packets_time(
+async def test_cut_link_only_pauses_and_lost_packets_only_slow_work(
     four: Network,
     engine: Callable[[], int],
     settings: Settings,
@@ -140,7 +140,7 @@ async def test_a_cut_link_costs_a_pause_and_lost_packets_time(
 
     try:
         lost.narrow()
-    except NotHereError as error:
+    except NoNetnsError as error:
         pytest.skip(f"the cut link passed, but no packets can be dropped here: {error}")
     same(settings, await client.results(*work(client, throttled)), expected)
     assert lost.dropped() > 0

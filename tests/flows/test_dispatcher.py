@@ -45,7 +45,7 @@ async def test_models_and_samples_are_served_side_by_side(
     assert asked == [], "names are read for Prefect's page alone"
 
 
-async def test_a_cancelled_sample_makes_room_at_once(
+async def test_cancelled_sample_frees_its_place_immediately(
     dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_sweep(_: Any) -> None:
@@ -64,7 +64,7 @@ async def test_a_cancelled_sample_makes_room_at_once(
     assert pool.executor.batch == {}
 
 
-async def test_a_lost_bell_costs_a_while_and_no_answer(
+async def test_lost_notification_delays_but_loses_no_answer(
     dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await client.create()
@@ -74,9 +74,7 @@ async def test_a_lost_bell_costs_a_while_and_no_answer(
         assert (await client.result(one)).error is None
 
 
-async def test_snapshots_that_nobody_uses_are_dropped(
-    dispatcher: Any, client: Any, pool: Any, connect: Any, until: Any
-) -> None:
+async def test_unused_snapshots_are_dropped(dispatcher: Any, client: Any, pool: Any, connect: Any, until: Any) -> None:
     other = await connect(client.journal)
     kept = []
     for one in (client, other):
@@ -89,7 +87,7 @@ async def test_snapshots_that_nobody_uses_are_dropped(
     assert (await other.result(other.sample(f"{other.session}:sample:1"))).error is None
 
 
-async def test_no_sweep_waits_for_the_group_that_follows_one_which_is_gone(dispatcher: Any, pool: Any) -> None:
+async def test_sweeps_do_not_wait_for_a_replacement_group(dispatcher: Any, pool: Any) -> None:
     (served,) = dispatcher[0]._served.values()
     pool.down = asyncio.Event()  # for ever, as where base models take turns
     async with asyncio.timeout(60):
@@ -97,7 +95,7 @@ async def test_no_sweep_waits_for_the_group_that_follows_one_which_is_gone(dispa
     assert pool.log == []
 
 
-async def test_too_many_snapshots_make_room_until_they_are_sampled_again(
+async def test_surplus_snapshots_are_evicted_until_sampled_again(
     dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving, _ = dispatcher
@@ -129,7 +127,7 @@ def snapshots_idle(serving: Dispatcher, snapshot_id: str) -> bool:
     return not model.context.snapshots._users[snapshot_id]
 
 
-async def test_trouble_with_one_model_ends_that_model_only(
+async def test_error_of_one_model_ends_only_that_model(
     dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = await client.create(0)
@@ -148,7 +146,7 @@ async def test_trouble_with_one_model_ends_that_model_only(
     assert (await client.result(client.optim_step(good))).error is None
 
 
-async def test_a_model_of_a_base_model_that_is_not_served_is_not_taken_up_again(
+async def test_model_of_an_unserved_base_model_is_not_resumed(
     dispatcher: Any, connect: Any, journal: Any, until: Any
 ) -> None:
     serving, _ = dispatcher
@@ -160,7 +158,7 @@ async def test_a_model_of_a_base_model_that_is_not_served_is_not_taken_up_again(
         await serving.retry(model, uuid4())
 
 
-async def test_stop_answers_what_is_in_flight(dispatcher: Any, client: Any) -> None:
+async def test_stopped_dispatcher_answers_requests_in_flight(dispatcher: Any, client: Any) -> None:
     serving, task = dispatcher
     model = await client.create()
     request = client.optim_step(model)

@@ -83,7 +83,7 @@ async def test_training_and_sampling_through_worker_processes(engine: Engine, co
     assert workers() == []
 
 
-async def test_a_dead_worker_costs_a_pause(engine: Engine, connect: Any, base_model: str) -> None:
+async def test_dead_worker_only_delays_requests(engine: Engine, connect: Any, base_model: str) -> None:
     async with engine() as journal:
         client = await connect(journal, base_model)
         model = await client.create(0)
@@ -97,7 +97,7 @@ async def test_a_dead_worker_costs_a_pause(engine: Engine, connect: Any, base_mo
         assert workers() != [worker]
 
 
-async def test_a_restart_goes_on_with_what_an_earlier_life_left(
+async def test_restarted_engine_continues_the_work_of_the_previous_one(
     engine: Engine, connect: Any, base_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str, dict[str, Any]]] = []
@@ -160,7 +160,7 @@ async def test_models_of_ended_sessions_are_unloaded(engine: Engine, connect: An
         assert journal.sessions.get(silent.session, None).state == "expired"
 
 
-async def test_a_gap_is_given_up(engine: Engine, connect: Any, base_model: str) -> None:
+async def test_gap_is_skipped_after_its_time(engine: Engine, connect: Any, base_model: str) -> None:
     async with engine(gap_timeout=0.2) as journal:
         client = await connect(journal, base_model)
         model = await client.create(0)
@@ -168,7 +168,7 @@ async def test_a_gap_is_given_up(engine: Engine, connect: Any, base_model: str) 
         assert (await client.result(after)).error is None
 
 
-async def test_a_base_model_that_is_not_served_fails_by_name(engine: Engine, connect: Any) -> None:
+async def test_unserved_base_model_fails_the_creation_with_its_name(engine: Engine, connect: Any) -> None:
     async with engine() as journal:
         client = await connect(journal, "another/model")
         model, request = client.submit_create()
@@ -177,7 +177,7 @@ async def test_a_base_model_that_is_not_served_fails_by_name(engine: Engine, con
         assert journal.models.get(model, None).state == ModelState.FAILED
 
 
-async def test_checkpoints_that_are_over_are_deleted_and_published_ones_say_so(
+async def test_expired_checkpoints_are_deleted_and_publications_reach_the_store(
     engine: Engine, connect: Any, base_model: str, until: Any, tmp_path: Path
 ) -> None:
     async with engine(keep_last=1) as journal:
@@ -199,6 +199,6 @@ async def test_checkpoints_that_are_over_are_deleted_and_published_ones_say_so(
         assert [saved.meta.public for saved in Store.open(f"file://{tmp_path}/store").checkpoints()] == [True]
 
 
-async def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path) -> None:
+async def test_engine_without_base_models_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="base_models is empty"):
         await run_engine(Settings(data_dir=tmp_path, prefect="off"), on_ready=print, on_progress=print)

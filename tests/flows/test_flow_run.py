@@ -116,7 +116,7 @@ def line(text: str) -> LogCreate:
     return LogCreate(name="tinkerflow", level=logging.INFO, message=text, timestamp=datetime.now(UTC))
 
 
-async def test_a_line_that_comes_while_others_are_sent_goes_out_with_the_next(server: Server, until: Any) -> None:
+async def test_log_line_during_a_send_goes_out_with_the_next(server: Server, until: Any) -> None:
     record = FlowRunRecord(PrefectConnection("http://prefect/api"), HEADING)
     server.hold.clear()
     record.log(line("first"))
@@ -127,7 +127,7 @@ async def test_a_line_that_comes_while_others_are_sent_goes_out_with_the_next(se
     assert server.sent == [["first"], ["second"]]
 
 
-async def test_lines_that_are_refused_do_not_keep_the_flow_run_from_its_end(
+async def test_refused_lines_do_not_delay_the_end_of_the_flow_run(
     server: Server, until: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = FlowRunRecord(PrefectConnection("http://prefect/api"), HEADING)
@@ -138,7 +138,7 @@ async def test_lines_that_are_refused_do_not_keep_the_flow_run_from_its_end(
     assert "refused 1 lines: too long" in caplog.text
 
 
-async def test_lines_wait_for_a_server_that_is_away_and_not_all_of_them(
+async def test_lines_wait_for_an_unreachable_server_up_to_a_limit(
     server: Server, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flow_run, "MOST_LINES", 3)
@@ -154,7 +154,7 @@ async def test_lines_wait_for_a_server_that_is_away_and_not_all_of_them(
     assert server.sent[1] == ["2", "3", "4"]
 
 
-async def test_a_request_that_a_healthy_server_always_fails_at_is_given_up(
+async def test_prefect_request_that_always_fails_is_abandoned(
     server: Server, until: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     connection = PrefectConnection("http://prefect/api")
@@ -173,7 +173,7 @@ async def test_a_request_that_a_healthy_server_always_fails_at_is_given_up(
     await until(lambda: server.states == ["Running", "Cancelled"])
 
 
-async def test_an_event_waits_until_prefect_knows_the_flow_run_that_it_happened_in(server: Server, until: Any) -> None:
+async def test_event_waits_for_its_flow_run_in_prefect(server: Server, until: Any) -> None:
     """An automation that suspends the flow run of an event finds it, also when the event is of its first second."""
     emitted = server.events
     connection = PrefectConnection("http://prefect/api")
@@ -194,9 +194,7 @@ async def test_an_event_waits_until_prefect_knows_the_flow_run_that_it_happened_
         ("", "/data/models/tinkerflow/tiny-qwen3", "model-1234-0 tiny 2026-11-28 09:05"),
     ],
 )
-async def test_the_flow_run_of_a_training_run_has_a_name_for_people(
-    server: Server, label: str, base_model: str, name: str
-) -> None:
+async def test_training_flow_run_has_a_readable_name(server: Server, label: str, base_model: str, name: str) -> None:
     connection = PrefectConnection("http://prefect/api")
     made = datetime(2026, 11, 28, 9, 5, tzinfo=UTC)
     (run,) = Mirror(connection, Pacing(1.0, SystemClock())).observe_training_run(
@@ -207,9 +205,7 @@ async def test_the_flow_run_of_a_training_run_has_a_name_for_people(
     assert "sess-1234:train:0" in heading.tags
 
 
-async def test_requests_of_a_page_grow_with_time_and_not_with_steps_and_all_is_there_at_the_end(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_page_requests_grow_with_time_and_not_with_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request takes 1 to 2.5 ms of the engine's CPU; a step takes about 15."""
     seconds, clock, loop = 120, ManualClock(), asyncio.get_running_loop()
     monkeypatch.undo()  # the pause between lines is the real one here

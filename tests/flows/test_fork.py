@@ -28,7 +28,7 @@ STEPS = 8
 
 
 @pytest.fixture(autouse=True)
-def due_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def segments_due_after_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_history, "_DUE_REQUESTS", 1)
 
 
@@ -93,7 +93,7 @@ def files(context: Any, run: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("without", ["", "snapshots and saves"])
-async def test_every_step_equals_what_was_saved_there(
+async def test_fork_at_each_step_equals_the_checkpoint_saved_there(
     run: str, client: Any, serve: Any, context: Any, without: str
 ) -> None:
     wanted = {step: files(context, run, f"saved-{step}") for step in range(STEPS + 1)}
@@ -114,7 +114,7 @@ async def test_every_step_equals_what_was_saved_there(
     assert client.journal.models.get(run, None).step == STEPS
 
 
-async def test_a_fork_is_sampled_and_made_once(run: str, sampling: Any, client: Any, context: Any) -> None:
+async def test_fork_is_created_once_and_sampled(run: str, sampling: Any, client: Any, context: Any) -> None:
     path = f"tinker://{run}/weights/@4"
     saved = client.sampler(0, f"tinker://{run}/weights/saved-4")
     samplers = [client.sampler(number, path) for number in (1, 2)]
@@ -142,7 +142,7 @@ async def test_a_fork_survives_the_end_of_its_worker_group(run: str, client: Any
     assert files(context, run, "@6") == files(context, run, "saved-6")
 
 
-async def test_only_the_owner_of_a_run_with_a_history_has_its_steps(
+async def test_only_the_owner_of_a_run_with_a_history_can_load_its_steps(
     run: str, client: Any, serve: Any, context: Any, connect: Any
 ) -> None:
     get = client.journal.checkpoints.get
@@ -162,7 +162,9 @@ async def test_only_the_owner_of_a_run_with_a_history_has_its_steps(
     assert context.store.blobs.children(f"history/{run}") == []
 
 
-async def test_a_fork_counts_in_the_quota_of_its_project(run: str, client: Any, make_runner: Any, context: Any) -> None:
+async def test_fork_counts_against_the_quota_of_its_project(
+    run: str, client: Any, make_runner: Any, context: Any
+) -> None:
     row = client.journal.checkpoints.get(f"tinker://{run}/weights/@3", "local")
     with pytest.raises(UserError, match=r"max_stored_bytes|stored"):
         await make_fork(replace(context, max_stored_bytes=1), row, CHANGES)
@@ -170,7 +172,7 @@ async def test_a_fork_counts_in_the_quota_of_its_project(run: str, client: Any, 
     assert client.journal.checkpoints.get(row.path, "local").size_bytes > 1
 
 
-async def test_damage_names_the_run_and_fails_the_load_alone(
+async def test_damaged_history_fails_only_its_load(
     run: str, client: Any, serve: Any, context: Any, tmp_path: Any
 ) -> None:
     forget_states(client, context, run)
@@ -243,7 +245,7 @@ def flip(pool: Any, adapter: str) -> None:
     weights.view("uint32").reshape(-1)[2] ^= 1 << 22
 
 
-async def test_intervals_are_executed_again_and_are_equal(context: Any, client: Any, watched: Any, until: Any) -> None:
+async def test_rechecked_intervals_are_equal(context: Any, client: Any, watched: Any, until: Any) -> None:
     model, seen = await watched(0)
     for interval in range(1, 4):
         assert await steps(client, model, 3) == [None] * 9
@@ -254,7 +256,7 @@ async def test_intervals_are_executed_again_and_are_equal(context: Any, client: 
 
 
 @pytest.mark.parametrize("flipped", [2, 5])
-async def test_a_run_whose_results_were_wrong_is_stopped_and_its_hosts_are_taken_out(
+async def test_run_with_wrong_results_is_stopped_and_its_hosts_are_removed(
     context: Any, client: Any, watched: Any, until: Any, serve: Any, flipped: int
 ) -> None:
     pool = context.pool
@@ -283,9 +285,7 @@ async def test_a_run_whose_results_were_wrong_is_stopped_and_its_hosts_are_taken
     assert files(context, model, f"@{flipped - 1}") == files(context, model, last_saved), "nothing is lost"
 
 
-async def test_a_run_goes_on_whose_second_execution_was_wrong(
-    context: Any, client: Any, watched: Any, until: Any
-) -> None:
+async def test_run_continues_if_only_its_recheck_was_wrong(context: Any, client: Any, watched: Any, until: Any) -> None:
     pool, (model, seen) = context.pool, await watched(0)
     flips = iter((False, True))  # at the second step
 
@@ -304,7 +304,7 @@ async def test_a_run_goes_on_whose_second_execution_was_wrong(
     assert client.journal.models.get(model, None).step == 6
 
 
-async def test_runs_without_a_history_and_a_share_of_none_cost_nothing(context: Any, client: Any, running: Any) -> None:
+async def test_runs_without_history_or_recheck_cost_nothing(context: Any, client: Any, running: Any) -> None:
     for number, (share, history) in enumerate(((1.0, False), (0.0, True))):
         model, request = client.submit_create(number, history=history)
         runner = ModelRunner(replace(context, recheck_share=share), [], SnapshotPolicy(1, 1000.0), model, 0)

@@ -53,7 +53,7 @@ def join(settings: Settings) -> Iterator[Join]:
         yield lambda group, name: stack.enter_context(started(group, name))
 
 
-async def test_a_lost_host_costs_a_pause_until_another_one_joins(
+async def test_lost_host_pauses_work_until_another_one_joins(
     settings: Settings, join: Join, connect: Any, running: Any, until: Any
 ) -> None:
     ready, base_model = asyncio.Event(), settings.base_models[0]
@@ -92,13 +92,13 @@ async def test_an_engine_that_waits_for_hosts_can_be_stopped(settings: Settings,
     assert said[0].startswith("hosts join at 127.0.0.1:")
 
 
-async def test_an_address_where_nothing_can_listen_is_named(settings: Settings) -> None:
+async def test_unusable_listen_address_is_named(settings: Settings) -> None:
     chosen = Settings(**(settings.model_dump() | {"group": "192.0.2.1:7000"}))
     with pytest.raises(UserError, match=r"group is '192.0.2.1:7000', where nothing can listen"):
         await run_engine(chosen, on_ready=lambda: None, on_progress=print)
 
 
-async def test_a_host_that_is_told_to_end_has_its_models_saved_first(
+async def test_host_saves_its_models_on_sigterm(
     settings: Settings, join: Join, connect: Any, running: Any, until: Any
 ) -> None:
     """SIGTERM, as when a cloud takes a machine away. Settings alone would have a snapshot due an hour later."""

@@ -120,7 +120,7 @@ async def test_an_image_of_a_prompt_reaches_the_group_as_pixels(
     assert "prompt.chunks[1].expected_tokens is 5: must be 6, the tokens of 24 x 16 pixels" in refused.error
 
 
-async def test_images_that_wait_for_room_cost_other_projects_no_place_and_are_not_decoded_once_cancelled(
+async def test_waiting_images_cost_other_projects_nothing_and_are_skipped_once_cancelled(
     journal: Any, connect: Any, context: ExecutionContext, running: Any, pool: Any, until: Any, monkeypatch: Any
 ) -> None:
     client, other = await connect(journal), await connect(journal, owner="another")

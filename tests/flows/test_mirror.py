@@ -39,7 +39,7 @@ async def started(url: str, *, batches: int) -> Mirror:
     return mirror
 
 
-async def test_off_means_that_no_runner_is_observed() -> None:
+async def test_prefect_off_observes_no_runner() -> None:
     mirror = Mirror(PrefectConnection(""), Pacing(1000.0, SystemClock()))
     assert not mirror.connection.reachable
     assert (
@@ -50,7 +50,7 @@ async def test_off_means_that_no_runner_is_observed() -> None:
     await mirror.connection.close()
 
 
-async def test_a_server_that_is_away_is_said_once_and_nothing_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreachable_prefect_server_is_logged_once_and_delays_nothing(caplog: pytest.LogCaptureFixture) -> None:
     connection = PrefectConnection(url := f"http://127.0.0.1:{free_port()}/api")
     with connection.settings(), caplog.at_level(logging.WARNING, logger="tinkerflow.flows.prefect.connection"):
         mirror = await started(url, batches=3)
@@ -62,14 +62,14 @@ async def test_a_server_that_is_away_is_said_once_and_nothing_waits_for_it(caplo
     assert len([r for r in caplog.records if "cannot be reached" in r.message]) == 1
 
 
-async def test_external_needs_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_external_prefect_needs_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     with pytest.raises(UserError, match="PREFECT_API_URL"):
         async with open_prefect(Settings(data_dir=tmp_path, prefect="external"), print):
             pass
 
 
-async def test_a_server_that_cannot_start_does_not_stop_us(tmp_path: Path) -> None:
+async def test_failed_prefect_start_does_not_stop_the_engine(tmp_path: Path) -> None:
     (tmp_path / "prefect").mkdir()
     (tmp_path / "prefect" / "prefect.db").mkdir()  # no file can be made there
     said: list[str] = []

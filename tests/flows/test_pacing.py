@@ -7,7 +7,7 @@ from tests.manual_clock import ManualClock
 from tinkerflow.flows.prefect.pacing import BURST, CREDIT_SECONDS, Pacing
 
 
-def test_a_burst_gets_single_runs_and_then_they_are_shared_until_half_full_again() -> None:
+def test_runs_are_shared_after_a_burst_until_half_the_credit_returns() -> None:
     clock = ManualClock()
     pacing = Pacing(10.0, clock)
     for _ in range(19):
@@ -21,7 +21,7 @@ def test_a_burst_gets_single_runs_and_then_they_are_shared_until_half_full_again
     assert not pacing.sharing
 
 
-def test_seconds_tell_when_the_next_run_may_open() -> None:
+def test_pacing_gives_the_seconds_until_the_next_run() -> None:
     clock = ManualClock()
     pacing = Pacing(4.0, clock)
     while pacing.seconds == 0:
@@ -31,7 +31,7 @@ def test_seconds_tell_when_the_next_run_may_open() -> None:
 
 
 @given(st.lists(st.floats(0.0, 3.0), max_size=60), st.floats(0.5, 50.0))
-def test_who_waits_as_told_stays_below_the_rate(pauses: list[float], rate: float) -> None:
+def test_caller_that_waits_as_instructed_stays_below_the_rate(pauses: list[float], rate: float) -> None:
     clock = ManualClock()
     pacing = Pacing(rate, clock)
     opened = 0
@@ -43,7 +43,7 @@ def test_who_waits_as_told_stays_below_the_rate(pauses: list[float], rate: float
     assert opened <= BURST + rate * clock.monotonic() + 1e-6
 
 
-def test_credit_ends() -> None:
+def test_pacing_wait_is_bounded_by_the_credit_limit() -> None:
     clock = ManualClock()
     pacing = Pacing(10.0, clock)
     for _ in range(1000):

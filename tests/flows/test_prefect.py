@@ -143,7 +143,7 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
     assert all(run["tags"] == [] for run in found)  # a tag costs a round trip to the server before every task run
 
 
-async def test_a_saved_checkpoint_is_an_asset_of_its_run_with_those_that_it_comes_from(
+async def test_saved_checkpoint_is_an_asset_of_its_run_with_its_ancestors(
     connection: PrefectConnection, context: Any, client: Any
 ) -> None:
     parent = f"tinker://{await client_saved(connection, context, client, 0, 'parent')}/weights/parent"
@@ -191,7 +191,7 @@ async def client_saved(
     return await serve(connection, context, client, work, number=number, **said)
 
 
-async def test_above_the_rate_task_runs_are_shared(connection: PrefectConnection, context: Any, client: Any) -> None:
+async def test_task_runs_are_shared_above_the_rate(connection: PrefectConnection, context: Any, client: Any) -> None:
     steps = 60
 
     def work(model: str) -> list[str]:
@@ -291,7 +291,7 @@ async def test_runs_that_an_earlier_engine_left_get_their_states_in_the_journal(
     assert "it is failed" in states[models["failed"]]["message"]
 
 
-async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
+async def test_work_continues_without_prefect_and_is_tracked_again_after(
     tmp_path: Path, context: Any, client: Any, caplog: pytest.LogCaptureFixture, until: Any
 ) -> None:
     settings = Settings(data_dir=tmp_path, prefect_port=free_port())
@@ -340,7 +340,7 @@ async def restored_model(client: Any, pool: Any) -> str:
     return model
 
 
-async def test_the_end_of_a_group_and_the_recovery_are_seen(
+async def test_group_loss_and_recovery_are_shown_in_prefect(
     connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
 ) -> None:
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
@@ -381,7 +381,7 @@ def dispatcher_of(context: Any, client: Any, pool: Any, mirror: Mirror, tmp_path
     return Dispatcher(Settings(data_dir=tmp_path), client.journal, mirror, [served])
 
 
-async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
+async def test_stopped_server_is_noticed(tmp_path: Path) -> None:
     listener = await listen(0)
     server = await start_server(tmp_path, listener)
     try:
@@ -395,7 +395,7 @@ async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
     assert await server.ended() == "ended with status -9"
 
 
-async def test_what_began_untracked_gets_a_flow_run_when_prefect_is_back(
+async def test_untracked_run_gets_a_flow_run_when_prefect_is_back(
     connection: PrefectConnection, context: Any, client: Any
 ) -> None:
     connection.note_reachable(False, "it is away")
@@ -456,7 +456,7 @@ async def in_state(http: httpx.AsyncClient, run: dict[str, Any], name: str) -> d
     return state
 
 
-async def test_the_buttons_of_the_ui_are_obeyed(
+async def test_ui_buttons_take_effect(
     connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
 ) -> None:
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
@@ -510,7 +510,7 @@ async def test_the_buttons_of_the_ui_are_obeyed(
         assert state["message"].startswith(CANCELLED) and "nothing to go on with" in state["message"]
 
 
-async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
+async def test_hold_survives_the_engine_and_ends_with_the_session(
     connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
 ) -> None:
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
@@ -540,7 +540,7 @@ async def created_by_another_engine(context: Any, client: Any, number: int = 0) 
     return str(model)
 
 
-async def test_the_logs_of_a_flow_run_tell_its_story(
+async def test_flow_run_logs_contain_the_events_of_the_model(
     connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
 ) -> None:
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))

@@ -85,7 +85,7 @@ def websocket_paths() -> list[str]:
     return sorted(set(of(create_api_app().routes)))
 
 
-async def test_no_operation_is_executed_without_the_credential(server: PrefectServer) -> None:
+async def test_operations_require_the_credential(server: PrefectServer) -> None:
     operations = rest_operations()
     assert len(operations) > 150
     wrong = ("", "tinkerflow:wrong", "tinkerflow:", "x:y")
@@ -109,7 +109,7 @@ async def test_no_operation_is_executed_without_the_credential(server: PrefectSe
 
 
 @pytest.mark.parametrize("path", ["/api/flows/filter", "/api/health", "/", "/runs", "/ui-settings", SIGN_IN_PATH])
-async def test_names_of_other_machines_and_other_origins_are_refused(server: PrefectServer, path: str) -> None:
+async def test_foreign_host_names_and_origins_are_refused(server: PrefectServer, path: str) -> None:
     headers = [{"Host": host} for host in FOREIGN_HOSTS] + [{"Origin": origin} for origin in FOREIGN_ORIGINS]
     async with prefect_http(server.access.api_url.removesuffix("/api"), server.access.credential) as http:
         for foreign in headers:
@@ -119,7 +119,7 @@ async def test_names_of_other_machines_and_other_origins_are_refused(server: Pre
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:4200", "LOCALHOST:80"])
-async def test_names_of_this_machine_are_answered_also_through_a_tunnel(server: PrefectServer, host: str) -> None:
+async def test_host_names_of_this_machine_are_accepted_through_a_tunnel(server: PrefectServer, host: str) -> None:
     async with prefect_http(server.access.api_url, server.access.credential) as http:
         answer = await http.post("/flows/filter", json={}, headers={"Host": host, "Origin": f"http://{host.lower()}"})
     assert answer.status_code == 200
@@ -127,7 +127,7 @@ async def test_names_of_this_machine_are_answered_also_through_a_tunnel(server: 
     assert answer.headers["content-security-policy"] == "frame-ancestors 'self'"
 
 
-async def test_websockets_need_the_credential_and_the_own_origin(server: PrefectServer) -> None:
+async def test_websockets_need_the_credential_and_the_same_origin(server: PrefectServer) -> None:
     paths = websocket_paths()
     assert {"/events/in", "/events/out", "/logs/out"} <= set(paths)
     base = server.access.api_url.replace("http://", "ws://")
@@ -148,7 +148,7 @@ async def test_websockets_need_the_credential_and_the_own_origin(server: Prefect
                 await channel.recv()
 
 
-async def test_prefects_own_clients_have_the_credential_from_their_settings(server: PrefectServer) -> None:
+async def test_prefect_clients_read_the_credential_from_their_settings(server: PrefectServer) -> None:
     with temporary_settings(
         {PREFECT_API_URL: server.access.api_url, PREFECT_API_AUTH_STRING: server.access.credential}
     ):
@@ -186,7 +186,7 @@ def test_a_ticket_holds_for_an_hour() -> None:
     assert not is_valid_ticket("tinkerflow:a", ticket, 4600.0) and not is_valid_ticket("tinkerflow:b", ticket, 1000.0)
 
 
-def test_only_the_owner_can_read_what_the_server_keeps(server: PrefectServer) -> None:
+def test_files_of_the_prefect_server_are_private_to_its_owner(server: PrefectServer) -> None:
     folder = server.data_dir / "prefect"
     files = [file for file in folder.rglob("*") if (folder / "ui") not in file.parents and file != folder / "ui"]
     assert {"credential", "server.json", "prefect.db"} <= {file.name for file in files}
@@ -202,7 +202,7 @@ def test_the_credential_is_made_once(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "prefect").iterdir()] == ["credential"]
 
 
-def test_clients_send_the_credential_to_the_server_of_their_data_dir_alone(tmp_path: Path) -> None:
+def test_clients_send_the_credential_only_to_the_server_of_their_data_dir(tmp_path: Path) -> None:
     make_credential(tmp_path)
     assert find_server(tmp_path) is None and server_for_clients(tmp_path, {}) is None
     record_server(tmp_path, 4200, os.getpid(), "https://prefect.example/")
@@ -227,7 +227,7 @@ def test_clients_send_the_credential_to_the_server_of_their_data_dir_alone(tmp_p
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"port": 1}', '{"port": 1, "process": "{}", "public_url": ""}'])
-def test_a_note_that_names_no_living_process_is_no_server(tmp_path: Path, content: str) -> None:
+def test_server_record_of_a_dead_process_is_ignored(tmp_path: Path, content: str) -> None:
     make_credential(tmp_path)
     (tmp_path / "prefect" / "server.json").write_text(content)
     assert find_server(tmp_path) is None
@@ -237,14 +237,14 @@ def test_a_note_that_names_no_living_process_is_no_server(tmp_path: Path, conten
     assert find_server(tmp_path) is None
 
 
-async def test_a_port_that_another_program_has_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_occupied_port_is_left_to_its_program(caplog: pytest.LogCaptureFixture) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other, closing(await listen(other.getsockname()[1])) as own:
         taken, free = (listener.getsockname()[1] for listener in (other, own))
     assert free != taken
     assert f"port {taken} is in use: the Prefect server listens on port {free}" in caplog.text
 
 
-async def test_the_next_start_has_the_port_of_the_last_one_unless_another_is_wanted(tmp_path: Path) -> None:
+async def test_next_start_reuses_the_last_port_by_default(tmp_path: Path) -> None:
     make_credential(tmp_path)
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         wanted = other.getsockname()[1]
@@ -258,7 +258,7 @@ async def test_the_next_start_has_the_port_of_the_last_one_unless_another_is_wan
     assert last_port(tmp_path, wanted) == wanted
 
 
-async def test_a_proxys_host_and_origin_are_accepted_where_they_are_named() -> None:
+async def test_configured_proxy_host_and_origin_are_accepted() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"prefect"})

@@ -50,7 +50,7 @@ async def asks() -> str:
     return "nobody" if answer is None else f"{answer.approve}: {answer.reason}"
 
 
-async def test_a_person_approves_by_mouse(connection: PrefectConnection, server: PrefectServer, page: Page) -> None:
+async def test_person_approves_in_the_browser(connection: PrefectConnection, server: PrefectServer, page: Page) -> None:
     asking = asyncio.create_task(asks.with_options(flow_run_name="mouse")())
     async with prefect_http(connection.api_url) as http:
         run = await shown(http, name="approval of mouse")
@@ -60,7 +60,7 @@ async def test_a_person_approves_by_mouse(connection: PrefectConnection, server:
 
 
 @pytest.mark.thorough
-async def test_retry_takes_a_failed_run_up_again_and_else_changes_nothing(
+async def test_retry_resumes_a_failed_run_and_changes_nothing_else(
     connection: PrefectConnection,
     server: PrefectServer,
     page: Page,

@@ -97,7 +97,7 @@ def state(pool: Any, model: str) -> tuple[bytes, ...]:
 
 
 @pytest.mark.parametrize("steps", [1000, 2])
-async def test_deaths_at_any_moment_change_nothing(
+async def test_crashes_at_any_moment_change_nothing(
     serve: Any, client: Any, pool: Any, connect: Any, journal: Any, steps: int, until: Any
 ) -> None:
     chance = random.Random(steps)
@@ -128,7 +128,7 @@ async def test_deaths_at_any_moment_change_nothing(
         assert 1 <= len(journal.recovery.snapshots(disturbed)) <= 6
 
 
-async def test_deaths_in_a_row_do_not_replay_ever_more(
+async def test_consecutive_crashes_do_not_grow_the_replay(
     serve: Any, client: Any, pool: Any, journal: Any, until: Any
 ) -> None:
     async with serve(pool, steps=4):
@@ -142,7 +142,7 @@ async def test_deaths_in_a_row_do_not_replay_ever_more(
     assert journal.recovery.count_executed(model, newest.seq_id) <= 3 * 4
 
 
-async def test_another_engine_goes_on_where_this_one_ended(serve: Any, client: Any, pool: Any, journal: Any) -> None:
+async def test_next_engine_continues_after_the_previous_one(serve: Any, client: Any, pool: Any, journal: Any) -> None:
     async with serve(pool, steps=2):
         model = await client.create()
         await answers(client, work(client, model, 5))
@@ -201,7 +201,7 @@ def said(journal: Any, request: str) -> bytes:
     return pb.SampleResponse.FromString(result.result).SerializeToString()
 
 
-async def test_a_sampler_does_not_wait_for_the_store_and_outlives_its_group_all_the_same(
+async def test_sampler_does_not_wait_for_the_store_and_survives_its_group(
     serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, until: Any
 ) -> None:
     async with serve(pool, steps=2):
@@ -226,7 +226,7 @@ async def test_a_sampler_does_not_wait_for_the_store_and_outlives_its_group_all_
 
 
 @pytest.mark.parametrize("held", [False, True])
-async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_one(
+async def test_next_engine_stores_a_publication_that_the_previous_one_did_not(
     serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, held: bool
 ) -> None:
     async with serve(pool, steps=2):
@@ -255,7 +255,7 @@ async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_
             await answers(client, more)
 
 
-async def test_a_group_that_ends_before_the_weights_are_copied_costs_nothing(
+async def test_group_loss_before_the_copy_of_weights_changes_nothing(
     serve: Any, client: Any, pool: Any, journal: Any, until: Any
 ) -> None:
     async with serve(pool):
@@ -279,12 +279,12 @@ async def test_a_group_that_ends_before_the_weights_are_copied_costs_nothing(
         await until(lambda: journal.recovery.unstored_models() == [])
 
 
-async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
+async def test_group_loss_during_a_publication_changes_nothing(
     serve: Any, client: Any, pool: Any, journal: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, deaths = ExecutionContext.answer, []
 
-    def hold_those_behind(command: Any) -> bool:
+    def hold_later_commands(command: Any) -> bool:
         if isinstance(command, ExportAdapter) and not deaths:
             pool.hold = asyncio.Event()
         return False
@@ -298,7 +298,7 @@ async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
         await put(context, outcome)
 
     monkeypatch.setattr(ExecutionContext, "answer", answer)
-    pool.poison = hold_those_behind
+    pool.poison = hold_later_commands
     async with serve(pool):
         model = await client.create()
         await answers(client, work(client, model, 2))
@@ -310,7 +310,7 @@ async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
 
 
 @pytest.mark.parametrize("error", [StoreError("no space is left"), RuntimeError("can't start new thread")])
-async def test_storing_goes_on_being_tried_and_meanwhile_others_fail_by_name(
+async def test_failed_store_writes_are_retried_and_later_publications_are_refused(
     serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, until: Any, error: Exception
 ) -> None:
     stuck.failing = error
@@ -327,7 +327,7 @@ async def test_storing_goes_on_being_tried_and_meanwhile_others_fail_by_name(
         await answers(client, [*work(client, model, 1), publish(client, model, 3)])
 
 
-async def test_storing_is_given_up_when_nobody_samples_it(
+async def test_unsampled_publication_is_given_up(
     serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, until: Any
 ) -> None:
     stuck.failing = StoreError("no space is left")
@@ -339,7 +339,7 @@ async def test_storing_is_given_up_when_nobody_samples_it(
     assert journal.recovery.unstored_models() == []
 
 
-async def test_an_export_that_fails_ends_nothing(serve: Any, client: Any, pool: Any, journal: Any, until: Any) -> None:
+async def test_failed_export_ends_no_model(serve: Any, client: Any, pool: Any, journal: Any, until: Any) -> None:
     execute = pool.executor.execute
 
     def refuse(command: Any) -> Any:
@@ -361,7 +361,7 @@ async def test_an_export_that_fails_ends_nothing(serve: Any, client: Any, pool: 
         await until(lambda: journal.recovery.unstored_models() == [])
 
 
-async def test_inflight_samplers_come_back_with_the_last_weights_that_were_published(
+async def test_inflight_samplers_return_with_the_last_published_weights(
     serve: Any, client: Any, pool: Any, journal: Any, context: Any, until: Any
 ) -> None:
     def said(result: Any) -> set[int]:
@@ -393,7 +393,7 @@ async def test_inflight_samplers_come_back_with_the_last_weights_that_were_publi
         await until(lambda: pool.executor.snapshots == {} and journal.recovery.sampler_snapshot(shared) is None)
 
 
-async def test_a_publication_that_was_replaced_while_it_is_looked_for_is_found_again(
+async def test_publication_replaced_during_its_lookup_is_found_again(
     serve: Any, client: Any, pool: Any, journal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serve(pool):
@@ -419,7 +419,7 @@ async def test_a_publication_that_was_replaced_while_it_is_looked_for_is_found_a
     ("setting", "asked", "recompute"),
     [("keep", {}, False), ("recompute", {}, True), ("recompute", {"kv_cache": "keep"}, False)],
 )
-async def test_a_save_or_the_setting_says_whether_keys_and_values_are_computed_again(
+async def test_save_option_or_setting_decides_whether_to_recompute_the_kv_cache(
     serve: Any, client: Any, pool: Any, setting: str, asked: dict[str, str], recompute: bool
 ) -> None:
     async with serve(pool, inflight_kv_cache=setting):
@@ -429,7 +429,7 @@ async def test_a_save_or_the_setting_says_whether_keys_and_values_are_computed_a
         assert [command.recompute for command in pool.log if isinstance(command, MoveSnapshot)] == [recompute]
 
 
-async def test_a_save_that_cannot_be_stored_publishes_nothing(
+async def test_failed_save_publishes_nothing(
     serve: Any, client: Any, pool: Any, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
@@ -450,7 +450,7 @@ async def test_a_save_that_cannot_be_stored_publishes_nothing(
         assert {name: bias.tobytes() for name, bias in pool.executor.snapshots.items()}.keys() == before.keys()
 
 
-async def test_what_failed_at_first_fails_again_and_changes_nothing(serve: Any, client: Any, pool: Any) -> None:
+async def test_failed_request_fails_again_in_a_replay_and_changes_nothing(serve: Any, client: Any, pool: Any) -> None:
     async with serve(pool):
         model = await client.create()
         bad = client.forward_backward(model, [5000])
@@ -462,7 +462,7 @@ async def test_what_failed_at_first_fails_again_and_changes_nothing(serve: Any, 
         assert state(pool, model) == before
 
 
-async def test_a_loaded_model_needs_its_checkpoint_no_more(
+async def test_loaded_model_no_longer_needs_its_checkpoint(
     serve: Any, client: Any, pool: Any, journal: Any, context: Any
 ) -> None:
     async with serve(pool):
@@ -489,7 +489,7 @@ def damage(context: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("older", ["snapshot", "creation"])
-async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
+async def test_damaged_newest_snapshot_causes_a_longer_replay(
     serve: Any,
     client: Any,
     pool: Any,
@@ -530,7 +530,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
 
 
 @pytest.mark.parametrize("since", ["unchanged", "overwritten"])
-async def test_a_load_is_replayed_from_its_checkpoint_only_if_that_is_the_one_of_then(
+async def test_load_is_replayed_from_its_checkpoint_only_if_it_is_unchanged(
     serve: Any, client: Any, pool: Any, journal: Any, context: Any, since: str
 ) -> None:
     async with serve(pool):
@@ -556,7 +556,7 @@ async def test_a_load_is_replayed_from_its_checkpoint_only_if_that_is_the_one_of
         assert again.path != of_load.path and context.store.upkeep.problems(again.path) == []
 
 
-async def test_a_model_that_cannot_be_restored_fails_alone(
+async def test_unrestorable_model_fails_alone(
     serve: Any, client: Any, pool: Any, journal: Any, context: Any, until: Any
 ) -> None:
     async with serve(pool, steps=1):
@@ -577,7 +577,7 @@ async def test_a_model_that_cannot_be_restored_fails_alone(
         await answers(client, [client.optim_step(good)])
 
 
-async def test_a_request_that_ends_groups_is_failed_by_name(serve: Any, client: Any, pool: Any) -> None:
+async def test_request_that_kills_groups_fails_alone(serve: Any, client: Any, pool: Any) -> None:
     async with serve(pool):
         model, other = await client.create(0), await client.create(1)
         pool.poison = lambda command: isinstance(command, OptimStep) and command.params.learning_rate == 0.66
@@ -589,7 +589,7 @@ async def test_a_request_that_ends_groups_is_failed_by_name(serve: Any, client: 
         await answers(client, work(client, other, 1))
 
 
-async def test_a_store_that_is_away_for_a_moment_costs_no_snapshot(
+async def test_short_store_outage_loses_no_snapshot(
     serve: Any, client: Any, pool: Any, journal: Any, context: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, away = type(context.store).load, 2
@@ -618,7 +618,7 @@ async def test_a_store_that_is_away_for_a_moment_costs_no_snapshot(
 @pytest.mark.parametrize(
     ("owner", "method"), [(Requests, "ready"), (Recovery, "executed"), (BaseModels, "note_progress")]
 )
-async def test_a_database_that_is_away_for_a_moment_costs_no_model(
+async def test_short_database_outage_loses_no_model(
     serve: Any,
     client: Any,
     pool: Any,
@@ -648,7 +648,7 @@ async def test_a_database_that_is_away_for_a_moment_costs_no_model(
         await until(lambda: not away)
 
 
-async def test_a_database_that_is_away_while_an_answer_is_written_ends_the_engine_and_no_model(
+async def test_database_outage_during_an_answer_ends_the_engine_but_no_model(
     serve: Any, client: Any, pool: Any, journal: Any, context: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(outcomes: Any) -> None:
@@ -670,7 +670,7 @@ async def test_a_database_that_is_away_while_an_answer_is_written_ends_the_engin
         await answers(client, [request, *work(client, model, 1)])
 
 
-async def test_a_sample_that_ends_groups_takes_nobody_with_it(serve: Any, client: Any, pool: Any) -> None:
+async def test_sample_that_kills_groups_fails_alone(serve: Any, client: Any, pool: Any) -> None:
     async with serve(pool):
         pool.hold = asyncio.Event()
         samples = [client.sample(client.sampler(number), max_tokens=40) for number in range(3)]
@@ -684,7 +684,7 @@ async def test_a_sample_that_ends_groups_takes_nobody_with_it(serve: Any, client
         assert "is not retried" in results[1].error
 
 
-async def test_clients_are_told_why_they_wait(serve: Any, client: Any, pool: Any, journal: Any, until: Any) -> None:
+async def test_waiting_clients_see_the_reason(serve: Any, client: Any, pool: Any, journal: Any, until: Any) -> None:
     journal.base_models.register([(client.base_model, "{}")])
     async with serve(pool):
         model = await client.create()

@@ -25,7 +25,7 @@ from tinkerflow.flows.run_log import RunLogs
 from tinkerflow.tasks.execution.restore import Restored
 
 
-async def test_restores_saves_and_alarms_are_events_and_steps_are_not(client: Any) -> None:
+async def test_restores_saves_and_alarms_are_events_but_steps_are_not(client: Any) -> None:
     run, _ = client.submit_create(0)
     logs = RunLogs(client.journal, ManualClock(), budget_tokens=0, drift_limits=UNLIMITED)
     log = logs.observe(run, Trained())

@@ -53,7 +53,7 @@ class Told:
         return self.report.answered(Outcome(f"req-{id(effects)}", b"", "json", effects=effects))
 
 
-def test_steps_share_a_line_a_second() -> None:
+def test_steps_share_one_log_line_per_second() -> None:
     told = Told()
     told.step(1)
     told.step(2)
@@ -69,7 +69,7 @@ def test_steps_share_a_line_a_second() -> None:
     assert told.events == []
 
 
-def test_a_loss_that_is_not_a_number_is_told_once_until_it_is_one_again() -> None:
+def test_non_finite_loss_is_reported_once_until_it_is_finite_again() -> None:
     told = Told()
     for loss in (6.0, math.nan, math.inf, 6.0, math.inf):
         told.answered(LossMeasured(RUN, 4, 3.0, loss))
@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_a_number_is_told_once_until_it_is_one_again() -> Non
          "routing_agreement is {}, below 0.8: the routers of the trainer choose other experts than the sampler did"),
     ],
 )  # fmt: skip
-def test_a_figure_beyond_its_limit_is_an_event_once_until_it_is_within_again(
+def test_figure_beyond_its_limit_is_reported_once_until_it_recovers(
     column: str, event: str, bound: Any, values: Any, alarms: Any, line: str
 ) -> None:
     told = Told()
@@ -126,7 +126,7 @@ def test_a_mixture_of_experts_is_watched_by_its_routing() -> None:
     assert told.lines[0][1].startswith("routing_agreement is 0.84, and the median of the steps before is 0.97: the ")
 
 
-def test_the_first_layer_with_experts_shows_faults_that_all_layers_hide() -> None:
+def test_first_expert_layer_shows_faults_that_the_average_hides() -> None:
     told = Told()
     for number in range(21):
         told.answered(LossMeasured(RUN, 4, 3.0, 6.0, agreement=0.95, first_agreement=0.98 + 0.002 * (number % 7)))
@@ -138,7 +138,7 @@ def test_the_first_layer_with_experts_shows_faults_that_all_layers_hide() -> Non
     )
 
 
-def test_a_checkpoint_is_said_and_told() -> None:
+def test_saved_checkpoint_is_logged_and_emitted() -> None:
     told = Told()
     path = f"tinker://{RUN}/weights/seen"
     saved = CheckpointSaved(path, RUN, CheckpointKind.WEIGHTS, "seen", "local", "tiny", 8, True, True, True, 3, 2**20)
@@ -149,7 +149,7 @@ def test_a_checkpoint_is_said_and_told() -> None:
     ]
 
 
-def test_the_step_that_reaches_the_budget_is_told_once() -> None:
+def test_reaching_the_token_budget_is_reported_once() -> None:
     told = Told(budget=16)
     told.step(1)
     assert told.events == []
@@ -171,7 +171,7 @@ def test_the_step_that_reaches_the_budget_is_told_once() -> None:
         (Trained(made=32, last=8, begun=0), 0, set()),
     ],
 )
-def test_a_budget_is_counted_on_by_the_next_engine(trained: Trained, budget: int, steps: set[int]) -> None:
+def test_next_engine_continues_the_token_budget(trained: Trained, budget: int, steps: set[int]) -> None:
     told = Told(trained, budget)
     found = {0} if told.events else set()
     for number in (1, 2, 3):
@@ -181,7 +181,7 @@ def test_a_budget_is_counted_on_by_the_next_engine(trained: Trained, budget: int
     assert found == steps
 
 
-def test_tokens_whose_gradients_a_checkpoint_replaced_are_not_of_the_budget() -> None:
+def test_discarded_gradients_do_not_count_against_the_token_budget() -> None:
     told = Told(budget=16)
     told.answered(LossMeasured(RUN, 100, 3.0, 1.0))
     told.answered(ModelLive(RUN))

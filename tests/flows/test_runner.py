@@ -34,7 +34,7 @@ def logprobs(result: Any) -> list[np.ndarray]:
     return [np.frombuffer(tensor.data[a:b], np.float32) for a, b in pairwise(offsets)]
 
 
-async def test_a_step_changes_the_logprobs_and_the_row(served: Any, client: Any) -> None:
+async def test_step_changes_the_logprobs_and_the_model_row(served: Any, client: Any) -> None:
     model, _, _ = served
     before, first, step, after = await client.results(
         client.forward_backward(model, [5, 5], forward_only=True),
@@ -79,9 +79,7 @@ async def test_commands_are_charged_to_the_owner_of_the_model(
     assert owners == {"Forward": client.owner, "OptimStep": client.owner}
 
 
-async def test_every_operation_is_executed_once_even_when_woken_all_the_time(
-    served: Any, client: Any, pool: Any
-) -> None:
+async def test_frequent_wake_ups_execute_every_operation_once(served: Any, client: Any, pool: Any) -> None:
     model, runner, _ = served
 
     async def wake() -> None:
@@ -96,7 +94,7 @@ async def test_every_operation_is_executed_once_even_when_woken_all_the_time(
     assert client.journal.models.get(model, None).step == 40
 
 
-async def test_bad_content_fails_alone_and_by_name(served: Any, client: Any) -> None:
+async def test_invalid_content_fails_only_its_request(served: Any, client: Any) -> None:
     model, _, _ = served
     bad, good = client.forward_backward(model, [5, 99]), client.optim_step(model)
     failed, fine = await client.results(bad, good)
@@ -104,7 +102,7 @@ async def test_bad_content_fails_alone_and_by_name(served: Any, client: Any) -> 
     assert fine.error is None
 
 
-async def test_what_the_service_did_wrong_is_a_server_failure_with_type_and_text(
+async def test_internal_error_fails_the_request_as_a_server_error_with_its_type(
     served: Any, client: Any, pool: Any
 ) -> None:
     model, _, _ = served
@@ -113,7 +111,7 @@ async def test_what_the_service_did_wrong_is_a_server_failure_with_type_and_text
     assert failed.category == "server" and "RuntimeError: no such thing" in failed.error
 
 
-async def test_lost_state_ends_the_model_and_its_runner(served: Any, client: Any, pool: Any) -> None:
+async def test_lost_state_ends_model_and_runner(served: Any, client: Any, pool: Any) -> None:
     model, _, task = served
     pool.failing = StateLostError("adapter gone")
     await client.result(client.optim_step(model))
@@ -122,7 +120,9 @@ async def test_lost_state_ends_the_model_and_its_runner(served: Any, client: Any
     assert client.journal.models.get(model, None).state == ModelState.LOST
 
 
-async def test_save_load_and_create_from_it(served: Any, client: Any, make_runner: Any, running: Any) -> None:
+async def test_model_saves_loads_and_is_created_from_a_checkpoint(
+    served: Any, client: Any, make_runner: Any, running: Any
+) -> None:
     model, _, _ = served
     client.forward_backward(model, [5, 5])
     client.optim_step(model)
@@ -158,7 +158,7 @@ async def test_save_load_and_create_from_it(served: Any, client: Any, make_runne
         assert client.journal.models.get(copy, None).step == 0
 
 
-async def test_loading_what_does_not_exist_fails_the_creation(client: Any, make_runner: Any) -> None:
+async def test_loading_a_missing_checkpoint_fails_the_creation(client: Any, make_runner: Any) -> None:
     model, request = client.load_model(0, "tinker://nobody/weights/none", optimizer=False)
     runner = make_runner(model)
     end = await asyncio.wait_for(runner.serve(), 60)
@@ -186,7 +186,7 @@ async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
     await until(lambda: snapshot in context.snapshots.droppable)  # noted just after the answer
 
 
-async def test_a_model_that_is_ended_from_outside_is_dropped_also_before_the_runner_is_told(
+async def test_externally_ended_model_is_dropped_before_the_runner_is_notified(
     served: Any, client: Any, pool: Any
 ) -> None:
     model, _, task = served
@@ -208,7 +208,7 @@ async def test_a_runner_ends_after_unload(served: Any, client: Any, pool: Any) -
     assert (await client.result(client.optim_step(model))).category == "user"
 
 
-async def test_an_unload_that_failed_is_made_when_it_is_asked_for_again(served: Any, client: Any, pool: Any) -> None:
+async def test_failed_unload_can_be_requested_again(served: Any, client: Any, pool: Any) -> None:
     model, _, task = served
     pool.failing = RuntimeError("not now")
     unload = client.journal.models.request_unload(model, "its session is over")
@@ -219,7 +219,7 @@ async def test_an_unload_that_failed_is_made_when_it_is_asked_for_again(served: 
     assert (await asyncio.wait_for(task, 60)).why is Why.DONE
 
 
-async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
+async def test_stopped_runner_answers_requests_in_flight_and_leaves_queued_ones(
     served: Any, client: Any, pool: Any, until: Any
 ) -> None:
     model, runner, task = served
@@ -234,7 +234,7 @@ async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
     assert client.journal.results.get(waiting, "local") is None
 
 
-async def test_a_gap_holds_back_what_came_after_it(served: Any, client: Any) -> None:
+async def test_gap_holds_back_later_requests(served: Any, client: Any) -> None:
     model, _, _ = served
     late = client.submit(model, Kind.OPTIM_STEP, {"adam_params": {"learning_rate": 0.1}}, skip=1)
     await asyncio.sleep(0.2)

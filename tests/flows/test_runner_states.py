@@ -14,7 +14,7 @@ DRAINING = {S.DRAINING, S.DRAINING_PAUSED}
 
 
 @pytest.mark.parametrize(("state", "event"), [*product(S, E)])
-def test_each_event_in_each_state(state: RunnerState, event: RunnerEvent) -> None:
+def test_state_machine_handles_each_event_in_each_state(state: RunnerState, event: RunnerEvent) -> None:
     after = next_state(state, event)
     if state is S.ENDED or event is E.STOP:
         assert after is S.ENDED, "the end is final"

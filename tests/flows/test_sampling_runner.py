@@ -66,7 +66,7 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
     assert context.snapshots.held(row.snapshot_id)
 
 
-async def test_few_models_wait_on_the_host_of_which_all_parameters_were_trained(
+async def test_full_models_load_one_after_another_if_host_memory_is_small(
     sampling: Any, make_runner: Any, client: Any, pool: Any, running: Any
 ) -> None:
     """If host memory has space for one model, each model is loaded after the earlier ones are answered."""
@@ -97,7 +97,7 @@ async def test_few_models_wait_on_the_host_of_which_all_parameters_were_trained(
     assert most[-1] == 1 and max(most[most.index(1) :]) == 1, "those of the saves go when the first is loaded"
 
 
-async def test_inflight_samplers_take_up_what_is_published_later_and_so_do_their_requests(
+async def test_inflight_samplers_and_their_requests_take_up_later_publications(
     sampling: Any, make_runner: Any, client: Any, pool: Any, running: Any, monkeypatch: Any
 ) -> None:
     model, created = client.submit_create(0)
@@ -153,7 +153,7 @@ async def test_samples_of_one_prompt_are_counted_as_one_prefill_and_hits(samplin
     assert counted == {UsageKind.PREFILL: 3, UsageKind.CACHED_PREFILL: 7 * 3, UsageKind.SAMPLE: 8 * 6}
 
 
-async def test_a_large_request_that_is_read_while_its_group_ends_is_taken_again(
+async def test_large_request_read_during_a_group_loss_is_read_again(
     sampling: Any,
     context: Any,
     make_runner: Any,
@@ -219,7 +219,7 @@ async def test_an_idle_group_prefills_answers(
     assert (await client.result(client.sample(sampler))).error is None
 
 
-async def test_a_setting_leaves_answers_out(
+async def test_setting_disables_answer_prefill(
     context: Any, mirror: Mirror, client: Any, pool: Any, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = pool.executor.sample
@@ -244,13 +244,13 @@ async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: An
     assert len(tokens(await client.result(long))[0]) == 60
 
 
-async def test_more_than_may_wait_are_all_answered(sampling: Any, client: Any) -> None:
+async def test_requests_over_the_waiting_limit_are_all_answered(sampling: Any, client: Any) -> None:
     sampler = client.sampler(0)
     results = await client.results(*(client.sample(sampler, max_tokens=3) for _ in range(40)))
     assert all(len(tokens(result)[0]) == 3 for result in results)
 
 
-async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
+async def test_small_requests_do_not_wait_for_all_requests_of_another_owner(
     sampling: Any, client: Any, pool: Any, connect: Any
 ) -> None:
     other = await connect(client.journal, owner="another")
@@ -265,7 +265,7 @@ async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
     assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
 
 
-async def test_projects_take_turns_with_constraints_that_must_be_compiled(
+async def test_projects_take_turns_to_compile_constraints(
     sampling: Any, client: Any, pool: Any, connect: Any, until: Any
 ) -> None:
     runner, _ = sampling
@@ -303,9 +303,7 @@ async def test_projects_take_turns_with_constraints_that_must_be_compiled(
     ]
 
 
-async def test_a_person_does_not_wait_for_the_batch_that_a_program_of_the_same_project_sent(
-    sampling: Any, client: Any, pool: Any
-) -> None:
+async def test_interactive_request_precedes_a_batch_of_its_project(sampling: Any, client: Any, pool: Any) -> None:
     sampler = client.sampler(0)
     many = [client.sample(sampler, max_tokens=12) for _ in range(200)]
     await client.result(many[0])
@@ -317,7 +315,7 @@ async def test_a_person_does_not_wait_for_the_batch_that_a_program_of_the_same_p
     assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
 
 
-async def test_a_bad_request_fails_alone(sampling: Any, client: Any) -> None:
+async def test_invalid_request_fails_alone(sampling: Any, client: Any) -> None:
     sampler = client.sampler(0)
     bad, good = client.sample(sampler, max_tokens=1_000_000), client.sample(sampler)
     failed, fine = await client.results(bad, good)
@@ -325,14 +323,14 @@ async def test_a_bad_request_fails_alone(sampling: Any, client: Any) -> None:
     assert len(tokens(fine)[0]) == 6
 
 
-async def test_a_missing_checkpoint_fails_by_name_and_only_its_sampler(sampling: Any, client: Any) -> None:
+async def test_missing_checkpoint_fails_only_its_sampler(sampling: Any, client: Any) -> None:
     lost, fine = client.sampler(0, "tinker://nobody/sampler_weights/none"), client.sampler(1)
     first, second = await client.results(client.sample(lost), client.sample(fine))
     assert first.category == "user" and "tinker://nobody/sampler_weights/none" in first.error
     assert second.error is None
 
 
-async def test_a_group_that_ends_costs_those_in_the_batch_a_pause(
+async def test_lost_group_only_delays_the_requests_in_the_batch(
     sampling: Any, client: Any, pool: Any, until: Any
 ) -> None:
     sampler = client.sampler(0)
@@ -344,7 +342,9 @@ async def test_a_group_that_ends_costs_those_in_the_batch_a_pause(
     assert [result.error for result in await client.results(*requests)] == [None] * 3
 
 
-async def test_what_a_sampler_forgot_is_failed_by_name(sampling: Any, client: Any, pool: Any, until: Any) -> None:
+async def test_request_lost_by_the_sampler_fails_as_a_server_error(
+    sampling: Any, client: Any, pool: Any, until: Any
+) -> None:
     sampler = client.sampler(0)
     pool.hold = asyncio.Event()
     request = client.sample(sampler, max_tokens=50)
@@ -405,7 +405,9 @@ async def test_a_cancelled_request_leaves_with_the_next_chunk(
     assert len(tokens(await client.result(client.sample(sampler)))[0]) == 6
 
 
-async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: Any, until: Any) -> None:
+async def test_stopped_sampling_runner_answers_requests_it_has_taken(
+    sampling: Any, client: Any, pool: Any, until: Any
+) -> None:
     runner, task = sampling
     sampler = client.sampler(0)
     pool.hold = asyncio.Event()
@@ -435,7 +437,7 @@ class Shown:
         self.ends.append(state)
 
 
-async def test_a_runner_that_is_cancelled_while_samples_are_decoded_says_that_it_ended(
+async def test_runner_cancelled_while_decoding_reports_its_end(
     context: Any, client: Any, pool: Any, running: Any, until: Any
 ) -> None:
     shown = Shown()
@@ -449,9 +451,7 @@ async def test_a_runner_that_is_cancelled_while_samples_are_decoded_says_that_it
     assert shown.ends == ["Cancelled"]
 
 
-async def test_a_program_and_those_who_wait_take_turns_where_there_is_one_place(
-    context: Any, client: Any, running: Any
-) -> None:
+async def test_batch_and_interactive_requests_take_turns_for_one_place(context: Any, client: Any, running: Any) -> None:
     shown, sampler = Shown(), client.sampler(0)
     batch = [client.sample(sampler) for _ in range(3)]
     people = [client.sample(sampler, {"priority": "interactive"}) for _ in range(3)]
@@ -462,9 +462,7 @@ async def test_a_program_and_those_who_wait_take_turns_where_there_is_one_place(
     assert sorted(shown.samples[2:4]) == sorted([people[1], batch[1]])
 
 
-async def test_a_runner_that_is_cancelled_before_a_worker_group_serves_says_that_it_ended(
-    context: Any, pool: Any, running: Any
-) -> None:
+async def test_runner_cancelled_before_the_group_serves_reports_its_end(context: Any, pool: Any, running: Any) -> None:
     shown = Shown()
     pool.die(down=True)
     runner = SamplingRunner(context, [cast(RunMirror, shown)], most_waiting=8)
@@ -473,9 +471,7 @@ async def test_a_runner_that_is_cancelled_before_a_worker_group_serves_says_that
     assert shown.ends == ["Cancelled"]
 
 
-async def test_a_request_that_waits_does_not_keep_its_parsed_body(
-    sampling: Any, client: Any, pool: Any, until: Any
-) -> None:
+async def test_waiting_request_does_not_keep_its_parsed_body(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     pool.hold = asyncio.Event()
     waiting = client.sample(client.sampler(0))
     await until(lambda: pool.log)
@@ -486,7 +482,7 @@ async def test_a_request_that_waits_does_not_keep_its_parsed_body(
     assert kept == 0
 
 
-async def test_samples_that_stream_are_told_chunk_by_chunk_and_others_are_not(
+async def test_only_streaming_samples_are_published_chunk_by_chunk(
     sampling: Any, client: Any, pool: Any, until: Any
 ) -> None:
     sampler = client.sampler(0)
@@ -508,7 +504,7 @@ async def test_samples_that_stream_are_told_chunk_by_chunk_and_others_are_not(
         assert [one.stop_reason for one in mine] == [None, None, "length"]
 
 
-async def test_after_a_crash_the_same_tokens_are_told_again(sampling: Any, client: Any, pool: Any, until: Any) -> None:
+async def test_same_tokens_are_published_again_after_a_crash(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     sampler, seen = client.sampler(0), client.journal.streams.last()
 
     def written() -> list[NewTokens]:
@@ -539,7 +535,7 @@ async def test_after_a_crash_the_same_tokens_are_told_again(sampling: Any, clien
     assert heard == tokens(client.journal.results.get(request, "local"))[0]
 
 
-async def test_long_samples_of_some_projects_leave_the_line_to_the_others(
+async def test_long_samples_leave_queue_places_to_other_projects(
     journal: Any, connect: Any, context: ExecutionContext, running: Any, pool: Any, until: Any
 ) -> None:
     first, second, third = [await connect(journal, owner=owner) for owner in ("one", "two", "three")]

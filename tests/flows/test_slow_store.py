@@ -100,7 +100,7 @@ async def test_steps_are_answered_while_saves_are_uploaded(
     assert [row.step for row in rows] == [1, 1, 1]
 
 
-async def test_what_depends_on_a_save_waits_for_it(
+async def test_unload_and_snapshots_wait_for_the_saves_before_them(
     context: Any, client: Any, create: Any, serve: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -115,7 +115,7 @@ async def test_what_depends_on_a_save_waits_for_it(
     assert {row.name for row in client.journal.checkpoints.page("local").rows} == {f"slow-{n}" for n in range(6)}
 
 
-async def test_a_save_that_was_overtaken_goes_on_when_its_group_ends(
+async def test_overtaken_save_is_repeated_after_its_group_ended(
     context: Any, client: Any, create: Any, serve: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
     pool = context.pool
@@ -137,7 +137,7 @@ async def test_a_save_that_was_overtaken_goes_on_when_its_group_ends(
     assert stored(context, model, "slow") == expected
 
 
-async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_place(
+async def test_next_engine_makes_an_overtaken_save_at_its_place(
     context: Any, client: Any, create: Any, serve: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
     pool = context.pool
@@ -175,7 +175,7 @@ async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_pl
     assert stored(context, model, "second") == middle
 
 
-async def test_a_save_that_was_overtaken_is_made_after_a_hold_in_which_a_later_one_was_stored(
+async def test_overtaken_save_is_made_after_a_hold_with_a_later_save(
     client: Any, create: Any, make_runner: Any, running: Any, pool: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
     async with AsyncExitStack() as stack:

@@ -20,7 +20,7 @@ def test_a_snapshot_is_due_after_so_many_steps_or_seconds_if_the_model_changed()
     assert schedule.is_due(61.0) and not schedule.is_due(60.0)
 
 
-def test_what_was_interrupted_is_in_no_snapshot_and_replayed_steps_count() -> None:
+def test_interrupted_steps_are_in_no_snapshot_and_replayed_steps_count() -> None:
     schedule = SnapshotSchedule(SnapshotPolicy(steps=3, seconds=1000.0), now=0.0)
     schedule.dispatched(5, step=True)
     schedule.interrupted()

@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 ALL = {"a", "b", "c", "d", "e"}
 
 
-def test_the_group_that_was_unused_longest_makes_room() -> None:
+def test_least_recently_used_group_makes_room() -> None:
     turns = Turns(2, idle=5.0, turn=100.0)
     assert turns.look(["b", "a"], set(), 0.0) == (["b", "a"], [], [])
     assert turns.look(["a"], ALL, 3.0) == ([], [], [])
@@ -43,7 +43,7 @@ def test_the_group_that_was_unused_longest_makes_room() -> None:
     assert turns.line == []
 
 
-def test_a_busy_group_is_left_until_its_turn_is_over_and_the_line_is_in_order() -> None:
+def test_busy_group_keeps_its_turn_and_the_line_stays_in_order() -> None:
     turns = Turns(2, idle=5.0, turn=100.0)
     turns.look(["a"], ALL, 0.0)
     turns.look(["a", "b"], ALL, 10.0)
@@ -57,7 +57,7 @@ def test_a_busy_group_is_left_until_its_turn_is_over_and_the_line_is_in_order() 
     assert turns.line == ["d", "a"]
 
 
-def test_a_group_that_is_being_started_stays_and_who_asks_no_more_leaves_the_line() -> None:
+def test_starting_group_is_kept_and_idle_base_models_leave_the_line() -> None:
     turns = Turns(1, idle=5.0, turn=10.0)
     turns.look(["a"], set(), 0.0)
     assert turns.look(["b"], set(), 50.0) == ([], [], [])
@@ -65,7 +65,7 @@ def test_a_group_that_is_being_started_stays_and_who_asks_no_more_leaves_the_lin
     assert turns.line == []
 
 
-def test_an_unused_group_ends_by_itself_when_that_is_asked_for() -> None:
+def test_unused_group_is_released_after_the_set_time() -> None:
     turns = Turns(3, release=60.0)
     turns.look(["a", "b"], ALL, 0.0)
     assert turns.look(["b"], ALL, 59.0) == ([], [], [])
@@ -73,7 +73,7 @@ def test_an_unused_group_ends_by_itself_when_that_is_asked_for() -> None:
     assert Turns(3).look([], ALL, 1e9) == ([], [], [])
 
 
-def test_for_a_base_model_whose_host_is_lost_another_group_makes_room() -> None:
+def test_idle_group_yields_to_a_base_model_with_a_lost_host() -> None:
     turns = Turns(2, idle=5.0, turn=100.0)
     turns.look(["a", "b"], set(), 0.0)
     assert turns.look(["b"], {"a"}, 9.0, {"b"}) == ([], ["a"], [])
@@ -176,7 +176,7 @@ async def test_ten_base_models_share_three_groups() -> None:
     assert first == list("abcdefghij")
 
 
-async def test_a_group_that_cannot_be_started_pauses_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_group_start_is_retried_later_and_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("abcd", 2)
     failed: list[tuple[float, str, str]] = []
 
@@ -213,9 +213,7 @@ async def test_a_group_that_cannot_be_started_pauses_and_keeps_nobody_waiting(mo
     assert len(failed) == count  # a start that succeeds ends the row of failures
 
 
-async def test_what_waits_for_a_group_that_does_not_start_is_answered_with_the_reason(
-    journal: Journal, client: Any
-) -> None:
+async def test_requests_for_a_group_that_cannot_start_fail_with_the_reason(journal: Journal, client: Any) -> None:
     live, paused, new = (client.submit_create(number)[0] for number in range(3))
     (creation,) = journal.requests.ready(live)
     journal.results.finish([creation.done(b"{}", "json", ModelLive(live))])
@@ -272,14 +270,14 @@ async def test_five_base_models_share_two_groups(
         assert len(workers()) == 1
         assert (await clients[0].result(clients[0].forward_backward(idle, [5]))).error is None
 
-        def was_told(start: str) -> bool:
+        def was_reported(start: str) -> bool:
             return any(text.startswith(start) for text in told)
 
         async def train(client: Any, model: str) -> int:
             """Submit steps without a pause until another base model has had a turn. Returns the number of steps."""
             waiting = [client.forward_backward(model, [7]), client.optim_step(model)]
             steps = 1
-            while steps < 13 or not was_told("its worker group takes nothing new: "):
+            while steps < 13 or not was_reported("its worker group takes nothing new: "):
                 waiting += [client.forward_backward(model, [7]), client.optim_step(model)]
                 steps += 1
                 assert [(await client.result(waiting.pop(0))).error for _ in range(2)] == [None, None]
@@ -300,7 +298,7 @@ async def test_five_base_models_share_two_groups(
                 os.kill(pid, signal.SIGKILL)
             steps = await asyncio.wait_for(training, 300)
             assert not listening.done()
-        assert was_told("waiting for one of 2 worker group(s), with "), told
+        assert was_reported("waiting for one of 2 worker group(s), with "), told
         assert [journal.models.get(model, None).step for model in models] == steps
         # the gradient that was there before others had their turns is in this step
         client = clients[0]

@@ -27,7 +27,7 @@ class Ended(asyncio.Future[tuple[str | None, str | None]]):
         self.set_result((state.name, state.message))
 
 
-async def test_a_window_ends_with_its_operations_and_says_what_they_were() -> None:
+async def test_window_ends_after_its_operations_and_counts_them_by_kind() -> None:
     ended, go = Ended(), asyncio.Event()
     window = Window(ended)
     for kind in (Kind.FORWARD_BACKWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP):
@@ -38,7 +38,7 @@ async def test_a_window_ends_with_its_operations_and_says_what_they_were() -> No
     assert await ended == ("Completed", "forward_backward x2, optim_step")
 
 
-async def test_failures_are_shown() -> None:
+async def test_failed_operations_are_shown() -> None:
     ended = Ended()
     window = Window(ended)
     window.add(operation(Kind.OPTIM_STEP))

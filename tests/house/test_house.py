@@ -31,7 +31,7 @@ def test_commit_messages(subject: str, body: str, files: list[str], problem: str
     assert problem in wrong if problem else not wrong
 
 
-def test_the_prose_check_finds_what_reads_like_a_translation(tmp_path: Path) -> None:
+def test_prose_check_finds_translated_phrases(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("What is too much waits.\n\n    what is code is skipped here\n\nPages are zeroed before reuse.\n")
     prose = list(english.markdown_prose(page))

@@ -6,7 +6,7 @@ from tinkerflow.backend.journal import ModelState
 from tinkerflow.backend.journal.ancestry import MOST_AFTER, MOST_BEFORE, RelatedRun, RunSaves
 
 
-def test_a_run_has_the_runs_before_it_and_those_that_began_with_its_checkpoints(scene, as_owner, clock):
+def test_run_has_its_ancestors_and_its_forks(scene, as_owner, clock):
     ancestries, first = scene.journal.ancestries, scene.model(user_metadata={"name": "first"})
     paths = [f"tinker://{first}/weights/@3", f"tinker://{first}/weights/last"]
     clock.advance(1.0)
@@ -23,7 +23,7 @@ def test_a_run_has_the_runs_before_it_and_those_that_began_with_its_checkpoints(
     assert {run.id for run in ancestries.after(first, None)} == {forked, later, foreign}
 
 
-def test_long_chains_and_many_forks_are_cut(scene, clock):
+def test_long_chains_and_many_forks_are_truncated(scene, clock):
     ancestries, first = scene.journal.ancestries, scene.model()
     for _ in range(MOST_AFTER + 1):
         clock.advance(1.0)

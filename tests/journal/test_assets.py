@@ -9,7 +9,7 @@ from tinkerflow.backend.journal import Limits
 from tinkerflow.backend.journal.quotas import NO_LIMITS
 
 
-def test_an_image_is_there_once_it_has_arrived_and_for_its_project_alone(journal):
+def test_image_exists_after_upload_for_its_project_only(journal):
     assets = journal.assets
     assert assets.begin("asset-1", "team", 10, NO_LIMITS).piece == ""
     assert assets.found(["asset-1"], "team") == {}
@@ -31,7 +31,7 @@ def test_an_image_is_there_once_it_has_arrived_and_for_its_project_alone(journal
         assets.arrived("asset-1", "team", "put-4")
 
 
-def test_images_count_as_stored(journal):
+def test_images_count_as_stored_bytes(journal):
     limits = Limits(stored_bytes=15)
     journal.assets.begin("asset-1", "team", 10, limits)
     journal.assets.begin("asset-1", "team", 10, limits)

@@ -27,7 +27,7 @@ def write(url, clock):
     database.close()
 
 
-def test_entries_are_of_one_day_one_project_and_one_resource(journal, write, clock):
+def test_audit_entries_filter_by_day_project_and_resource(journal, write, clock):
     write(owner="a", event=AuditedEvent.PROJECT_KEY_CREATED, details={"key_id": "key-1"})
     path = "tinker://m/weights/x"
     write(owner="a", event=AuditedEvent.CHECKPOINT_PUBLISHED, model_id="m", tinker_path=path)
@@ -44,7 +44,7 @@ def test_entries_are_of_one_day_one_project_and_one_resource(journal, write, clo
     assert journal.audit.entries("a", resource="team") == journal.audit.entries("stranger") == []
 
 
-def test_what_did_not_happen_is_not_in_the_log(journal, url, clock):
+def test_rolled_back_event_is_not_in_the_audit_log(journal, url, clock):
     database = Database(url)
     with pytest.raises(ZeroDivisionError), database.write() as connection:
         write_event(connection, clock.now(), owner="a", event=AuditedEvent.CHECKPOINT_DELETED, actor="key-1")
@@ -103,13 +103,13 @@ def test_every_kind_of_event_names_its_actor(scene, save, clock, write):
     }
 
 
-def test_actors_have_names():
+def test_audit_actors_have_names():
     assert actor_of_key("key-1") == "key-1"
     assert actor_of_key("") == "local"
     assert command_line_actor().startswith("command line: ")
 
 
-def test_a_revoked_key_is_named_where_it_is_refused(journal):
+def test_audit_entry_of_a_refused_key_names_the_revoked_key(journal):
     key, secret = journal.keys.create("laptop", "team")
     journal.keys.revoke(key.id)
     journal.audit.record_refused_key(hash_key(secret), "192.0.2.1")
@@ -120,7 +120,7 @@ def test_a_revoked_key_is_named_where_it_is_refused(journal):
     assert journal.audit.entries(None)[-1].owner == ""
 
 
-def test_strangers_cannot_fill_the_log(journal, monkeypatch, clock):
+def test_refused_keys_cannot_fill_the_log(journal, monkeypatch, clock):
     monkeypatch.setattr(audit, "_REFUSALS_PER_HOUR", 3)
     for _ in range(5):
         journal.audit.record_refused_key(hash_key("tml-unknown"), "192.0.2.1")
@@ -131,7 +131,7 @@ def test_strangers_cannot_fill_the_log(journal, monkeypatch, clock):
 
 
 @pytest.mark.parametrize("moment", [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)])
-def test_dates_at_the_ends_of_the_calendar_can_be_asked_for(scene, save, moment):
+def test_extreme_dates_are_valid_in_queries(scene, save, moment):
     """Every query of the journal that takes a date."""
     save(scene.model(), "a")
     journal, hour = scene.journal, moment.replace(minute=0, second=0, microsecond=0)
@@ -146,7 +146,7 @@ def test_dates_at_the_ends_of_the_calendar_can_be_asked_for(scene, save, moment)
     assert len(sessions) == len(checkpoints) == (moment.year > 1)
 
 
-def test_a_token_that_is_signed_out_stays_so_until_it_expires(journal, clock):
+def test_signed_out_token_stays_invalid_until_it_expires(journal, clock):
     journal.keys.end_token("eyJ.a", clock.now().replace(year=2027))
     journal.keys.end_token("eyJ.a", clock.now().replace(year=2027))
     assert journal.keys.is_ended("eyJ.a")

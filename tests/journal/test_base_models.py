@@ -16,7 +16,7 @@ def test_registering_replaces_the_list(scene):
     assert journal.base_models.all() == []
 
 
-def test_what_is_compiled_is_kept_until_the_list_is_replaced(scene):
+def test_compile_status_is_kept_until_the_base_models_are_replaced(scene):
     journal = scene.journal
     journal.base_models.register([("a", "{}"), ("b", "{}")])
     warmth = CompileStatus(planned=9, ready=4, failed=1, needed=2, late=0)
@@ -27,7 +27,7 @@ def test_what_is_compiled_is_kept_until_the_list_is_replaced(scene):
     assert journal.base_models.all()[0].compile_status is None
 
 
-def test_what_the_worker_group_is_and_what_requests_wait_for(scene):
+def test_base_model_row_has_worker_group_card_and_progress(scene):
     journal = scene.journal
     journal.base_models.register([("a", "{}")])
     group = GroupInfo(("cpu:0",), 7, 32, 1, 64, 128, "the model's context", 2, memory={"weights": 2**40})

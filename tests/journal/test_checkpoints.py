@@ -25,7 +25,7 @@ def test_lists_are_newest_first_in_pages_and_per_run(scene, save):
         scene.journal.checkpoints.page("stranger", run_id=one)
 
 
-def test_deleting_is_soft_final_and_for_owners(scene, save):
+def test_deletion_is_soft_final_and_for_owners(scene, save):
     path = save(scene.model(), "a")
     with pytest.raises(NotFoundError):
         scene.journal.checkpoints.delete(path, "stranger")
@@ -36,7 +36,7 @@ def test_deleting_is_soft_final_and_for_owners(scene, save):
     assert scene.journal.checkpoints.page("local").total == 0
 
 
-def test_a_run_knows_its_newest_checkpoint_of_each_kind(scene, save):
+def test_run_lists_its_newest_checkpoint_of_each_kind(scene, save):
     session = scene.session()
     model, bare = scene.model(session, 0), scene.model(session, 1)
     save(model, "a")
@@ -88,7 +88,7 @@ def events(journal, owner="local"):
     return [entry.event for entry in journal.audit.entries(owner, resource="checkpoint")]
 
 
-def test_expired_ones_are_invisible_at_once_and_deleted_row_first(scene, save, clock):
+def test_expired_checkpoints_are_hidden_and_lose_their_row_first(scene, save, clock):
     model = scene.model()
     short, long = save(model, "short", ttl=10), save(model, "long", ttl=1000)
     assert scene.journal.checkpoints.get(short, "local").path == short
@@ -124,7 +124,7 @@ def test_a_name_can_be_saved_again_while_the_files_of_its_deleted_checkpoint_wai
     assert scene.journal.upkeep.unpurged() == [(path, "a-2")]
 
 
-def test_publishing_is_for_owners_repeatable_and_ends_with_the_bytes(scene, save):
+def test_publishing_is_for_owners_and_repeatable_until_deletion(scene, save):
     model = scene.model()
     path = save(model, "a")
     for public in (True, False):
@@ -147,14 +147,14 @@ def test_publishing_is_for_owners_repeatable_and_ends_with_the_bytes(scene, save
 
 
 @pytest.mark.parametrize("seconds", [1e13, 1e300, float("inf")])
-def test_a_ttl_beyond_the_calendar_ends_with_it(scene, save, seconds):
+def test_ttl_beyond_the_calendar_is_capped(scene, save, seconds):
     path, end = save(scene.model(), "a"), datetime.max.replace(tzinfo=UTC)
     assert scene.journal.checkpoints.set_ttl(path, "local", seconds).expires_at == end
     assert scene.journal.shares.create(path, None, seconds)[0].expires_at == end
     assert scene.journal.results.expire(seconds) == 0, "nothing is older than the calendar"
 
 
-def test_a_ttl_is_set_cleared_and_for_owners(scene, save, clock):
+def test_ttl_is_set_and_cleared_by_owners(scene, save, clock):
     path = save(scene.model(), "a", ttl=3600)
     with pytest.raises(NotFoundError):
         scene.journal.checkpoints.set_ttl(path, "stranger", None)
@@ -168,7 +168,7 @@ def test_a_ttl_is_set_cleared_and_for_owners(scene, save, clock):
         scene.journal.checkpoints.set_ttl(path, "local", None)
 
 
-def test_a_token_opens_one_checkpoint_until_it_expires_is_revoked_or_the_bytes_change(scene, save, clock):
+def test_access_token_opens_one_unchanged_checkpoint_until_it_expires_or_is_revoked(scene, save, clock):
     model = scene.model()
     path, other = save(model, "a"), save(model, "b")
     share, token = scene.journal.shares.create(path, "local", 100)
@@ -205,7 +205,7 @@ def test_a_token_opens_one_checkpoint_until_it_expires_is_revoked_or_the_bytes_c
     assert events(scene.journal).count("checkpoint_unshared") == 1
 
 
-def test_a_save_is_told_the_metadata_of_its_run(scene):
+def test_save_gets_the_metadata_of_its_run(scene):
     run = scene.model(user_metadata={"team": "blue"})
     assert scene.journal.checkpoints.before_save("tinker://m/weights/new", run) == BeforeSave({"team": "blue"}, False)
     with pytest.raises(NotFoundError, match="model 'nobody'"):

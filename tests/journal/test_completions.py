@@ -47,7 +47,7 @@ def test_a_cursor_gives_each_answer_once_in_order(scene, sampler):
     assert [(row.request_id, row.done, row.size) for row in page.rows] == [(second, False, 0)]
 
 
-def test_clones_see_their_own_and_their_cursor_passes_the_others(scene, sampler):
+def test_clones_have_separate_results_and_cursors(scene, sampler):
     mine, other = scene.sample(sampler, 5), scene.sample(sampler, 3 * CLONE_BLOCK + 5)
     last = scene.sample(sampler, 4 * CLONE_BLOCK - 1)
     finish_all(scene.journal)
@@ -57,7 +57,7 @@ def test_clones_see_their_own_and_their_cursor_passes_the_others(scene, sampler)
     assert after(scene, sampler, 0, clone=1).cursor == after(scene, sampler, 0).cursor > 0
 
 
-def test_the_cursor_outlives_the_process_and_another_sampler_has_its_own(scene, sampler, url):
+def test_cursor_survives_the_process_and_is_separate_per_sampler(scene, sampler, url):
     other = scene.sampler(scene.session())
     for seq in range(3):
         scene.sample(sampler, seq)
@@ -74,7 +74,7 @@ def test_the_cursor_outlives_the_process_and_another_sampler_has_its_own(scene, 
     assert len(after(scene, sampler, page.cursor + 100).rows) == 4
 
 
-def test_whatever_answers_is_seen(scene, as_owner):
+def test_cancelled_failed_and_finished_results_are_all_listed(scene, as_owner):
     session = scene.session()
     sampler, other = scene.sampler(session), scene.sampler(session, 1)
     ids = [scene.sample(sampler, 0)]
@@ -89,7 +89,7 @@ def test_whatever_answers_is_seen(scene, as_owner):
         as_owner("them").journal.results.completions(sampler, "them", clone=0, after=0)
 
 
-def test_a_reader_among_many_writers_misses_nothing_and_sees_nothing_twice(scene, sampler, url):
+def test_reader_among_many_writers_sees_each_result_once(scene, sampler, url):
     """On Postgres the writers' transactions overlap: numbers must become visible in their order."""
     ids = {scene.sample(sampler, seq) for seq in range(60)}
     pending = scene.journal.requests.pending_samples(100)
@@ -117,7 +117,7 @@ def test_a_reader_among_many_writers_misses_nothing_and_sees_nothing_twice(scene
 
 
 @pytest.mark.parametrize("url", ["postgres"], indirect=True)
-def test_a_number_is_not_passed_while_its_transaction_is_open(scene, sampler, url):
+def test_cursor_does_not_pass_an_open_transaction(scene, sampler, url):
     """The later writer waits for the earlier one, so a reader between the two cannot overtake it."""
     first, second = scene.sample(sampler, 0), scene.sample(sampler, 1)
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
@@ -142,7 +142,7 @@ def test_a_number_is_not_passed_while_its_transaction_is_open(scene, sampler, ur
     assert [row.request_id for row in after(scene, sampler, 0).rows] == [first, second]
 
 
-def test_long_lists_come_in_pages_that_cut_no_transaction(scene, sampler):
+def test_long_lists_are_paged_without_splitting_a_transaction(scene, sampler):
     ids = []
     for count in (1, 1, 5, 2, 1):
         ids += [scene.sample(sampler, len(ids) + n) for n in range(count)]
@@ -156,7 +156,7 @@ def test_long_lists_come_in_pages_that_cut_no_transaction(scene, sampler):
     assert sizes == [2, 5, 3]
 
 
-def test_an_idle_look_is_one_statement_and_a_page_two(scene, sampler, statements):
+def test_idle_poll_is_one_statement_and_a_page_two(scene, sampler, statements):
     with statements() as made:
         after(scene, sampler, 0)
     assert len(made) == 1
@@ -171,7 +171,7 @@ def test_an_idle_look_is_one_statement_and_a_page_two(scene, sampler, statements
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_the_index_is_used(scene, sampler, url, statements):
+def test_result_queries_use_the_index(scene, sampler, url, statements):
     scene.sample(sampler, 0)
     finish_all(scene.journal)
     with statements() as made:
@@ -184,14 +184,14 @@ def test_the_index_is_used(scene, sampler, url, statements):
     assert not any("SCAN" in row.detail for row in plan), plan
 
 
-def test_an_outcome_that_names_no_sampler_is_refused(scene, sampler):
+def test_outcome_without_a_sampler_is_refused(scene, sampler):
     request = scene.sample(sampler, 0)
     with pytest.raises(ValueError, match="sampler_id is None"):
         scene.journal.results.finish([Outcome(request, result=b"")])
     assert scene.journal.results.get(request, "local") is None
 
 
-def test_what_was_read_and_acknowledged_is_dropped(scene, sampler):
+def test_read_and_acknowledged_results_are_dropped(scene, sampler):
     read, unread, clones = (scene.sample(sampler, seq) for seq in (FIRST_SHOWN, FIRST_SHOWN + 1, CLONE_BLOCK))
     finish_all(scene.journal)
     for request in (read, clones):
@@ -206,7 +206,7 @@ def test_what_was_read_and_acknowledged_is_dropped(scene, sampler):
         scene.journal.results.acknowledge(sampler, "them", [unread], clone=0)
 
 
-def test_a_samplers_first_samples_stay_for_people_who_look_back_but_not_those_of_its_copies(scene, sampler):
+def test_first_samples_of_a_sampler_are_kept_but_not_those_of_its_copies(scene, sampler):
     asked = [scene.sample(sampler, seq) for seq in (*range(FIRST_SHOWN + 1), CLONE_BLOCK)]
     large, *_ = pending = scene.journal.requests.pending_samples(100)
     scene.journal.results.finish([one.done(b"1" * (LARGEST_SHOWN if one is large else 5), "proto") for one in pending])
@@ -218,7 +218,7 @@ def test_a_samplers_first_samples_stay_for_people_who_look_back_but_not_those_of
     assert gone == [large.id, *asked[FIRST_SHOWN:]]
 
 
-def test_telling_the_size_is_no_reading(scene, sampler):
+def test_reading_only_the_size_does_not_count_as_reading_the_result(scene, sampler):
     request = scene.sample(sampler, 0)
     assert scene.journal.results.get(request, "local", at_most=4) is None
     finish_all(scene.journal)
@@ -228,7 +228,7 @@ def test_telling_the_size_is_no_reading(scene, sampler):
     assert scene.journal.results.get(request, "local", at_most=5).result == b"12345"
 
 
-def test_copies_get_numbers_of_their_own(scene, sampler, url):
+def test_copies_get_separate_numbers(scene, sampler, url):
     with ThreadPoolExecutor(4) as threads:
         numbers = list(threads.map(lambda _: scene.journal.samplers.join(sampler, "local"), range(12)))
     assert sorted(numbers) == list(range(1, 13))

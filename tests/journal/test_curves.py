@@ -23,7 +23,7 @@ def answer(scene, model, seq, effect):
     return outcome
 
 
-def test_a_step_has_the_losses_that_it_was_made_of(scene, clock):
+def test_step_has_the_losses_of_its_gradients(scene, clock):
     model = scene.model()
     assert scene.journal.curves.of_run(model, "local").points == ()
     answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0, kl=0.5, agreement=1.0, supported=1.0))
@@ -42,7 +42,7 @@ def test_a_step_has_the_losses_that_it_was_made_of(scene, clock):
     assert (curve.steps, scene.journal.curves.last_seq(model, "local")) == (2, 5)
 
 
-def test_the_tokens_of_a_run_are_those_of_its_steps_and_of_the_next_one(scene):
+def test_trained_tokens_include_steps_and_pending_gradients(scene):
     model = scene.model()
     assert scene.journal.curves.trained(model) == Trained()
     answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0))
@@ -55,7 +55,7 @@ def test_the_tokens_of_a_run_are_those_of_its_steps_and_of_the_next_one(scene):
     assert scene.journal.curves.trained(scene.model()) == Trained()
 
 
-def test_losses_whose_gradients_a_checkpoint_replaced_belong_to_no_step(scene):
+def test_discarded_gradients_belong_to_no_step(scene):
     model = scene.model()
     answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0))
     answer(scene, model, 2, ModelLive(model, 0, 8, True, True, True))
@@ -65,7 +65,7 @@ def test_losses_whose_gradients_a_checkpoint_replaced_belong_to_no_step(scene):
     assert (point.tokens, point.loss) == (2, 3.0)
 
 
-def test_a_mean_is_over_the_steps_that_have_a_figure(scene):
+def test_mean_covers_steps_with_a_figure(scene):
     model = scene.model()
     for seq, kl in ((1, 0.5), (3, None), (5, 0.5), (7, None)):
         answer(scene, model, seq, LossMeasured(model, 10, 1.0, 1.0, kl=kl))
@@ -74,7 +74,7 @@ def test_a_mean_is_over_the_steps_that_have_a_figure(scene):
     assert [point.kl for point in points] == [0.5, 0.5]
 
 
-def test_an_answer_that_comes_twice_counts_once(scene):
+def test_duplicate_answer_counts_once(scene):
     model = scene.model()
     outcome = answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0))
     assert scene.journal.results.finish([outcome]) == []
@@ -97,7 +97,7 @@ def test_figures_that_are_not_finite_are_left_out_and_a_step_may_have_no_loss(sc
     ]  # fmt: skip
 
 
-def test_each_costs_one_statement(scene, statements):
+def test_step_and_loss_figures_cost_one_statement_each(scene, statements):
     model = scene.model()
     for seq, effect in ((1, LossMeasured(model, 1, 1.0, 1.0)), (2, StepMeasured(model, 2, 1, 1.0, 1.0))):
         scene.submit(model, seq)
@@ -135,7 +135,7 @@ def test_a_run_of_many_steps_is_averaged_with_its_peaks(scene, url, statements, 
     assert scene.journal.curves.of_run(model, "local", steps=(steps + 1, steps + 9)).points == ()
 
 
-def test_a_run_of_others_does_not_exist(scene, as_owner):
+def test_curve_of_a_foreign_run_does_not_exist(scene, as_owner):
     model = scene.model()
     with pytest.raises(NotFoundError):
         scene.journal.curves.of_run(model, "other")
@@ -144,7 +144,7 @@ def test_a_run_of_others_does_not_exist(scene, as_owner):
     assert scene.journal.curves.of_run(model, None).points == ()
 
 
-def test_two_runs_part_at_the_first_step_whose_figures_differ(scene, statements):
+def test_runs_diverge_at_the_first_step_with_different_figures(scene, statements):
     runs = [scene.model() for _ in range(3)]
     rates = {runs[0]: [1e-3] * 4, runs[1]: [1e-3] * 5, runs[2]: [1e-3, 1e-3, 5e-4]}
     for run in runs:

@@ -16,7 +16,7 @@ def loss(scene):
     return NewCustomLoss(scene.session(), "local", 0, "mine", '{"graph": 1}', "hash")
 
 
-def test_it_is_answered_with_its_id_and_found_by_it(scene, loss):
+def test_custom_loss_is_answered_with_its_id_and_found_by_it(scene, loss):
     request = scene.journal.custom_losses.submit(loss)
     answer = scene.journal.results.get(request, "local")
     loss_id = f"{loss.session_id}:loss:0"
@@ -27,14 +27,14 @@ def test_it_is_answered_with_its_id_and_found_by_it(scene, loss):
             scene.journal.custom_losses.definition(loss_id, stranger)
 
 
-def test_a_replay_gives_the_first_answer_and_other_content_is_a_conflict(scene, loss):
+def test_replay_gives_the_first_answer_and_different_content_is_a_conflict(scene, loss):
     request = scene.journal.custom_losses.submit(loss)
     assert scene.journal.custom_losses.submit(loss) == request
     with pytest.raises(ConflictError, match="custom_loss_seq_id 0 of session"):
         scene.journal.custom_losses.submit(replace(loss, content_hash="other"))
 
 
-def test_a_bad_loss_is_a_failed_future_and_never_found(scene, loss):
+def test_invalid_loss_is_a_failed_future_and_never_found(scene, loss):
     request = scene.journal.custom_losses.submit(replace(loss, error="graph.nodes[3]: no"))
     answer = scene.journal.results.get(request, "local")
     assert (answer.error, answer.category) == ("graph.nodes[3]: no", "user")
@@ -42,7 +42,7 @@ def test_a_bad_loss_is_a_failed_future_and_never_found(scene, loss):
         scene.journal.custom_losses.definition(f"{loss.session_id}:loss:0", loss.session_id)
 
 
-def test_sessions_that_are_over_or_anothers_take_none(scene, loss):
+def test_finished_and_foreign_sessions_take_no_custom_loss(scene, loss):
     with pytest.raises(NotFoundError):
         scene.journal.custom_losses.submit(replace(loss, owner="stranger"))
     scene.journal.sessions.finish(loss.session_id, "local", None)

@@ -41,7 +41,7 @@ def test_two_processes_write_at_once_and_lose_nothing(scene, url):
     assert executed == list(range(1, 301))
 
 
-def test_what_was_acknowledged_survives_kill_minus_nine(scene, url):
+def test_acknowledged_submits_survive_sigkill(scene, url):
     model = scene.model()
     code = WRITER.replace(
         "journal.close()", "print('stored', flush=True)\nimport os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -58,7 +58,7 @@ def test_what_was_acknowledged_survives_kill_minus_nine(scene, url):
     again.close()
 
 
-def test_a_writer_that_gets_no_turn_says_so(sqlite_template, monkeypatch, tmp_path):
+def test_writer_without_a_turn_raises_an_error(sqlite_template, monkeypatch, tmp_path):
     path = tmp_path / "busy.db"
     path.write_bytes(Path(sqlite_template).read_bytes())
     monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)

@@ -53,7 +53,7 @@ def test_the_first_answer_wins_with_its_effects(scene):
     assert scene.journal.models.get(model, "local").step == 1
 
 
-def test_one_call_with_two_answers_takes_the_first(scene):
+def test_first_of_two_answers_in_one_call_wins(scene):
     model = scene.model()
     request = scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
@@ -79,7 +79,7 @@ def test_concurrent_answers_have_one_winner(scene):
     assert scene.journal.models.get(model, "local").next_seq == 9
 
 
-def test_all_outcomes_and_effects_or_none(scene):
+def test_outcomes_and_effects_are_written_atomically(scene):
     model = scene.model()
     scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
@@ -92,7 +92,7 @@ def test_all_outcomes_and_effects_or_none(scene):
     assert scene.ready(model) == [1]
 
 
-def test_a_model_becomes_live_with_what_its_checkpoint_decided(scene):
+def test_created_model_has_the_step_and_spec_of_its_checkpoint(scene):
     model = scene.model(live=False)
     (creation,) = scene.journal.requests.ready(model)
     scene.journal.results.finish([creation.done(b"{}", "json", ModelLive(model, step=12, rank=4, train_unembed=False))])
@@ -100,7 +100,7 @@ def test_a_model_becomes_live_with_what_its_checkpoint_decided(scene):
     assert (view.state, view.step, view.rank, view.train_attn, view.train_unembed) == ("live", 12, 4, True, False)
 
 
-def test_a_failed_creation_ends_its_model_and_what_waits_behind_it(scene):
+def test_failed_creation_fails_the_requests_behind_it(scene):
     model = scene.model(live=False)
     behind = scene.submit(model, 1)
     (creation, _) = scene.journal.requests.ready(model)
@@ -112,7 +112,7 @@ def test_a_failed_creation_ends_its_model_and_what_waits_behind_it(scene):
     assert answer.category == "user"
 
 
-def test_ending_a_model_fails_what_waits_for_it_and_nobody_else(scene):
+def test_ending_a_model_fails_its_pending_requests_and_no_others(scene):
     session = scene.session()
     model, other = scene.model(session, 0), scene.model(session, 1)
     for seq in (1, 2, 4):
@@ -127,7 +127,7 @@ def test_ending_a_model_fails_what_waits_for_it_and_nobody_else(scene):
     assert scene.journal.results.get(first.id, "local").error == "gone"
 
 
-def test_a_submit_racing_with_the_end_of_its_model_is_always_answered(scene):
+def test_submit_during_the_end_of_its_model_is_always_answered(scene):
     session = scene.session()
     for n in range(6):
         model = scene.model(session, n)

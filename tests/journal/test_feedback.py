@@ -18,7 +18,7 @@ def give(scene: Any, answer: str, *limits: Limits, owner: str = "local") -> int:
     return int(scene.journal.feedback.add(new, *limits))
 
 
-def test_a_page_of_long_rows_is_shorter_and_the_next_one_goes_on(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_long_rows_are_shorter_and_continue(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feedback, "_MOST_CHARACTERS", 100)
     ids = [give(scene, str(n) * 60) for n in range(20)]
     found, after = [], 0
@@ -37,7 +37,7 @@ def test_since_may_be_any_time(scene: Any) -> None:
         assert scene.journal.feedback.page("local", since=datetime(9999, 12, 31, 23, 59, tzinfo=zone)) == []
 
 
-def test_a_project_gives_as_much_in_24_hours_as_it_may(scene: Any, clock: Any) -> None:
+def test_project_has_a_daily_limit_of_feedback(scene: Any, clock: Any) -> None:
     limits = Limits(feedback_per_day=2)
     give(scene, "a", limits)
     clock.advance(3600)

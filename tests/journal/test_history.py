@@ -23,7 +23,7 @@ def segment(first, last, size=10):
     return Segment(f"{first:012d}-x", first, last, size)
 
 
-def test_requests_wait_for_their_segment_even_after_their_results_have_expired(scene, clock):
+def test_requests_wait_for_their_segment_even_after_their_results_expired(scene, clock):
     run, plain = scene.model(history=True), scene.model()
     for model in (run, plain):
         for seq in (1, 2):
@@ -48,7 +48,7 @@ def test_requests_wait_for_their_segment_even_after_their_results_have_expired(s
         scene.journal.histories.segments(run, "other")
 
 
-def test_an_unanswered_save_holds_back_what_follows_it(scene):
+def test_unanswered_save_holds_back_later_history_requests(scene):
     run = scene.model(history=True)
     for seq in (1, 2, 3):
         scene.submit(run, seq)
@@ -69,7 +69,7 @@ def test_failures_of_a_model_that_has_ended_belong_to_its_history(scene):
     assert (last.seq_id, last.result_hash) == (2, "") and "was lost: its memory" in str(last.error)
 
 
-def test_a_segment_is_due_when_there_are_many_requests_or_an_old_one(scene, clock, monkeypatch):
+def test_segment_is_due_after_many_requests_or_a_time_limit(scene, clock, monkeypatch):
     monkeypatch.setattr(module, "_DUE_REQUESTS", 3)
     run = scene.model(history=True)
     scene.submit(run, 1)
@@ -84,7 +84,7 @@ def test_a_segment_is_due_when_there_are_many_requests_or_an_old_one(scene, cloc
     assert set(scene.journal.histories.due()) == {run, other}
 
 
-def test_old_histories_and_those_over_the_limit_are_deleted_and_live_ones_last(scene, clock, as_owner):
+def test_old_and_surplus_histories_are_deleted_and_live_ones_last(scene, clock, as_owner):
     runs = []
     for owner in ("local", "local", "local", "other"):
         runs.append(as_owner(owner).model(history=True))

@@ -22,7 +22,7 @@ SAVED = CheckpointSaved(
 )
 
 
-def test_a_copy_has_a_run_of_its_own_that_takes_no_work(scene, save, as_owner):
+def test_copy_has_a_separate_run_without_work(scene, save, as_owner):
     source = save(scene.model(), "a")
     run = "copy-1:train:0"
     path = f"tinker://{run}/weights/a"
@@ -44,7 +44,7 @@ def test_a_copy_has_a_run_of_its_own_that_takes_no_work(scene, save, as_owner):
         scene.journal.checkpoints.get(path, "local")
 
 
-def test_a_lost_row_is_made_again_with_its_run(scene, clock):
+def test_lost_row_is_restored_with_its_run(scene, clock):
     saved_at = clock.now() - timedelta(days=3)
     found = (replace(SAVED, created_at=saved_at), True, {"renderer": "qwen3"})
     assert scene.journal.imports.restore(*found)
@@ -60,7 +60,7 @@ def test_a_lost_row_is_made_again_with_its_run(scene, clock):
     assert scene.journal.upkeep.unnoted() == []
 
 
-def test_what_the_journal_knows_stays(scene, save, clock):
+def test_restoring_an_existing_checkpoint_changes_nothing(scene, save, clock):
     model = scene.model()
     path = save(model, "a")
     scene.journal.checkpoints.set_ttl(path, "local", 100)
@@ -72,7 +72,7 @@ def test_what_the_journal_knows_stays(scene, save, clock):
     assert scene.journal.checkpoints.page("local").rows == ()
 
 
-def test_the_commit_is_the_truth_about_a_row_of_an_earlier_save(scene, save, clock):
+def test_commit_overrides_the_row_of_an_earlier_save(scene, save, clock):
     model = scene.model()
     path = save(model, "a")
     newer = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-9")

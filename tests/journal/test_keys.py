@@ -25,7 +25,7 @@ def test_a_key_opens_its_project(scene, clock):
     assert journal.keys.all()[0].last_used_at == clock.now()
 
 
-def test_the_first_key_takes_over_what_was_made_without_one(scene):
+def test_first_key_takes_over_sessions_made_without_a_key(scene):
     journal = scene.journal
     local, other = (journal.sessions.create(NewSession(owner, "0")) for owner in (LOCAL_OWNER, "other"))
     journal.keys.create("laptop", "research")
@@ -35,7 +35,7 @@ def test_the_first_key_takes_over_what_was_made_without_one(scene):
     assert owners == {local: "research", other: "other", later: LOCAL_OWNER}
 
 
-def test_a_revoked_key_is_useless_for_good(scene, clock):
+def test_revoked_key_is_refused(scene, clock):
     key, secret = scene.journal.keys.create(" a\n", "  p ")
     assert (key.name, key.project) == ("a", "p"), "stored without spaces around them"
     when = scene.journal.keys.revoke(key.id).revoked_at
@@ -48,7 +48,7 @@ def test_a_revoked_key_is_useless_for_good(scene, clock):
         scene.journal.keys.revoke("key-none")
 
 
-def test_use_is_noted_once_a_minute(scene, clock, statements):
+def test_key_use_is_recorded_once_a_minute(scene, clock, statements):
     _, secret = scene.journal.keys.create("a", "p")
     scene.journal.keys.verify(secret)
     first = clock.now()

@@ -41,13 +41,13 @@ def test_a_fenced_off_engine_changes_nothing(scene, other):
     assert other.results.finish([pending.done(b"new", "json")]) == [request]
 
 
-def test_a_lease_that_was_given_back_is_free(scene, other):
+def test_returned_lease_is_free(scene, other):
     scene.journal.leases.acquire("first")
     scene.journal.leases.release()
     assert other.leases.acquire("second") is None
 
 
-def test_sessions_do_not_expire_for_a_server_that_was_away(scene, clock):
+def test_sessions_do_not_expire_during_a_server_outage(scene, clock):
     session = scene.session()
     scene.journal.leases.beat()
     clock.advance(1000)

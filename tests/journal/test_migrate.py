@@ -133,7 +133,7 @@ def test_processes_that_start_together_migrate_once(empty_url):
     Journal.open(empty_url).close()
 
 
-def test_indexes_are_the_same_as_the_models(empty_url):
+def test_migrated_indexes_equal_those_of_the_models(empty_url):
     """compare_metadata ignores the conditions of partial indexes."""
     migrate(empty_url)
     engine = sa.create_engine(driver_url(empty_url))

@@ -55,7 +55,7 @@ def listener(url: str) -> subprocess.Popen[str]:
     return process
 
 
-async def test_listeners_in_the_same_process_hear_their_topics_once(notifier):
+async def test_local_listeners_get_their_topics_once(notifier):
     async with notifier.subscribe("model:") as models, notifier.subscribe() as everything:
         notifier.publish("model:a", "sample", "model:a")
         notifier.publish("model:b")
@@ -68,13 +68,13 @@ async def test_listeners_in_the_same_process_hear_their_topics_once(notifier):
         assert await take(models, 1) == ["model:end"]
 
 
-async def test_threads_may_ring(notifier):
+async def test_threads_may_publish(notifier):
     async with notifier.subscribe() as topics:
         await asyncio.gather(*(asyncio.to_thread(notifier.publish, f"done:{n}") for n in range(50)))
         assert sorted(await take(topics, 50)) == sorted(f"done:{n}" for n in range(50))
 
 
-async def test_a_second_process_is_heard(notifier, url):
+async def test_publications_of_another_process_arrive(notifier, url):
     async with notifier.subscribe() as topics:
         topic_names = [f"done:req-{n:04}" for n in range(300)]
         command = [sys.executable, "-W", "error", "-c", RINGER, url, *topic_names]
@@ -82,7 +82,7 @@ async def test_a_second_process_is_heard(notifier, url):
         assert await take(topics, 300) == topic_names
 
 
-async def test_a_second_process_hears_us(notifier, url):
+async def test_publications_reach_another_process(notifier, url):
     process = listener(url)
     notifier.publish("done:1", "model:x")
     notifier.publish("session:1")
@@ -91,7 +91,7 @@ async def test_a_second_process_hears_us(notifier, url):
     assert (process.returncode, out.split()) == (0, ["model:x", "sample"])
 
 
-async def test_dead_listeners_do_not_matter(notifier, url):
+async def test_dead_listeners_are_ignored(notifier, url):
     process = listener(url)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
@@ -101,14 +101,14 @@ async def test_dead_listeners_do_not_matter(notifier, url):
         assert await take(topics, 1) == ["model:b"]
 
 
-def test_ringing_with_nobody_there_and_after_closing_is_fine(notifier):
+def test_publishing_without_listeners_or_after_closing_does_nothing(notifier):
     notifier.publish()
     notifier.publish("model:a")
     notifier.close()
     notifier.publish("model:b")
 
 
-async def test_a_listener_that_left_hears_nothing_more(notifier):
+async def test_closed_subscription_gets_no_topics(notifier):
     async with notifier.subscribe() as topics:
         pass
     notifier.publish("model:a")
@@ -117,7 +117,7 @@ async def test_a_listener_that_left_hears_nothing_more(notifier):
             await anext(topics)
 
 
-async def test_the_socket_folder_is_private_and_swept(tmp_path):
+async def test_socket_folder_is_private_and_cleaned(tmp_path):
     url = f"sqlite:///{tmp_path / 'j.db'}"
     notifier, folder = Notifier(url), socket_folder(url)
     process = listener(url)
@@ -138,7 +138,7 @@ def test_a_long_temp_dir_is_avoided(tmp_path, monkeypatch):
     assert socket_folder(f"sqlite:///{tmp_path / 'j.db'}").parent == Path("/tmp")
 
 
-async def test_a_folder_that_others_may_read_is_refused(tmp_path):
+async def test_socket_folder_readable_by_others_is_refused(tmp_path):
     url = f"sqlite:///{tmp_path / 'j.db'}"
     folder = socket_folder(url)
     folder.mkdir(mode=0o755)
@@ -153,7 +153,7 @@ async def test_a_folder_that_others_may_read_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-async def test_a_full_buffer_loses_bells_and_nothing_else(notifier, url):
+async def test_full_buffer_loses_only_notifications(notifier, url):
     process = listener(url)
     os.kill(process.pid, signal.SIGSTOP)
     try:

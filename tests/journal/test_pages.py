@@ -82,7 +82,7 @@ def test_a_row_that_is_longer_than_a_page_comes_alone(long_rows, monkeypatch):
     assert (len(page), more) == (1, True)
 
 
-def test_usage_is_never_cut(scene, monkeypatch, clock):
+def test_usage_lists_are_complete(scene, monkeypatch, clock):
     model = scene.model(scene.session(user_metadata={"words": "x" * 1000}))
     scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)

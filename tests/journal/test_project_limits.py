@@ -12,7 +12,7 @@ from tinkerflow.backend.journal import Limits
 from tinkerflow.backend.journal.project_limits import SETTINGS
 
 
-def test_limits_of_a_project_replace_those_of_the_settings(scene: Any) -> None:
+def test_project_limits_replace_those_of_the_settings(scene: Any) -> None:
     own, settings = scene.journal.project_limits, Limits(live_models=9, sessions=7)
     assert own.set("search", {"max_live_models": 2, "max_stored_bytes": 2**40}) == {
         "live_models": 2,
@@ -43,7 +43,7 @@ def test_the_use_of_each_limit_is_counted(scene: Any, save: Any) -> None:
     assert scene.journal.project_limits.use("other", Limits()) == []
 
 
-def test_wrong_limits_are_refused_by_name(scene: Any) -> None:
+def test_invalid_limits_are_named(scene: Any) -> None:
     with pytest.raises(UserError, match=r"'max_live_model': must be one of .*did you mean 'max_live_models'"):
         scene.journal.project_limits.set("search", {"max_live_model": 2})
     with pytest.raises(UserError, match="max_live_models: -1 must be from 0"):

@@ -11,7 +11,7 @@ from tinkerflow.backend.journal import Kind, NewRequest
 from tinkerflow.backend.journal.requests import MOST_ALONG
 
 
-def test_late_earlier_chunks_hold_back_later_ones(scene):
+def test_missing_earlier_chunks_hold_back_later_ones(scene):
     model = scene.model()
     for seq in (3, 2, 5):
         scene.submit(model, seq)
@@ -28,7 +28,7 @@ def test_late_earlier_chunks_hold_back_later_ones(scene):
     assert scene.ready(model) == [4, 5]
 
 
-def test_pending_carries_what_was_submitted(scene):
+def test_pending_request_carries_its_submitted_payload(scene):
     model = scene.model()
     scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
@@ -36,7 +36,7 @@ def test_pending_carries_what_was_submitted(scene):
     assert (pending.owner, pending.model_id, pending.seq_id) == ("local", model, 1)
 
 
-def test_models_are_listed_longest_waiting_first_and_by_base_model(scene, clock):
+def test_models_are_listed_by_base_model_with_the_longest_waiting_first(scene, clock):
     session = scene.session()
     late, early = scene.model(session, 0), scene.model(session, 1)
     other = scene.model(session, 2, base_model="other")
@@ -47,7 +47,7 @@ def test_models_are_listed_longest_waiting_first_and_by_base_model(scene, clock)
     assert scene.journal.queue.pending_models("tiny") == [early, late]
 
 
-def test_base_models_are_wanted_for_what_can_be_executed_now(scene, clock):
+def test_wanted_base_models_have_executable_requests(scene, clock):
     session = scene.session()
     queue = scene.journal.queue
     late, gap, paused, over = (
@@ -72,13 +72,13 @@ def test_base_models_are_wanted_for_what_can_be_executed_now(scene, clock):
     assert queue.wanted() == ["tiny"]
 
 
-def test_a_creation_is_the_first_thing_to_execute(scene):
+def test_creation_is_executed_first(scene):
     model = scene.model(live=False)
     assert scene.journal.queue.pending_models() == [model]
     assert scene.ready(model) == [0]
 
 
-def test_many_requests_that_failed_at_once_do_not_hide_the_next(scene):
+def test_many_failed_requests_do_not_hide_the_next(scene):
     model = scene.model()
     for seq in range(1, 31):
         scene.submit(model, seq, error="bad")
@@ -102,7 +102,7 @@ def test_an_unload_waits_for_pages_that_are_still_to_come(scene):
     assert seen == [1, 2, 3, 4, 5, None]
 
 
-def test_a_request_that_others_have_overtaken_is_ready_before_all_others(scene, clock):
+def test_overtaken_request_is_ready_first(scene, clock):
     model = scene.model()
     for seq in (1, 2, 3):
         scene.submit(model, seq)
@@ -137,7 +137,7 @@ def test_a_gap_is_seen_after_its_time_and_skipped(scene, clock):
     assert not scene.journal.queue.skip_gap(gap)
 
 
-def test_a_gap_that_was_filled_meanwhile_is_not_skipped(scene, clock):
+def test_filled_gap_is_not_skipped(scene, clock):
     model = scene.model()
     scene.submit(model, 3)
     clock.advance(61)
@@ -151,7 +151,7 @@ def test_a_gap_that_was_filled_meanwhile_is_not_skipped(scene, clock):
     assert scene.ready(model) == [2, 3]
 
 
-def test_a_long_queue_is_no_gap(scene, clock):
+def test_long_queue_has_no_gap(scene, clock):
     model = scene.model()
     scene.submit(model, 1)
     scene.submit(model, 2)
@@ -176,7 +176,7 @@ def test_samples_come_oldest_first_across_samplers_with_their_sampler(scene, clo
     assert scene.journal.queue.pending_models() == []
 
 
-def test_half_of_the_places_are_for_those_whom_somebody_waits_for(scene, clock):
+def test_interactive_samples_get_half_of_the_places(scene, clock):
     sampler = scene.sampler(scene.session())
     batch, people = [], []
     for seq in range(12):
@@ -195,7 +195,7 @@ def test_half_of_the_places_are_for_those_whom_somebody_waits_for(scene, clock):
     assert taken(100) == people + batch
 
 
-def test_a_long_payload_of_a_sample_stays_until_it_is_asked_for(scene):
+def test_long_payloads_are_read_on_demand(scene):
     sampler = scene.sampler(scene.session())
     for seq, payload in enumerate([b"x" * MOST_ALONG, b"y" * (MOST_ALONG + 1)]):
         scene.journal.requests.submit(
@@ -209,7 +209,7 @@ def test_a_long_payload_of_a_sample_stays_until_it_is_asked_for(scene):
     assert scene.journal.requests.payload(long.id) is None
 
 
-def test_samples_are_counted_and_asked_for_by_owner(scene, as_owner):
+def test_waiting_samples_are_counted_and_selected_by_owner(scene, as_owner):
     other = as_owner("other")
     mine, theirs = scene.sampler(scene.session(), 0), other.sampler(other.session(), 0)
     for seq in range(3):
@@ -240,7 +240,7 @@ NUMBER = itertools.count()
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(order=SEQ_IDS, bad=st.sets(st.integers(1, 8)), pauses=st.sets(st.integers(0, 7)))
-def test_whatever_the_order_of_arrival_execution_is_in_order_and_once(scene, order, bad, pauses):
+def test_requests_execute_in_order_and_once_for_any_arrival_order(scene, order, bad, pauses):
     model = scene.model(n=next(NUMBER))
     executed, arrived = [], set()
     for index, seq in enumerate(order):

@@ -61,7 +61,7 @@ def test_samples_beyond_the_limit_are_not_stored(scene, as_owner):
 
 
 @pytest.mark.parametrize("most", [1, 7])
-def test_a_crowd_gets_no_more_in_than_may(scene, url, most):
+def test_concurrent_samples_do_not_exceed_the_limit(scene, url, most):
     limits, sampler = Limits(sampling_requests=most), scene.sampler(scene.session())
     journals = [Journal.open(url) for _ in range(4)]
 
@@ -79,7 +79,7 @@ def test_a_crowd_gets_no_more_in_than_may(scene, url, most):
     assert sum(entered) == most == len(scene.journal.requests.pending_samples(100))
 
 
-def test_training_tokens_wait_up_to_the_limit_and_more_fail_by_name(scene):
+def test_training_tokens_over_the_limit_fail(scene):
     limits, model = Limits(queued_tokens=100), scene.model()
     requests = [
         scene.journal.requests.submit(replace(scene.operation(model, seq), tokens=tokens), limits)
@@ -107,7 +107,7 @@ def create(scene, session: str, n: int, limits: Limits) -> str:
     return "" if failed is None else str(failed.error)
 
 
-def test_models_beyond_the_limit_fail_by_name_and_ended_ones_make_room(scene):
+def test_models_over_the_limit_fail_and_ended_ones_make_room(scene):
     limits, session = Limits(live_models=2), scene.session()
     assert create(scene, session, 0, limits) == create(scene, session, 1, limits) == ""
     error = create(scene, session, 2, limits)
@@ -120,7 +120,7 @@ def test_models_beyond_the_limit_fail_by_name_and_ended_ones_make_room(scene):
     assert "max_live_models" in create(scene, session, 4, limits)
 
 
-def test_nothing_is_saved_once_the_limit_is_reached(scene, as_owner):
+def test_saves_over_the_storage_limit_are_refused(scene, as_owner):
     limits, model = Limits(stored_bytes=100), scene.model()
     store(scene, "tinker://a/weights/1", 99)
     store(as_owner("them"), "tinker://b/weights/1", 1000)
@@ -138,7 +138,7 @@ def test_nothing_is_saved_once_the_limit_is_reached(scene, as_owner):
     assert save(4) is None
 
 
-def test_an_optimizer_step_costs_no_statement_more(scene, statements):
+def test_optimizer_step_costs_no_extra_statement(scene, statements):
     model, every = scene.model(), Limits(1, 1, 2**33, 1, 1)
     step = replace(scene.operation(model, 1), kind=Kind.OPTIM_STEP)
     with statements() as plain:
@@ -149,7 +149,7 @@ def test_an_optimizer_step_costs_no_statement_more(scene, statements):
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_each_limit_is_one_look_at_an_index(scene, url, statements):
+def test_each_limit_costs_one_index_lookup(scene, url, statements):
     session = scene.session()
     model, sampler = scene.model(), scene.sampler(session)
     every = Limits(10, 1000, 0, 10, 1000)
@@ -235,7 +235,7 @@ def test_rows_of_every_kind_are_kept_up_to_a_limit(scene):
         create(2, Limits())
 
 
-def test_texts_of_every_kind_count_as_bytes(scene):
+def test_texts_of_every_kind_count_against_the_kept_bytes(scene):
     for kept, create in kept_rows(scene).items():
         before = total(scene, "kept_bytes")
         create(0, Limits())
@@ -281,7 +281,7 @@ def test_copies_and_uploads_are_refused_before_their_files_are_written(scene, cl
         scene.journal.uploads.start(new, limits)
 
 
-def test_an_unnamed_save_fails_where_no_sampler_may_be_kept(scene):
+def test_unnamed_save_fails_where_no_sampler_can_be_kept(scene):
     model = scene.model()
     scene.sampler(scene.session())
     save = replace(scene.operation(model, 1), kind=Kind.SAVE_FOR_SAMPLER)
@@ -306,7 +306,7 @@ def test_bytes_of_waiting_requests_have_a_limit(scene):
     assert scene.journal.requests.submit(replace(a_sample(sampler, 0), payload=large), limits)
 
 
-def test_a_long_request_that_failed_at_once_is_not_kept(scene, url):
+def test_long_failed_request_is_not_kept(scene, url):
     model, long = scene.model(), b"x" * (FAILED_PAYLOAD + 1)
     failed = replace(scene.operation(model, 1, error="wrong"), payload=long)
     request_id = scene.journal.requests.submit(failed)
@@ -370,7 +370,7 @@ def test_every_text_and_json_column_has_a_limit():
     assert {name.partition(".")[0] for name in long if long[name] > 2**20} == {"feedback"}
 
 
-def test_too_long_texts_are_refused_and_messages_are_cut(scene):
+def test_oversized_texts_are_refused_and_messages_are_truncated(scene):
     assert Text(4).process_bind_param("abcd", None) == "abcd"
     with pytest.raises(UserError, match="a text has 6 bytes: must have at most 4"):
         Text(4).process_bind_param("äöü", None)

@@ -32,7 +32,7 @@ def taken(model, seq, **more):
     return SnapshotTaken(f"tinker://{model}/recovery/{seq}{more.get('snapshot_id', '')}", model, seq, 1, 10, **more)
 
 
-def test_two_snapshots_take_the_place_of_the_requests_that_both_hold(scene):
+def test_two_snapshots_replace_the_requests_that_both_contain(scene):
     model, journal = scene.model(), scene.journal.recovery
     executed(scene, model, 1, 2, 3, 4, 5)
     assert replayed(scene, model) == [1, 2, 3, 4, 5]
@@ -48,7 +48,7 @@ def test_two_snapshots_take_the_place_of_the_requests_that_both_hold(scene):
     assert not journal.snapshot_taken(taken(model, 6)), "request 6 is not answered: it would be executed twice"
 
 
-def test_a_save_that_others_have_overtaken_is_passed_by_a_replay_and_no_snapshot_is_past_it(scene):
+def test_replay_passes_an_overtaken_save_and_no_snapshot_does(scene):
     model, journal = scene.model(), scene.journal.recovery
     for seq in (1, 2, 3, 4):
         scene.submit(model, seq)
@@ -75,7 +75,7 @@ def published(scene, session, model, seq):
     return request
 
 
-def test_a_publication_that_is_not_stored_is_passed_by_a_replay_while_a_sampler_uses_it(scene):
+def test_replay_passes_an_unstored_publication_while_a_sampler_uses_it(scene):
     session = scene.session()
     model, journal = scene.model(session), scene.journal.recovery
     executed(scene, model, 1)
@@ -96,7 +96,7 @@ def test_a_publication_that_is_not_stored_is_passed_by_a_replay_while_a_sampler_
     assert journal.snapshot_taken(taken(model, 4))
 
 
-def test_a_snapshot_that_was_forgotten_does_not_count(scene):
+def test_forgotten_snapshot_is_ignored(scene):
     model, journal = scene.model(), scene.journal.recovery
     executed(scene, model, 1, 2, 3)
     journal.snapshot_taken(taken(model, 1))
@@ -107,7 +107,7 @@ def test_a_snapshot_that_was_forgotten_does_not_count(scene):
     assert journal.superfluous() == []
 
 
-def test_payloads_stay_as_long_as_a_replay_needs_them(scene, clock):
+def test_payloads_are_kept_while_a_replay_needs_them(scene, clock):
     model, journal = scene.model(), scene.journal
     executed(scene, model, 1, 2)
     answered_at = clock.now()
@@ -124,7 +124,7 @@ def test_payloads_stay_as_long_as_a_replay_needs_them(scene, clock):
     assert {seq: bytes(payload) for seq, payload in payloads.items()} == {1: b"", 2: b"payload 2"}
 
 
-def test_what_somebody_else_answered_first_is_replayed_all_the_same(scene):
+def test_request_cancelled_before_its_answer_is_replayed(scene):
     model = scene.model()
     scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
@@ -134,7 +134,7 @@ def test_what_somebody_else_answered_first_is_replayed_all_the_same(scene):
     assert replayed(scene, model) == [1]
 
 
-def test_a_model_that_ended_needs_nothing(scene):
+def test_ended_model_needs_no_payloads(scene):
     model = scene.model()
     executed(scene, model, 1, 2)
     scene.journal.recovery.snapshot_taken(taken(model, 1))
@@ -148,7 +148,7 @@ def test_a_model_that_ended_needs_nothing(scene):
     assert scene.journal.recovery.superfluous() == []
 
 
-def test_the_last_two_snapshots_of_a_model_stay_and_those_of_used_samplers(scene):
+def test_last_two_snapshots_and_used_ones_are_kept(scene):
     session = scene.session()
     model, journal = scene.model(session), scene.journal.recovery
     executed(scene, model, 1, 2, 3)
@@ -163,7 +163,7 @@ def test_the_last_two_snapshots_of_a_model_stay_and_those_of_used_samplers(scene
     assert journal.sampler_snapshot("other") is None
 
 
-def test_a_later_publication_of_a_shared_snapshot_takes_the_place_of_the_one_before(scene):
+def test_later_publication_of_a_shared_snapshot_replaces_the_earlier_one(scene):
     session = scene.session()
     model, journal = scene.model(session), scene.journal.recovery
     scene.sampler(session, 1, snapshot_id="shared")
@@ -174,7 +174,7 @@ def test_a_later_publication_of_a_shared_snapshot_takes_the_place_of_the_one_bef
     assert journal.superfluous() == [first.path]
 
 
-def test_strays_are_snapshots_without_a_row_of_models_that_are_not_live(scene):
+def test_stray_snapshots_have_no_row_and_no_live_model(scene):
     live, ended, journal = scene.model(n=0), scene.model(n=1), scene.journal.recovery
     for model in (live, ended):
         journal.snapshot_taken(taken(model, 0))
@@ -191,7 +191,7 @@ def test_strays_are_snapshots_without_a_row_of_models_that_are_not_live(scene):
     }
 
 
-def test_clients_are_told_what_they_wait_for(scene):
+def test_waiting_clients_get_the_reason_of_the_wait(scene):
     scene.journal.base_models.register([("tiny", "{}")])
     session = scene.session()
     model = scene.model(session)
@@ -206,7 +206,7 @@ def test_clients_are_told_what_they_wait_for(scene):
     assert journal.queue.waits_for(request) == "restoring"
 
 
-def test_suspects_are_counted(scene):
+def test_suspect_requests_are_counted(scene):
     request = scene.submit(scene.model(), 1)
     assert scene.journal.recovery.suspect([request], crashed=False) == {request: (1, 0)}
     assert scene.journal.recovery.suspect([request], crashed=True) == {request: (2, 1)}

@@ -11,7 +11,7 @@ from tinkerflow.backend.core.errors import ConflictError, NotFoundError
 from tinkerflow.backend.journal import Kind, ModelEnded, ModelState, NewModel, NewRequest, SessionState
 
 
-def test_a_replay_answers_the_stored_id_whatever_became_of_it(scene):
+def test_resubmitted_request_keeps_its_stored_id(scene):
     model = scene.model()
     first = scene.submit(model, 1)
     assert scene.submit(model, 1) == first
@@ -20,7 +20,7 @@ def test_a_replay_answers_the_stored_id_whatever_became_of_it(scene):
     assert scene.journal.results.get(first, "local").result == b"result"
 
 
-def test_other_content_under_a_used_seq_id_is_a_conflict(scene):
+def test_different_content_under_a_used_seq_id_is_a_conflict(scene):
     model = scene.model()
     scene.submit(model, 1, "a")
     with pytest.raises(ConflictError, match=f"seq_id 1 of model {model} was used before for another request"):
@@ -81,7 +81,7 @@ def test_concurrent_creations_make_one_model(scene):
 
 
 @pytest.mark.parametrize("state", [ModelState.LOST, ModelState.UNLOADED, ModelState.FAILED])
-def test_a_request_for_a_model_that_ended_is_stored_failed_and_uses_its_seq_id(scene, state):
+def test_request_for_an_ended_model_is_stored_as_failed_with_its_seq_id(scene, state):
     model = scene.model()
     scene.submit(model, 1)
     (running,) = scene.journal.requests.ready(model)
@@ -97,7 +97,7 @@ def test_a_request_for_a_model_that_ended_is_stored_failed_and_uses_its_seq_id(s
     assert scene.journal.queue.pending_models() == []
 
 
-def test_a_request_in_a_finished_session_is_stored_failed(scene):
+def test_request_in_a_finished_session_is_stored_as_failed(scene):
     session = scene.session()
     model, sampler = scene.model(session), scene.sampler(session)
     scene.journal.sessions.finish(session, "local", "success")
@@ -110,7 +110,7 @@ def test_a_request_in_a_finished_session_is_stored_failed(scene):
     assert scene.journal.sessions.get(session, "local").state is SessionState.FINISHED
 
 
-def test_content_known_to_be_wrong_is_stored_failed_and_does_not_hold_back_others(scene):
+def test_request_known_to_be_invalid_is_stored_as_failed_and_blocks_no_other(scene):
     model = scene.model()
     scene.submit(model, 3)
     bad = scene.submit(model, 2, error="data[0] is empty: needs at least one token")
@@ -123,7 +123,7 @@ def test_content_known_to_be_wrong_is_stored_failed_and_does_not_hold_back_other
     assert scene.journal.models.get(model, "local").next_seq == 4
 
 
-def test_a_creation_known_to_be_wrong_fails_its_model(scene):
+def test_creation_known_to_be_invalid_fails_its_model(scene):
     session = scene.session()
     model = f"{session}:train:0"
     wrong = NewRequest(Kind.CREATE_MODEL, "local", b"", "c", model_id=model, seq_id=0, error="rank 0: must be >= 1")
@@ -133,7 +133,7 @@ def test_a_creation_known_to_be_wrong_fails_its_model(scene):
     assert scene.journal.queue.pending_models() == []
 
 
-def test_a_seq_id_given_up_as_a_gap_comes_too_late(scene, clock):
+def test_request_for_a_skipped_gap_is_too_late(scene, clock):
     model = scene.model()
     scene.submit(model, 2)
     clock.advance(61)
@@ -155,7 +155,7 @@ def test_samples_are_replayed_by_sampler_and_int64_seq_id(scene):
         scene.sample(one, big, "other")
 
 
-def test_nobody_submits_for_what_is_missing_or_foreign(scene, as_owner):
+def test_submits_for_missing_or_foreign_objects_are_refused(scene, as_owner):
     session = scene.session()
     model, sampler = scene.model(session), scene.sampler(session)
     stranger = as_owner("stranger")
@@ -177,7 +177,7 @@ def test_a_request_without_an_address_is_a_programming_error(scene):
         scene.journal.requests.submit(NewRequest(Kind.SAMPLE, "local", b"", "h"))
 
 
-def test_an_unload_runs_after_what_can_run_and_ends_the_model(scene):
+def test_unload_runs_after_executable_requests_and_ends_the_model(scene):
     model = scene.model()
     stays = scene.submit(model, 1)
     stranded = scene.submit(model, 3)

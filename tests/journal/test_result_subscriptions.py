@@ -34,7 +34,7 @@ async def wait(subscriptions: ResultSubscriptions, request: str, seconds: float)
         return await answer.wait(seconds)
 
 
-async def test_an_answer_wakes_its_waiters_at_once(scene):
+async def test_answer_wakes_its_waiters_immediately(scene):
     model = scene.model()
     request, other = scene.submit(model, 1), scene.submit(model, 2)
     async with scene.journal.result_subscriptions() as subscriptions:
@@ -48,7 +48,7 @@ async def test_an_answer_wakes_its_waiters_at_once(scene):
         assert await late is False
 
 
-async def test_an_answer_between_the_look_and_the_wait_is_heard_without_a_question(scene, deaf):
+async def test_answer_between_read_and_wait_needs_no_query(scene, deaf):
     model = scene.model()
     request = scene.submit(model, 1)
     async with deaf.subscriptions(scene.journal.notifier, recheck_seconds=600.0) as subscriptions:
@@ -59,7 +59,7 @@ async def test_an_answer_between_the_look_and_the_wait_is_heard_without_a_questi
     assert deaf.asked == []
 
 
-async def test_an_answer_from_before_is_found_within_a_second(scene):
+async def test_earlier_answer_is_found_within_a_second(scene):
     model = scene.model()
     request = scene.submit(model, 1)
     scene.execute(model)
@@ -68,7 +68,7 @@ async def test_an_answer_from_before_is_found_within_a_second(scene):
         assert await wait(subscriptions, "req-none", 0.05) is False
 
 
-async def test_an_answer_from_another_process(scene, url):
+async def test_answer_of_another_process_is_found(scene, url):
     model = scene.model()
     async with scene.journal.result_subscriptions() as subscriptions:
         engine = asyncio.create_task(asyncio.to_thread(answer_in_a_process, url, model))
@@ -132,7 +132,7 @@ async def test_a_thousand_waiters_cost_one_query_a_recheck(deaf):
     assert max(deaf.asked) == 1000  # a busy machine asks the first time before the last has come
 
 
-async def test_waiting_outlives_a_database_that_is_away(scene, deaf):
+async def test_waiting_survives_a_database_outage(scene, deaf):
     model = scene.model()
     request = scene.submit(model, 1)
     scene.execute(model)
@@ -142,7 +142,7 @@ async def test_waiting_outlives_a_database_that_is_away(scene, deaf):
     assert len(deaf.asked) >= 3
 
 
-async def test_nobody_is_remembered_after_waiting(scene, deaf):
+async def test_finished_waits_leave_no_subscription(scene, deaf):
     async with deaf.subscriptions() as subscriptions:
         task = asyncio.create_task(wait(subscriptions, "req-a", 30))
         await asyncio.sleep(0.05)

@@ -32,7 +32,7 @@ def test_failures_keep_text_and_category(scene):
     assert (answer.result, answer.error, answer.category) == (None, "learning_rate nan: must be finite", "user")
 
 
-def test_foreign_and_missing_are_the_same(scene):
+def test_foreign_and_missing_results_look_equal(scene):
     request = scene.submit(scene.model(), 1)
     texts = set()
     for request_id, owner in ((request, "stranger"), ("req-none", "local")):
@@ -66,7 +66,7 @@ def test_results_expire_after_they_were_read_or_answered(scene, clock):
     assert scene.journal.results.get(waiting, "local") is None
 
 
-def test_expiry_takes_a_bounded_bite(scene, clock):
+def test_expiry_is_bounded_per_call(scene, clock):
     model = scene.model()
     for seq in range(1, 10):
         scene.submit(model, seq)
@@ -76,7 +76,7 @@ def test_expiry_takes_a_bounded_bite(scene, clock):
     assert bites == [4, 4, 2, 0]
 
 
-def test_finished_tells_which_of_many(scene):
+def test_finished_returns_the_answered_ids(scene):
     model = scene.model()
     ids = [scene.submit(model, seq) for seq in range(1, 4)]
     scene.execute(model, limit=2)

@@ -61,7 +61,7 @@ def end(scene, session):
         scene.journal.models.end(model, ModelState.UNLOADED, "its session ended")
 
 
-def test_nothing_of_a_deleted_run_is_left_but_usage_and_the_log(scene, full, rows):
+def test_deleted_run_leaves_only_usage_and_audit_log(scene, full, rows):
     journal = scene.journal
     other, _ = full(scene.session())
     session = scene.session()
@@ -105,7 +105,7 @@ def test_nothing_of_a_deleted_run_is_left_but_usage_and_the_log(scene, full, row
     assert log[1].model_id == run and log[1].details["checkpoints"] == 1
 
 
-def test_a_deleted_runs_id_is_not_used_again(scene, full):
+def test_id_of_a_deleted_run_is_not_reused(scene, full):
     session = scene.session()
     run, _ = full(session)
     end(scene, session)
@@ -116,7 +116,7 @@ def test_a_deleted_runs_id_is_not_used_again(scene, full):
         scene.journal.run_deletions.delete([run], "local")
 
 
-def test_only_own_runs_that_have_ended_are_deleted(scene, as_owner):
+def test_only_ended_runs_of_the_owner_are_deleted(scene, as_owner):
     session = scene.session()
     run = scene.model(session)
     deletions = scene.journal.run_deletions
@@ -132,7 +132,7 @@ def test_only_own_runs_that_have_ended_are_deleted(scene, as_owner):
     assert scene.journal.models.get(run, "local").state == ModelState.UNLOADED
 
 
-def test_a_run_that_began_with_a_deleted_one_shows_no_run_before_it(scene, full):
+def test_run_forked_from_a_deleted_one_shows_no_ancestor(scene, full):
     session = scene.session()
     run, path = full(session)
     later = scene.model(origin=path)

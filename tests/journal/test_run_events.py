@@ -12,7 +12,7 @@ def texts(journal, run):
     return [(one.level, one.text) for one in journal.run_events.newest(run)]
 
 
-def test_a_pause_its_end_and_the_end_of_a_run_are_events_of_that_run_alone(scene, journal, clock):
+def test_pause_resume_and_end_are_events_of_their_run_only(scene, journal, clock):
     run, other = scene.model(), scene.model()
     for why in ("a person did it", "a person did it", None, None):
         clock.advance(1.0)
@@ -27,7 +27,7 @@ def test_a_pause_its_end_and_the_end_of_a_run_are_events_of_that_run_alone(scene
     assert texts(journal, other) == [(logging.INFO, "unloaded: the session is finished")]
 
 
-def test_a_run_keeps_its_newest_events_and_a_number_that_rises_with_each(scene, journal, clock):
+def test_run_keeps_its_newest_events_with_rising_numbers(scene, journal, clock):
     run, other = scene.model(), scene.model()
     assert (journal.run_events.newest(run), journal.run_events.last(run)) == ([], 0)
     journal.run_events.add(other, [RunEvent(clock.now(), logging.INFO, "mine")])

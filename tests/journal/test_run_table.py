@@ -69,7 +69,7 @@ def test_a_run_is_found_by_all_the_words(table, search, found):
     assert table(search=search)[0] == found
 
 
-def test_rows_are_ordered_by_any_column_and_those_without_a_value_are_last(table):
+def test_rows_sort_by_any_column_with_missing_values_last(table):
     names, rows = table(sort="loss")
     assert names == ["Überläufer", "Pig Latin", "arithmetic", "evening session"], "rewards are before losses"
     assert [(row.reward, row.loss) for row in rows] == [(0.75, 1.0), (None, 3.0), (None, 2.0), (None, None)]
@@ -84,13 +84,13 @@ def test_rows_are_ordered_by_any_column_and_those_without_a_value_are_last(table
         table(columns=tuple("abcdefghi"))
 
 
-def test_runs_with_equal_values_stand_together(table):
+def test_runs_are_grouped_by_equal_values(table):
     names, rows = table(group="pipeline", sort="loss")
     assert names == ["Überläufer", "arithmetic", "Pig Latin", "evening session"]
     assert [row.group for row in rows] == ["rl", "rl", "sft", ""]
 
 
-def test_archived_runs_are_listed_apart_and_come_back(table, scene):
+def test_archived_runs_are_listed_separately_and_restored(table, scene):
     ids = [row.model.id for row in table()[1]]
     assert scene.journal.run_table.archive(ids[:2], "stranger") == 0
     assert scene.journal.run_table.archive([*ids[:2], "none"], "local") == 2
@@ -100,7 +100,7 @@ def test_archived_runs_are_listed_apart_and_come_back(table, scene):
     assert table()[0] == [NEWEST_FIRST[0], *NEWEST_FIRST[2:]]
 
 
-def test_a_table_has_only_the_owners_runs_and_those_of_a_session(table, scene):
+def test_run_table_is_limited_to_its_owner_and_session(table, scene):
     assert scene.journal.run_table.page("stranger", RunQuery(), limit=9, offset=0).total == 0
     assert scene.journal.run_table.page(None, RunQuery(), limit=2, offset=1).total == 4
     (_, second, *_) = table()[1]

@@ -19,14 +19,14 @@ def test_opening_is_idempotent_and_conflicts_are_named(scene):
     assert view.state is SamplerState.LIVE
 
 
-def test_a_session_that_is_over_opens_none(scene):
+def test_finished_session_opens_no_sampler(scene):
     session = scene.session()
     scene.journal.sessions.finish(session, "local", None)
     with pytest.raises(UserError, match=f"session {session} is finished"):
         scene.sampler(session)
 
 
-def test_samplers_are_their_owners(scene, as_owner):
+def test_samplers_are_visible_to_their_owners_only(scene, as_owner):
     session = scene.session()
     sampler = scene.sampler(session)
     with pytest.raises(NotFoundError):

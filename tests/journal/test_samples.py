@@ -33,7 +33,7 @@ def test_newest_first_by_project_and_by_run(scene, clock, as_owner):
         scene.journal.samples.recent("other", run_id=run)
 
 
-def test_what_a_sample_came_to_is_known_when_its_bytes_are_dropped(scene, clock):
+def test_outcome_of_a_sample_is_known_after_its_bytes_are_dropped(scene, clock):
     sampler = scene.sampler(scene.session())
     asked = []
     for seq in range(FIRST_SHOWN + 6):
@@ -64,7 +64,7 @@ def test_what_a_sample_came_to_is_known_when_its_bytes_are_dropped(scene, clock)
     assert states() == known + [("done", None)] * len(dropped)
 
 
-def test_one_sample(scene):
+def test_sample_is_read_by_its_owner_only(scene):
     sampler = scene.sampler(scene.session())
     request = scene.sample(sampler, 0)
     assert scene.journal.samples.get(request, "local").sampler_id == sampler
@@ -77,7 +77,7 @@ def test_one_sample(scene):
                 read(wrong, owner)
 
 
-def test_the_answers_of_a_checkpoint_are_those_of_its_samplers(scene, clock, as_owner):
+def test_answers_of_a_checkpoint_are_counted_over_its_samplers(scene, clock, as_owner):
     path, other = (f"tinker://{scene.model()}/sampler_weights/{name}" for name in "ab")
     samples, session = scene.journal.samples, scene.session()
     assert samples.answers_of(path, "local") == AnswersGiven(0, None, None)

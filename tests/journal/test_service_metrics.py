@@ -7,7 +7,7 @@ from dataclasses import replace
 from tinkerflow.backend.journal import LossMeasured, SnapshotTaken, StepMeasured, UsageKind, Used
 
 
-def test_a_model_is_unsaved_from_its_first_change_until_a_snapshot_holds_all(scene, clock):
+def test_model_is_unsaved_from_its_first_change_until_its_snapshot(scene, clock):
     model, idle = scene.model(), scene.model()
     assert scene.journal.metrics.now().unsaved_since == {}
     made = clock.now()
@@ -29,7 +29,7 @@ def test_a_model_is_unsaved_from_its_first_change_until_a_snapshot_holds_all(sce
     assert idle
 
 
-def test_what_waits_longest_is_known_by_kind_until_it_is_answered(scene, clock):
+def test_metrics_give_the_oldest_waiting_request_by_kind(scene, clock):
     assert scene.journal.metrics.now().waiting_since == {"samples": None, "training": None}
     model, sampler = scene.model(), scene.sampler(scene.session())
     first = clock.now()

@@ -16,7 +16,7 @@ from tinkerflow.backend.journal import (
 )
 
 
-def test_a_session_keeps_what_its_client_said(scene, clock):
+def test_session_keeps_metadata_of_its_client(scene, clock):
     new = NewSession("local", "0.38.0", ("a", "b"), {"n": 1, "deep": {"x": [1]}}, "proj-1", "my run")
     session = scene.journal.sessions.create(new)
     view = scene.journal.sessions.get(session, "local")
@@ -45,7 +45,7 @@ def test_heartbeats_keep_a_session_and_do_not_revive_it(scene, clock):
             scene.journal.sessions.heartbeat(name, owner)
 
 
-def test_training_requests_keep_a_session_whose_heartbeats_are_late(scene, clock):
+def test_training_requests_keep_a_session_alive_without_heartbeats(scene, clock):
     session = scene.session()
     model = scene.model(session)
     clock.advance(200)
@@ -81,7 +81,7 @@ def test_samplers_close_with_their_session_and_models_wait_for_their_unload(scen
     assert "its session is finished" in scene.journal.results.get(training, "local").error
 
 
-def test_only_its_owner_finishes_a_session(scene):
+def test_only_the_owner_finishes_a_session(scene):
     session = scene.session()
     with pytest.raises(NotFoundError):
         scene.journal.sessions.finish(session, "stranger", None)
@@ -114,7 +114,7 @@ def test_an_expired_session_failed_when_its_last_request_did(scene, clock):
     assert expired(scene, clock, session) == SessionFailure("user", "request", sample, "sample", "no such token")
 
 
-def test_what_failed_before_the_last_request_is_no_reason(scene, clock):
+def test_failure_before_the_last_request_is_not_the_reason_of_the_session(scene, clock):
     session = scene.session()
     model = scene.model(session)
     scene.submit(model, 1, error="wrong")
@@ -123,7 +123,7 @@ def test_what_failed_before_the_last_request_is_no_reason(scene, clock):
     assert expired(scene, clock, session) is None
 
 
-def test_a_lost_model_is_why_its_session_failed(scene, clock):
+def test_lost_model_is_the_reason_of_its_failed_session(scene, clock):
     session = scene.session()
     model = scene.model(session)
     scene.submit(model, 1)
@@ -134,7 +134,7 @@ def test_a_lost_model_is_why_its_session_failed(scene, clock):
     assert expired(scene, clock, session) == SessionFailure("server", "training_run", model, None, "the group died")
 
 
-def test_failed_and_cancelled_sessions_are_told_apart(scene, clock):
+def test_sessions_are_found_by_failed_and_cancelled_status(scene, clock):
     failed, silent = scene.session(), scene.session()
     scene.submit(scene.model(failed), 1, error="wrong")
     clock.advance(301)

@@ -21,7 +21,7 @@ def record(scene, session, *names, infos=()):
     scene.journal.results.finish([pending.done(b"", "proto", SequencesRecorded(session, infos))])
 
 
-def test_recorded_with_the_answer_and_found_in_its_session(scene):
+def test_stability_is_recorded_with_the_answer_and_found_in_its_session(scene):
     session = scene.session()
     record(scene, session, "req-1-0", "req-1-1")
     found = scene.journal.custom_losses.stability(session, {"req-1-0", "req-1-1"})
@@ -39,7 +39,7 @@ def test_unknown_and_foreign_sequences_look_alike(scene):
         scene.journal.custom_losses.stability(scene.session(), {"req-1-0"})
 
 
-def test_a_use_begins_its_day_anew(scene, clock):
+def test_use_of_a_record_restarts_its_day(scene, clock):
     session = scene.session()
     record(scene, session, "used", "unused")
     clock.advance(20 * 3600)

@@ -28,7 +28,7 @@ def new(start: int, end: int, *, index: int = 0, top: int = 0, last: int = 10**9
     )
 
 
-def test_rows_are_read_in_order_and_once(journal: Journal, clock: ManualClock) -> None:
+def test_stream_rows_are_read_once_and_in_order(journal: Journal, clock: ManualClock) -> None:
     streams = journal.streams
     assert streams.last() == 0
     first = [StreamedTokens("a", new(0, 3, top=2))]
@@ -48,7 +48,7 @@ def test_rows_are_read_in_order_and_once(journal: Journal, clock: ManualClock) -
     assert streams.last() > newest, "no id is used again: a reader would take the row for one it has seen"
 
 
-def test_an_engine_that_was_replaced_tells_nothing(journal: Journal, url: str, clock: ManualClock) -> None:
+def test_fenced_engine_cannot_write_tokens(journal: Journal, url: str, clock: ManualClock) -> None:
     journal.leases.acquire("old")
     other = Journal.open(url, clock=clock)
     clock.advance(1000)
@@ -58,7 +58,7 @@ def test_an_engine_that_was_replaced_tells_nothing(journal: Journal, url: str, c
     other.close()
 
 
-def test_who_listens_gets_what_is_written_from_then_on(journal: Journal) -> None:
+def test_listener_gets_tokens_written_after_it_joined(journal: Journal) -> None:
     async def scene() -> None:
         async with journal.result_subscriptions() as subscriptions:
             journal.streams.write([StreamedTokens("mine", new(0, 3))])  # before: of an earlier life
@@ -86,7 +86,7 @@ def test_who_listens_gets_what_is_written_from_then_on(journal: Journal) -> None
     takes=st.sets(st.integers(0, 60)),
     top=st.booleans(),
 )
-def test_an_engine_that_begins_again_repeats_no_token_to_a_listener(
+def test_restarted_engine_repeats_no_token_to_a_listener(
     length: int, lives: list[list[int]], takes: set[int], top: bool
 ) -> None:
     """Each engine writes the same tokens from the start, in other chunks, and stops anywhere."""
@@ -110,7 +110,7 @@ def test_an_engine_that_begins_again_repeats_no_token_to_a_listener(
         assert one.top is None or one.top.tokens_Nk[:, 0].tolist() == one.tokens_T.tolist()
 
 
-def test_what_does_not_join_on_is_left_to_the_result_and_a_slow_listener_is_bounded() -> None:
+def test_listener_drops_tokens_after_a_gap_and_holds_a_bounded_number() -> None:
     listener = Listener()
     listener.put(new(0, 2))
     listener.put(new(4, 6))  # the tokens between were lost
@@ -125,7 +125,7 @@ def test_what_does_not_join_on_is_left_to_the_result_and_a_slow_listener_is_boun
     assert slow.take() == []
 
 
-def test_two_processes_hear_the_same(journal: Journal, url: str) -> None:
+def test_two_processes_get_the_same_tokens(journal: Journal, url: str) -> None:
     other = Journal.open(url)
 
     async def scene() -> None:
@@ -140,7 +140,7 @@ def test_two_processes_hear_the_same(journal: Journal, url: str) -> None:
     other.close()  # after all threads are idle, because a connection in use would stay open
 
 
-def test_a_database_that_is_away_is_asked_again() -> None:
+def test_stream_reader_retries_after_a_database_outage() -> None:
     class Away(Exception):
         pass
 
@@ -168,5 +168,5 @@ def test_a_database_that_is_away_is_asked_again() -> None:
     asyncio.run(scene())
 
 
-def test_a_stream_is_named_before_its_request_has_an_id() -> None:
+def test_stream_name_is_formed_from_sampler_and_sequence_number() -> None:
     assert stream_name("sess-1:sample:0", 7) == "sess-1:sample:0#7"

@@ -18,7 +18,7 @@ def trained(scene, model):
     return request
 
 
-def test_a_pause_is_told_to_clients_until_it_ends(scene):
+def test_pause_reason_is_shown_to_clients_until_it_ends(scene):
     model = scene.model()
     request = scene.submit(model, 1)
     scene.journal.models.note_progress(model, "restoring")
@@ -30,7 +30,7 @@ def test_a_pause_is_told_to_clients_until_it_ends(scene):
     assert scene.journal.queue.waits_for(request) == "restoring"
 
 
-def test_a_run_is_called_what_its_metadata_or_its_session_says(scene):
+def test_run_label_comes_from_its_metadata_or_its_session(scene):
     named = scene.session(user_metadata={"recipe_name": "sl_basic"}, display_name="my session")
     assert scene.journal.models.label(scene.model(named)) == "sl_basic"
     own = {"name": "pig latin", "recipe_name": "sl_basic"}
@@ -42,7 +42,7 @@ def test_a_run_is_called_what_its_metadata_or_its_session_says(scene):
 
 
 @pytest.mark.parametrize("state", [ModelState.LOST, ModelState.FAILED])
-def test_a_model_that_ended_by_trouble_is_revived_while_its_session_goes_on(scene, state):
+def test_lost_model_is_revived_while_its_session_is_active(scene, state):
     session = scene.session()
     model = scene.model(session)
     trained(scene, model)
@@ -59,7 +59,7 @@ def test_a_model_that_ended_by_trouble_is_revived_while_its_session_goes_on(scen
         scene.journal.models.revive(model)
 
 
-def test_what_was_unloaded_or_never_made_is_not_revived(scene):
+def test_unloaded_or_never_created_model_is_not_revived(scene):
     unloaded, never = scene.model(n=0), scene.model(n=1)
     trained(scene, unloaded)
     scene.journal.models.end(unloaded, ModelState.UNLOADED, "by its client")
@@ -70,7 +70,7 @@ def test_what_was_unloaded_or_never_made_is_not_revived(scene):
         scene.journal.models.revive(never)
 
 
-def test_what_made_a_model_is_forgotten_when_its_session_is_over(scene):
+def test_executed_requests_of_an_ended_model_are_deleted_with_its_session(scene):
     session = scene.session()
     model = scene.model(session)
     trained(scene, model)

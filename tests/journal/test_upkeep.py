@@ -41,7 +41,7 @@ def left(scene):
         (Retention(9), {1, 2, 3, 4, 5, 6}),
     ],
 )
-def test_the_last_and_every_nth_are_kept_of_each_kind(scene, steps, rule, kept):
+def test_retention_keeps_the_last_and_every_nth_of_each_kind(scene, steps, rule, kept):
     gone = scene.journal.upkeep.delete_retired(rule)
     assert set(gone) == {path for (_, step), path in steps.items() if step not in kept}
     assert set(left(scene)) == {path for (_, step), path in steps.items() if step in kept}
@@ -49,12 +49,12 @@ def test_the_last_and_every_nth_are_kept_of_each_kind(scene, steps, rule, kept):
     assert scene.journal.upkeep.delete_retired(rule) == []
 
 
-def test_a_bite_is_bounded_and_takes_the_oldest_first(scene, steps):
+def test_retention_is_bounded_and_takes_the_oldest_first(scene, steps):
     assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s1", "s2"}
     assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s3", "s4"}
 
 
-def test_what_others_rely_on_is_kept(scene, save, clock):
+def test_retention_keeps_checkpoints_that_are_in_use(scene, save, clock):
     """Published, shared, sampled, expiring and exported checkpoints are kept, and no others."""
     model = scene.model()
     names = ("public", "shared", "revoked", "over", "sampled", "unsampled", "ttl", "plain", "newest")
@@ -78,7 +78,7 @@ def test_what_others_rely_on_is_kept(scene, save, clock):
     assert scene.journal.audit.entries("local", resource="checkpoint")[-1].event == "checkpoint_expired"
 
 
-def test_runs_are_counted_apart(scene, save):
+def test_retention_counts_runs_separately(scene, save):
     models = [scene.model(), scene.model()]
     paths = [save(model, "a") for model in models]
     assert scene.journal.upkeep.delete_retired(Retention(1)) == []
@@ -86,7 +86,7 @@ def test_runs_are_counted_apart(scene, save):
 
 
 # ------------------------------------------------------------------ changes for the commit
-def test_changes_are_told_to_the_store_once(scene, save, clock):
+def test_checkpoint_changes_are_passed_to_the_store_once(scene, save, clock):
     model = scene.model()
     one, two = save(model, "a"), save(model, "b")
     assert scene.journal.upkeep.unnoted() == []

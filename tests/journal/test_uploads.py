@@ -44,7 +44,7 @@ def saved(upload, attempt="attempt-1"):
     )
 
 
-def test_what_was_begun_is_told_to_its_owner_alone(journal, clock):
+def test_upload_is_visible_to_its_owner_only(journal, clock):
     new = begun(journal, clock)
     found = journal.uploads.get(new.id, "team")
     assert asdict(new).items() <= asdict(found).items() and (found.files, found.path) == ({}, None)
@@ -52,7 +52,7 @@ def test_what_was_begun_is_told_to_its_owner_alone(journal, clock):
         journal.uploads.get(new.id, "other")
 
 
-def test_only_the_newest_pieces_of_a_file_count(journal, clock):
+def test_only_the_newest_pieces_of_an_uploaded_file_count(journal, clock):
     new = begun(journal, clock)
     assert journal.uploads.begin_file(new.id, "f", "f@1") == ""
     journal.uploads.arrived(new.id, "f", "f@1", 3)
@@ -63,7 +63,7 @@ def test_only_the_newest_pieces_of_a_file_count(journal, clock):
     assert [tuple(each) for each in journal.uploads.get(new.id, None).files.values()] == [("f@2", 1)]
 
 
-def test_a_finished_upload_is_a_checkpoint_of_a_session_that_is_over(journal, clock):
+def test_finished_upload_is_a_checkpoint_of_a_finished_session(journal, clock):
     new = begun(journal, clock)
     upload = journal.uploads.get(new.id, "team")
     other = replace(saved(upload), path=f"tinker://{upload.id}:train:0/weights/imported-2", name="imported-2")
@@ -75,7 +75,7 @@ def test_a_finished_upload_is_a_checkpoint_of_a_session_that_is_over(journal, cl
     assert [entry.event for entry in journal.audit.entries("team")] == ["checkpoint_imported"]
 
 
-def test_an_upload_that_was_removed_makes_no_checkpoint(journal, clock):
+def test_removed_upload_creates_no_checkpoint(journal, clock):
     upload = journal.uploads.get(begun(journal, clock).id, None)
     journal.uploads.forget(upload.id)
     with pytest.raises(ConflictError, match="was removed while it was being finished"):
@@ -84,7 +84,7 @@ def test_an_upload_that_was_removed_makes_no_checkpoint(journal, clock):
         journal.checkpoints.get(saved(upload).path, "team")
 
 
-def test_open_uploads_are_few_and_count_as_stored(journal, clock):
+def test_open_uploads_are_limited_and_count_as_stored(journal, clock):
     for number in range(MOST_OPEN):
         begun(journal, clock, f"upload-{number}")
     begun(journal, clock, "others", owner="other")

@@ -41,7 +41,7 @@ def test_usage_is_added_up_by_hour_and_only_with_the_first_answer(scene, clock):
     assert [row.project for row in scene.journal.usage.hourly("local", start, start + HOUR)] == ["local"]
 
 
-def test_usage_is_told_apart_by_session_base_model_and_owner(scene, clock, as_owner):
+def test_usage_is_separate_by_session_base_model_and_owner(scene, clock, as_owner):
     start, other = hour_of(clock.now()), as_owner("stranger")
     sessions = [scene.session(), scene.session(), other.session()]
     for owned, session, base, quantity in zip((scene, scene, other), sessions, ("a", "b", "a"), (1, 2, 4), strict=True):
@@ -86,7 +86,7 @@ def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
     assert scene.journal.usage.stored_now("local") == []
 
 
-def test_what_failed_used_nothing(scene, clock):
+def test_failed_requests_use_nothing(scene, clock):
     session = scene.session()
     model = scene.model(session)
     scene.submit(model, 1)

@@ -32,7 +32,7 @@ def found(cache: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in (cache / FOLDER).iterdir() if path.is_file()}
 
 
-def test_a_group_without_its_cache_gets_the_results_of_the_group_before(tmp_path: Path, blobs: Blobs) -> None:
+def test_group_without_a_cache_gets_the_results_of_the_previous_group(tmp_path: Path, blobs: Blobs) -> None:
     before = AutotuningResults(tmp_path / "before", blobs, H100)
     assert before.fetch() == 0
     tuned(tmp_path / "before", "product", "algorithm 7")
@@ -54,7 +54,7 @@ def test_the_first_stored_result_stays(tmp_path: Path, blobs: Blobs) -> None:
     assert found(tmp_path / "third") == {"product.textproto": "algorithm 7"}
 
 
-def test_other_devices_compilers_and_flags_have_results_of_their_own(tmp_path: Path, blobs: Blobs) -> None:
+def test_autotuning_results_are_separate_by_device_compiler_and_flags(tmp_path: Path, blobs: Blobs) -> None:
     of_h100 = AutotuningResults(tmp_path / "h100", blobs, H100)
     tuned(tmp_path / "h100", "product", "algorithm 7")
     of_h100.publish()
@@ -87,7 +87,7 @@ def test_a_group_fetches_results_and_publishes_its_own(
     assert found(tmp_path / "cache").keys() == {"product.textproto", "other product.textproto"}
 
 
-def test_jax_tells_xla_to_keep_results_in_this_folder_of_its_cache(tmp_path: Path) -> None:
+def test_xla_autotuning_results_are_kept_in_the_compilation_cache(tmp_path: Path) -> None:
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))

@@ -82,7 +82,7 @@ def through(message: PoolMessage) -> Any:
 @pytest.mark.parametrize("kind", get_args(codec.AnyMessage), ids=lambda kind: kind.__name__)
 @settings(max_examples=10)
 @given(data=st.data())
-def test_every_message_arrives_as_it_was_sent(kind: type, data: st.DataObject) -> None:
+def test_messages_survive_a_round_trip(kind: type, data: st.DataObject) -> None:
     message = data.draw(values(kind))
     assert same(through(message), message)
 
@@ -124,14 +124,14 @@ def test_numpy_scalars_become_numbers() -> None:
         ("\ud800", ValueError, "surrogates not allowed"),
     ],
 )
-def test_what_cannot_be_encoded_is_named(value: Any, error: type[Exception], named: str) -> None:
+def test_unencodable_value_is_named(value: Any, error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         codec.encode(c.DropAdapter(value))
 
 
 @settings(max_examples=100)
 @given(st.binary(max_size=80))
-def test_garbage_is_a_value_error(body: bytes) -> None:
+def test_garbage_raises_a_value_error(body: bytes) -> None:
     try:
         codec.decode(body)
     except ValueError as error:
@@ -140,7 +140,7 @@ def test_garbage_is_a_value_error(body: bytes) -> None:
 
 @settings(max_examples=50)
 @given(st.data())
-def test_a_damaged_message_is_a_value_error_or_a_message(data: st.DataObject) -> None:
+def test_damaged_message_is_a_value_error_or_a_valid_message(data: st.DataObject) -> None:
     body = bytearray(b"".join(codec.encode(data.draw(values(c.Forward)))))
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, min(len(body) - 1, 200)))] = data.draw(st.integers(0, 255))
@@ -166,7 +166,7 @@ def test_a_damaged_message_is_a_value_error_or_a_message(data: st.DataObject) ->
         {"type": "Ping"},
     ],
 )
-def test_a_header_that_no_message_has_is_refused(header: object) -> None:
+def test_unknown_header_is_refused(header: object) -> None:
     packed = msgspec.msgpack.encode(header)
     with pytest.raises(ValueError, match="are not a message"):
         codec.decode(struct.pack("!I", len(packed)) + packed)

@@ -28,7 +28,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("kept", [0, 3, 9, -1])
-def test_an_entry_that_was_cut_short_is_deleted(tmp_path: Path, kept: int) -> None:
+def test_truncated_entry_is_deleted(tmp_path: Path, kept: int) -> None:
     cut = entry(tmp_path, "cut")
     cut.write_bytes(cut.read_bytes()[:kept])
     entry(tmp_path, "whole")
@@ -37,7 +37,7 @@ def test_an_entry_that_was_cut_short_is_deleted(tmp_path: Path, kept: int) -> No
     assert names(tmp_path) == {"whole", "other"}
 
 
-def test_only_entries_written_since_the_last_check_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_entries_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     read_bytes = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or read_bytes(path))
@@ -50,7 +50,7 @@ def test_only_entries_written_since_the_last_check_are_read(tmp_path: Path, monk
     assert read == ["jit_old-cache", "jit_new-cache"]
 
 
-def test_a_check_that_is_killed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_check_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process may end between any two deletions, and another group may delete an entry first."""
     for name in "abc":
         cut = entry(tmp_path, name)
@@ -103,7 +103,7 @@ def test_ranks_with_the_same_keys_are_found_by_a_probe(tmp_path: Path, others: l
     assert names(tmp_path) == {"probe-1", "step-1"}
 
 
-def test_groups_of_several_processes_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_groups_with_several_processes_have_separate_folders(tmp_path: Path) -> None:
     def folder(name: str, config: str, processes: int, rank: int) -> Path:
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text(config)

@@ -73,7 +73,7 @@ def test_ranks_of_one_host_take_different_gpus(config: GroupConfig, monkeypatch:
         share_of_host(begun(config, 0, 0), 1)
 
 
-def test_tpus_of_a_host_are_one_groups(config: GroupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_group_on_a_tpu_host_is_refused(config: GroupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerator", lambda: "tpu")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     with pytest.raises(UserError, match="2 base models are on one TPU host, where one process uses all chips"):
@@ -102,7 +102,7 @@ def metadata() -> Iterator[str]:
         thread.join()
 
 
-def test_a_host_of_tpus_knows_its_place_in_the_pod(tmp_path: Path, metadata: str) -> None:
+def test_tpu_host_has_its_place_in_the_pod(tmp_path: Path, metadata: str) -> None:
     (tpu, plain) = (tmp_path / "tpu", tmp_path / "plain")
     for folder in (tpu, plain):
         folder.mkdir()
@@ -115,9 +115,7 @@ def test_a_host_of_tpus_knows_its_place_in_the_pod(tmp_path: Path, metadata: str
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-async def test_a_platform_that_is_missing_is_an_error_that_names_it(
-    start_pool: StartPool, config: GroupConfig, platform: str
-) -> None:
+async def test_missing_platform_is_named(start_pool: StartPool, config: GroupConfig, platform: str) -> None:
     with pytest.raises(UserError, match=f"platform is '{platform}', and JAX finds no such device here"):
         await start_pool("Collective", config=replace(config, platform=platform))
 
@@ -132,7 +130,7 @@ class Jax:
         self.config = type("Config", (), {"jax_platforms": asked})
 
 
-def test_cpus_in_place_of_an_accelerator_are_told(
+def test_cpu_fallback_beside_an_accelerator_is_reported(
     config: GroupConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines: list[str] = []
@@ -148,14 +146,14 @@ def test_cpus_in_place_of_an_accelerator_are_told(
         check_platform(Jax("gpu"), replace(config, platform="tpu"), lines.append)
 
 
-def test_a_gpu_before_turing_is_refused_by_name(config: GroupConfig) -> None:
+def test_gpu_older_than_turing_is_refused(config: GroupConfig) -> None:
     with pytest.raises(UserError, match=r"has compute capability 7\.0: must be 7\.5 \(Turing\) or higher"):
         check_platform(Jax("gpu", capability="7.0"), config, print)
     for capability in ("7.5", "8.0", "10.0", "12.1", "gfx942"):
         check_platform(Jax("gpu", capability=capability), config, print)
 
 
-def test_a_gpu_without_float8_is_refused_by_name_when_the_cache_has_it(config: GroupConfig) -> None:
+def test_gpu_without_float8_is_refused_for_a_float8_cache(config: GroupConfig) -> None:
     small = replace(config, kv_cache="float8")
     with pytest.raises(
         UserError, match=r"kv_cache is 'float8', which needs compute capability 8\.9 .+ Tesla T4 has 8\.0"

@@ -49,7 +49,7 @@ async def linked(listener: socket.socket) -> tuple[LoopLink, WorkerLink]:
     return driver, worker
 
 
-async def test_frames_cross_both_ways(listener: socket.socket) -> None:
+async def test_frames_are_exchanged_in_both_directions(listener: socket.socket) -> None:
     driver, worker = await linked(listener)
     assert driver.rank == 1
     big = np.arange(3_000_000, dtype=np.float32)
@@ -70,7 +70,7 @@ async def test_frames_cross_both_ways(listener: socket.socket) -> None:
     worker.close()
 
 
-async def test_a_large_frame_gives_signs_of_life_while_it_is_on_its_way(listener: socket.socket) -> None:
+async def test_large_frame_reports_progress_while_it_is_sent(listener: socket.socket) -> None:
     driver, worker = await linked(listener)
     size = 32 << 20  # much more than the buffers of the connection
     for part in (size, 3 << 10):  # one large part, and many small parts
@@ -89,7 +89,7 @@ async def test_a_large_frame_gives_signs_of_life_while_it_is_on_its_way(listener
     worker.close()
 
 
-async def test_who_cannot_accept_a_connection_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_accept_is_retried(caplog: pytest.LogCaptureFixture) -> None:
     class Exhausted(socket.socket):
         left = 1
 
@@ -108,7 +108,7 @@ async def test_who_cannot_accept_a_connection_tries_again(caplog: pytest.LogCapt
     assert "Too many open files" in caplog.text
 
 
-async def test_a_worker_with_another_secret_is_refused(listener: socket.socket) -> None:
+async def test_worker_with_a_different_secret_is_refused(listener: socket.socket) -> None:
     driver, worker = await meet(listener, theirs=b"another")
     assert isinstance(worker, PermissionError)  # the worker refuses the driver's proof
     assert "lacks the secret of generation 3" in str(worker)
@@ -116,7 +116,7 @@ async def test_a_worker_with_another_secret_is_refused(listener: socket.socket) 
 
 
 @pytest.mark.parametrize(("generation", "rank"), [(2, 0), (4, 0), (3, 2)])
-async def test_another_generation_or_rank_is_refused(listener: socket.socket, generation: int, rank: int) -> None:
+async def test_different_generation_or_rank_is_refused(listener: socket.socket, generation: int, rank: int) -> None:
     driver, worker = await meet(listener, generation=generation, rank=rank)
     assert isinstance(driver, PermissionError)
     assert "not a worker of generation 3" in str(driver)
@@ -124,7 +124,7 @@ async def test_another_generation_or_rank_is_refused(listener: socket.socket, ge
     assert f"refused rank {rank} of generation {generation}" in str(worker)
 
 
-async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket.socket) -> None:
+async def test_reflected_proof_is_refused(listener: socket.socket) -> None:
     def mirror(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             sock.sendall(b"TkF1" + (3).to_bytes(4, "big") + (0).to_bytes(4, "big") + bytes(32))
@@ -139,7 +139,7 @@ async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket
     await reflected
 
 
-def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_connection_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP connects a socket to itself if its own port is the unused target port."""
 
     def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
@@ -156,7 +156,7 @@ def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch)
     socket.create_server(("127.0.0.1", port)).close()  # a driver that restarts finds its port free
 
 
-async def test_a_connection_is_not_lost_when_nobody_waits_for_it_any_more(listener: socket.socket) -> None:
+async def test_connection_survives_a_cancelled_wait(listener: socket.socket) -> None:
     waiting = asyncio.create_task(next_connection(listener))
     await asyncio.sleep(0)
     with socket.create_connection(listener.getsockname()) as client:
@@ -171,7 +171,7 @@ async def test_a_connection_is_not_lost_when_nobody_waits_for_it_any_more(listen
         sock.close()
 
 
-async def test_a_stranger_that_hangs_up_is_an_end_of_file(listener: socket.socket) -> None:
+async def test_closed_connection_is_an_end_of_file(listener: socket.socket) -> None:
     socket.create_connection(listener.getsockname()).close()
     sock = await next_connection(listener)
     with pytest.raises(EOFError):
@@ -187,7 +187,7 @@ async def test_a_stranger_that_hangs_up_is_an_end_of_file(listener: socket.socke
         (b"TkF1" + b"\x00\x00\x00\x03" + b"\xff" * 16, f"a frame of {2**64 - 1} bytes is over the limit of"),
     ],
 )
-async def test_garbage_is_a_value_error_at_both_ends(raw: bytes, named: str) -> None:
+async def test_garbage_raises_a_value_error_at_both_ends(raw: bytes, named: str) -> None:
     for end in ("driver", "worker"):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -198,36 +198,36 @@ async def test_garbage_is_a_value_error_at_both_ends(raw: bytes, named: str) -> 
                 await (LoopLink(ours, 3, 0).read() if end == "driver" else asyncio.to_thread(WorkerLink(ours, 3).read))
 
 
-async def test_a_group_starts_although_strangers_knock(
+async def test_group_starts_despite_foreign_connections(
     start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tinkerflow.backend.pool.host import places
 
     worker = places.LocalWorker
 
-    def knock_then_spawn(spec: LaunchSpec, coordinator: str, **options: Any) -> places.LocalWorker:
+    def probe_then_spawn(spec: LaunchSpec, coordinator: str, **options: Any) -> places.LocalWorker:
         with socket.create_connection((spec.host, spec.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
         return worker(spec, coordinator, **options)
 
-    monkeypatch.setattr(places, "LocalWorker", knock_then_spawn)
+    monkeypatch.setattr(places, "LocalWorker", probe_then_spawn)
     pool = await start_pool(processes=2)  # type: ignore[misc]
     assert pool.ready
     assert caplog.text.count("an unknown peer connected to worker group 1") == 2
 
 
-async def test_silent_strangers_hold_no_rank_up(
+async def test_silent_connections_do_not_delay_a_rank(
     start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tinkerflow.backend.pool.host import places
 
     worker, silent = places.LocalWorker, []
 
-    def crowd_then_spawn(spec: LaunchSpec, coordinator: str, **options: Any) -> places.LocalWorker:
+    def connect_then_spawn(spec: LaunchSpec, coordinator: str, **options: Any) -> places.LocalWorker:
         silent.extend(socket.create_connection((spec.host, spec.port)) for _ in range(4))
         return worker(spec, coordinator, **options)
 
-    monkeypatch.setattr(places, "LocalWorker", crowd_then_spawn)
+    monkeypatch.setattr(places, "LocalWorker", connect_then_spawn)
     monkeypatch.setattr("tinkerflow.backend.pool.rendezvous.HANDSHAKE_SECONDS", 3600.0)
     try:
         pool = await start_pool(processes=2)  # type: ignore[misc]

@@ -139,7 +139,7 @@ async def test_a_group_starts_when_enough_hosts_have_joined(bench: Bench, wait_u
     assert sorted(host for host, _ in logs) == ["one", "two", "two"]
 
 
-async def test_a_group_says_that_no_host_has_room_for_it(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_group_without_room_on_any_host_reports_it(bench: Bench, wait_until: WaitUntil) -> None:
     starting = asyncio.create_task(bench.start(1))
     await wait_until(lambda: bench.waits)
     bench.join("one")
@@ -166,7 +166,7 @@ async def test_a_killed_process_is_named_with_its_host(bench: Bench) -> None:
     assert len(bench.said) == 1  # the host itself stayed
 
 
-async def test_a_group_goes_on_when_a_lost_host_is_replaced(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_group_continues_after_a_lost_host_is_replaced(bench: Bench, wait_until: WaitUntil) -> None:
     bench.join("a")
     lost = bench.join("b")
     pool = await bench.start(2)
@@ -237,7 +237,7 @@ def next_driver(bench: Bench) -> Callable[[], Awaitable[None]]:
     return listen
 
 
-async def test_the_next_driver_takes_a_group_over(
+async def test_next_driver_takes_over_a_group(
     bench: Bench, drive: Any, next_driver: Any, wait_until: WaitUntil
 ) -> None:
     bench.join("a", 2)
@@ -275,7 +275,7 @@ async def test_a_group_of_jax_outlives_its_driver(bench: Bench, drive: Any, next
     assert reply.loss_sum == 7
 
 
-async def test_ranks_that_were_left_at_different_commands_are_not_kept(
+async def test_ranks_left_at_different_commands_are_not_reused(
     bench: Bench, drive: Any, next_driver: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.join("a", 2)
@@ -290,7 +290,7 @@ async def test_ranks_that_were_left_at_different_commands_are_not_kept(
     await serves(pool, 2)
 
 
-async def test_a_held_process_that_dies_slowly_costs_a_visit_and_no_host(
+async def test_slowly_dying_process_does_not_cost_its_host(
     bench: Bench, drive: Any, next_driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = bench.join("a")
@@ -311,7 +311,7 @@ async def test_a_held_process_that_dies_slowly_costs_a_visit_and_no_host(
     assert not task.done()
 
 
-def test_a_plan_is_another_one_when_the_files_are_others(
+def test_pool_digest_changes_with_the_model_files(
     tmp_path: Path, group_config: Callable[..., GroupConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def digest() -> str:
@@ -333,7 +333,7 @@ def test_a_plan_is_another_one_when_the_files_are_others(
 
 
 @pytest.mark.parametrize("why", ["a rank is missing", "another plan"])
-async def test_what_is_left_and_does_not_fit_is_ended(
+async def test_leftover_processes_that_do_not_fit_are_ended(
     bench: Bench, drive: Any, next_driver: Any, why: str, alive: Callable[[int], bool], wait_until: WaitUntil
 ) -> None:
     bench.join("a", 2)
@@ -353,7 +353,7 @@ async def test_what_is_left_and_does_not_fit_is_ended(
     assert not any(map(alive, pids))
 
 
-async def test_what_no_driver_wants_is_ended(
+async def test_processes_without_a_driver_are_ended(
     bench: Bench,
     drive: Any,
     alive: Callable[[int], bool],
@@ -367,7 +367,7 @@ async def test_what_no_driver_wants_is_ended(
     assert "ending rank 0, which had no driver for 0.2 s" in caplog.text
 
 
-async def test_a_process_that_ends_as_it_is_taken_over_is_replaced(
+async def test_process_that_ends_during_its_takeover_is_replaced(
     bench: Bench, drive: Any, next_driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.join("a")
@@ -424,7 +424,7 @@ class Cable:
         sink.close()
 
 
-async def test_a_cut_link_is_noticed_at_both_ends_and_heals(
+async def test_cut_link_is_detected_at_both_ends_and_recovers(
     bench: Bench, wait_until: WaitUntil, alive: Callable[[int], bool]
 ) -> None:
     cable = Cable(bench.hosts.port)
@@ -444,7 +444,7 @@ async def test_a_cut_link_is_noticed_at_both_ends_and_heals(
     await cable.remove()
 
 
-async def test_a_process_that_only_its_connection_lost_has_not_crashed(
+async def test_lost_connection_is_not_reported_as_a_crash(
     bench: Bench,
 ) -> None:
     bench.join("a")
@@ -455,7 +455,9 @@ async def test_a_process_that_only_its_connection_lost_has_not_crashed(
     await serves(pool, 2)
 
 
-async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCaptureFixture, wait_until: WaitUntil) -> None:
+async def test_different_secret_is_refused(
+    bench: Bench, caplog: pytest.LogCaptureFixture, wait_until: WaitUntil
+) -> None:
     with pytest.raises(errors.UserError, match=r"the group at 127.0.0.1:\d+ has another secret"):
         await bench.join("a", secret=b"some other secret")
     await wait_until(lambda: "an unknown peer connected where hosts join" in caplog.text)
@@ -475,7 +477,7 @@ async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCapture
         (SECRET, header(0, 0, [bytes(9)]) + bytes(9), "9 bytes are not a message"),
     ],
 )
-async def test_a_malformed_frame_costs_one_warning(
+async def test_malformed_frame_causes_one_warning(
     bench: Bench, caplog: pytest.LogCaptureFixture, secret: bytes, raw: bytes, error: str
 ) -> None:
     """The driver closes the connection, and allocates nothing for the length that a frame claims."""
@@ -499,7 +501,7 @@ async def test_a_malformed_frame_costs_one_warning(
     assert error in lines[0]
 
 
-async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_different_software_version_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkerflow.backend.pool.host.agent.software", lambda: "python 2.7")
     with pytest.raises(
         errors.UserError, match=r"host .+ has python 2.7, the driver has python 3.+, and both must be the same"
@@ -508,7 +510,7 @@ async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.Monke
     assert "none has joined" in bench.hosts.missing(1)
 
 
-async def test_a_driver_that_is_not_there_yet_is_waited_for(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_missing_driver_is_waited_for(bench: Bench, wait_until: WaitUntil) -> None:
     port = bench.hosts.port
     await bench.hosts.close()
     bench.join("a", port=port)
@@ -528,7 +530,7 @@ async def test_two_groups_share_the_hosts(bench: Bench, wait_until: WaitUntil) -
     await serves(second, 1)
 
 
-async def test_a_host_that_cannot_start_a_process_is_asked_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_that_cannot_start_a_process_is_retried(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 
     def spawn(*args: Any, **kwargs: Any) -> LocalWorker:
@@ -545,7 +547,7 @@ async def test_a_host_that_cannot_start_a_process_is_asked_again(bench: Bench, m
     assert "0 of 1" in bench.hosts.missing(1)
 
 
-async def test_a_start_that_waits_for_hosts_can_be_given_up(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_start_that_waits_for_hosts_can_be_cancelled(bench: Bench, wait_until: WaitUntil) -> None:
     starting = asyncio.create_task(bench.start(1))
     await wait_until(lambda: bench.waits)
     starting.cancel()
@@ -562,7 +564,7 @@ async def visit(bench: Bench, offer: Offer) -> LoopLink:
     return link
 
 
-async def test_hosts_that_cannot_reach_each_other_are_not_joined(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_hosts_that_cannot_reach_each_other_are_refused(bench: Bench, wait_until: WaitUntil) -> None:
     links = [
         await visit(bench, Offer(n, n, address, 1, software(), ()))
         for n, address in (("a", "10.0.0.9"), ("b", "127.0.0.1"))
@@ -593,7 +595,7 @@ async def test_ranks_follow_the_numbers_of_hosts_and_in_a_pod_of_tpus_its_order(
     assert await order(*in_pod) == ["w-b", "w-a", "w-c"]
 
 
-async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_rejoining_agent_is_counted_once(bench: Bench, wait_until: WaitUntil) -> None:
     offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]
     await wait_until(lambda: "(a: 1)" in bench.hosts.missing(2))
@@ -604,7 +606,7 @@ async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait
         link.close()
 
 
-async def test_a_group_that_is_taken_out_goes_on_elsewhere(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_removed_host_is_replaced_by_another(bench: Bench, wait_until: WaitUntil) -> None:
     bench.join("a")
     pool = await bench.start(1)
     other = await bench.start(1, on_demand=True)
@@ -635,7 +637,7 @@ async def test_a_group_that_is_taken_out_goes_on_elsewhere(bench: Bench, wait_un
     ("address", "found", "doubtful"),
     [("10.0.0.9", "127.0.1.1", True), ("10.0.0.9", "10.0.0.9", False), ("127.0.0.1", "127.0.1.1", False)],
 )
-def test_a_host_whose_name_leads_others_astray_says_so(
+def test_misleading_host_name_is_reported(
     monkeypatch: pytest.MonkeyPatch, address: str, found: str, doubtful: bool
 ) -> None:
     monkeypatch.setattr("socket.gethostbyname", lambda name: found)

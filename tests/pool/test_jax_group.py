@@ -70,7 +70,7 @@ async def test_a_rank_killed_during_collectives_ends_the_group_at_once(
     assert pool.generation == 2
 
 
-async def test_a_damaged_compilation_cache_is_mended(
+async def test_damaged_compilation_cache_is_repaired(
     start_pool: StartPool, config: GroupConfig, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
@@ -92,7 +92,7 @@ async def test_a_damaged_compilation_cache_is_mended(
     assert log.read_text().count("deleting the truncated entry") == len(entries)
 
 
-async def test_every_rank_of_a_second_generation_finds_what_the_first_one_compiled(
+async def test_second_generation_finds_all_compiled_programs_of_the_first(
     start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
 ) -> None:
     config = replace(group_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
@@ -135,7 +135,7 @@ async def test_a_rank_that_lacks_programs_compiles_them(
     assert await missing() == [0, 0]
 
 
-async def test_a_rank_that_is_told_to_end_leaves_time_for_what_is_on_its_devices(
+async def test_rank_that_gets_sigterm_finishes_its_commands_first(
     start_pool: StartPool, group_config: Callable[..., GroupConfig]
 ) -> None:
     """The notice arrives although the main thread waits for the devices."""
@@ -157,7 +157,7 @@ async def test_a_rank_that_is_told_to_end_leaves_time_for_what_is_on_its_devices
     assert await pool.submit(total(8)) == ForwardResult((), 28.0)
 
 
-async def test_a_kill_with_a_chunk_that_nobody_has_read_changes_no_token(
+async def test_kill_with_an_unread_chunk_changes_no_token(
     start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
 ) -> None:
     config = replace(group_config(str(make_tiny(tmp_path / "tiny"))), compile_cache_dir=str(tmp_path / "cache"))

@@ -98,7 +98,7 @@ async def test_a_forward_goes_by_micro_batch_and_lets_samples_in(start_pool: Sta
     assert "SampleStep SampleStep" not in " ".join(executed[: executed.index("OptimStep")])
 
 
-async def test_a_machine_that_is_taken_out_starts_no_group_and_stops(
+async def test_removed_machine_starts_no_group_and_stops(
     start_pool: StartPool, wait_until: Callable[..., Awaitable[None]]
 ) -> None:
     said: list[str] = []
@@ -110,7 +110,7 @@ async def test_a_machine_that_is_taken_out_starts_no_group_and_stops(
     assert not pool.ready
 
 
-async def test_a_failed_micro_batch_fails_its_forward_and_no_other(start_pool: StartPool) -> None:
+async def test_failed_micro_batch_fails_only_its_forward(start_pool: StartPool) -> None:
     pool = await start_pool("ByMicroBatch")
     with pytest.raises(UserError, match="the second one is wrong"):
         await pool.submit(of_four("ppo"), generation=1)
@@ -122,7 +122,7 @@ async def test_a_failed_micro_batch_fails_its_forward_and_no_other(start_pool: S
     assert pool.generation == 2
 
 
-async def test_a_caller_that_gives_up_leaves_the_forward_running(start_pool: StartPool) -> None:
+async def test_cancelled_caller_leaves_the_forward_running(start_pool: StartPool) -> None:
     lines: list[str] = []
     pool = await start_pool("ByMicroBatch", on_progress=lines.append)
     forward = asyncio.create_task(pool.submit(of_four(), generation=pool.generation))
@@ -138,7 +138,7 @@ def together(pool: Pool, *commands: Command) -> list[asyncio.Task[Reply]]:
     return [asyncio.create_task(pool.submit(command)) for command in commands]
 
 
-async def test_a_command_is_begun_while_the_one_before_it_is_computed(start_pool: StartPool) -> None:
+async def test_command_starts_while_the_previous_one_is_computed(start_pool: StartPool) -> None:
     pool = await start_pool("Ahead", processes=2)
     replies = await asyncio.gather(*together(pool, step(), step(), Ping()))
     assert replies[0] in (OptimResult(2.0, 1), OptimResult(3.0, 1))
@@ -146,7 +146,7 @@ async def test_a_command_is_begun_while_the_one_before_it_is_computed(start_pool
     assert await pool.submit(Ping()) == Done()  # without an earlier command
 
 
-async def test_what_fails_in_the_end_fails_alone_when_it_is_the_users_fault(start_pool: StartPool) -> None:
+async def test_late_user_error_fails_only_its_command(start_pool: StartPool) -> None:
     pool = await start_pool("Ahead", processes=2)
     first, second = together(pool, step(1), step())
     with pytest.raises(UserError, match="the norm is not finite"):
@@ -155,7 +155,7 @@ async def test_what_fails_in_the_end_fails_alone_when_it_is_the_users_fault(star
     assert pool.generation == 1
 
 
-async def test_what_fails_on_the_devices_ends_the_group(start_pool: StartPool) -> None:
+async def test_late_device_error_ends_the_group(start_pool: StartPool) -> None:
     pool = await start_pool("Ahead", processes=2)
     first, second = together(pool, step(2), step())
     with pytest.raises(SuspectError, match="OptimStep failed on the devices"):
@@ -167,7 +167,7 @@ async def test_what_fails_on_the_devices_ends_the_group(start_pool: StartPool) -
 
 
 @both
-async def test_a_command_for_which_there_is_no_memory_is_blamed_and_not_the_one_before_it(
+async def test_command_that_exceeds_memory_is_blamed_instead_of_the_one_before(
     start_pool: StartPool, processes: int
 ) -> None:
     pool = await start_pool("Ahead", processes=processes)
@@ -189,7 +189,7 @@ async def test_a_forward_is_blamed_for_the_part_that_ended_the_group(start_pool:
         await pool.submit(of_four(), generation=pool.generation)
 
 
-async def test_nobody_is_blamed_for_what_a_rank_did_when_it_was_done_with_all_it_had(start_pool: StartPool) -> None:
+async def test_rank_that_dies_after_its_commands_suspects_none_of_them(start_pool: StartPool) -> None:
     pool = await start_pool("Bystander", processes=2)
     with pytest.raises(SuspectError):
         await pool.submit(order("die"))
@@ -198,7 +198,7 @@ async def test_nobody_is_blamed_for_what_a_rank_did_when_it_was_done_with_all_it
         assert not isinstance(await failure_of(task), SuspectError)
 
 
-async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to_it(
+async def test_last_message_of_a_rank_is_read_although_sending_fails(
     start_pool: StartPool, alive: Callable[[int], bool]
 ) -> None:
     pool = await start_pool()
@@ -279,7 +279,7 @@ async def test_progress_and_the_description_of_the_group_reach_the_driver(
     await wait_until(lambda: "compiling a step" in lines)
 
 
-async def test_a_broken_progress_printer_hurts_nobody(start_pool: StartPool) -> None:
+async def test_broken_progress_printer_is_harmless(start_pool: StartPool) -> None:
     def broken(text: str) -> None:
         raise BrokenPipeError(text)
 
@@ -361,7 +361,7 @@ async def test_out_of_memory_ends_the_group_unless_all_ranks_report_it(start_poo
     await serves_again(pool, 3)
 
 
-async def test_a_rank_that_is_busy_with_an_earlier_command_has_time_to_agree(start_pool: StartPool) -> None:
+async def test_busy_rank_has_time_to_agree(start_pool: StartPool) -> None:
     pool = await start_pool("Lagging", processes=2, agreement_seconds=0.8)
     generation = await pool.serving()
     slow, full = together(pool, step(), order("full"))
@@ -388,9 +388,7 @@ async def _next_generation(pool: Pool, before: int) -> int:
     return generation
 
 
-async def test_an_error_that_ends_the_group_names_the_rank_and_the_cause(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_group_error_names_the_rank_and_the_cause(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Restarts, "pause", lambda restarts, *, steady: 0.0)
     pool = await start_pool(processes=2)
     differ = "rank 1 and rank 0 differ on whether DropAdapter succeeded"
@@ -413,7 +411,7 @@ async def test_an_error_that_ends_the_group_names_the_rank_and_the_cause(
         await serves_again(pool, generation + 1)
 
 
-async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, tmp_path: Path) -> None:
+async def test_hanging_command_misses_its_deadline(start_pool: StartPool, tmp_path: Path) -> None:
     pool = await start_pool(processes=2)
     hanging = asyncio.create_task(pool.submit(order("hang:1"), deadline=1.0))
     behind = asyncio.create_task(pool.submit(Ping()))
@@ -426,7 +424,7 @@ async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, t
     await serves_again(pool)
 
 
-async def test_what_ends_a_group_while_a_late_command_is_waited_for_is_named(
+async def test_error_names_the_cause_when_a_late_commands_group_ends(
     start_pool: StartPool, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     pool = await start_pool(processes=2, stack_seconds=30.0)
@@ -439,14 +437,14 @@ async def test_what_ends_a_group_while_a_late_command_is_waited_for_is_named(
     await serves_again(pool)
 
 
-async def test_a_deadline_counts_from_when_the_commands_before_were_answered(start_pool: StartPool) -> None:
+async def test_deadline_starts_when_the_earlier_commands_were_answered(start_pool: StartPool) -> None:
     pool = await start_pool(command_deadline=5.0)
     tasks = [asyncio.create_task(pool.submit(sleep(0.35))) for _ in range(17)]  # one micro-batch, and one more
     assert await asyncio.gather(*tasks) == [Done()] * 17
     assert pool.generation == 1
 
 
-async def test_an_answer_that_was_there_before_the_deadline_was_noticed_is_in_time(start_pool: StartPool) -> None:
+async def test_answer_received_before_the_deadline_check_is_in_time(start_pool: StartPool) -> None:
     pool = await start_pool()
     late = asyncio.create_task(pool.submit(Ping(), deadline=0.2))
     behind = asyncio.create_task(pool.submit(sleep(1.5)))
@@ -458,9 +456,7 @@ async def test_an_answer_that_was_there_before_the_deadline_was_noticed_is_in_ti
     assert pool.generation == 1
 
 
-async def test_a_stopped_rank_is_noticed_while_nothing_is_asked_of_it(
-    start_pool: StartPool, wait_until: WaitUntil
-) -> None:
+async def test_stopped_rank_is_detected_without_commands(start_pool: StartPool, wait_until: WaitUntil) -> None:
     pool = await start_pool(processes=2, heartbeat_timeout=3.0)
     await pool.submit(sleep(3.5))  # a busy rank is not suspected
     assert pool.generation == 1
@@ -474,7 +470,7 @@ async def test_a_stopped_rank_is_noticed_while_nothing_is_asked_of_it(
 
 
 # ------------------------------------------------------------------ losses
-async def test_the_next_generation_waits_for_whoever_reads_losses(start_pool: StartPool, wait_until: WaitUntil) -> None:
+async def test_next_generation_waits_for_readers_of_losses(start_pool: StartPool, wait_until: WaitUntil) -> None:
     lines: list[str] = []
     pool = await start_pool(on_progress=lines.append)
     seen: list[GroupLost] = []
@@ -519,9 +515,7 @@ async def test_waiting_commands_keep_their_order(start_pool: StartPool) -> None:
 
 
 # ------------------------------------------------------------------ starts that fail
-async def test_a_refused_configuration_is_the_users_error(
-    start_pool: StartPool, workers: Callable[[], list[int]]
-) -> None:
+async def test_refused_configuration_is_a_user_error(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
     with pytest.raises(errors.UserError, match=r"model_path 'none': there is no config.json in it"):
         await start_pool("Refusing", processes=2)
     assert not workers()
@@ -539,7 +533,7 @@ async def test_a_broken_executor_is_tried_three_times(start_pool: StartPool, wor
     assert not workers()
 
 
-async def test_a_start_that_cannot_even_begin_is_tried_again(
+async def test_failed_launch_is_retried(
     start_pool: StartPool,
     tmp_path: Path,
     group_config: Callable[..., GroupConfig],
@@ -576,7 +570,7 @@ async def test_a_pool_on_demand_has_a_group_between_begin_and_release(
         assert not pool.draining and not workers()
 
 
-async def test_a_pool_on_demand_rests_when_its_group_cannot_be_started(
+async def test_on_demand_pool_rests_after_a_failed_start(
     start_pool: StartPool, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Restarts, "pause", lambda restarts, *, steady: 0.0 if steady else 1000.0)
@@ -609,7 +603,7 @@ async def test_a_cancelled_start_leaves_no_process(
     assert not workers()
 
 
-async def test_a_group_that_is_told_to_end_while_it_starts_is_started_again(
+async def test_group_that_gets_sigterm_while_starting_is_started_again(
     start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
 ) -> None:
     async with asyncio.timeout(30):
@@ -626,7 +620,7 @@ async def test_starts_are_repeated_until_one_succeeds(
     await serves_again(pool, generation=4)
 
 
-async def test_commands_do_not_wait_for_ever(
+async def test_commands_waiting_for_a_group_time_out(
     start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig], wait_until: WaitUntil
 ) -> None:
     pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")), start_deadline=15.0)
@@ -638,7 +632,7 @@ async def test_commands_do_not_wait_for_ever(
         await pool.submit(Ping())
 
 
-async def test_a_machine_without_room_for_a_process_is_tried_again(
+async def test_machine_without_room_for_a_process_is_retried(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, workers: Callable[[], list[int]], wait_until: WaitUntil
 ) -> None:
     pool = await start_pool(processes=2)

@@ -85,7 +85,7 @@ async def wait_for(reply: asyncio.Future[Reply]) -> Reply:
     return await reply
 
 
-async def test_an_adapters_commands_keep_their_order_and_two_are_there() -> None:
+async def test_commands_of_an_adapter_keep_their_order_and_two_are_sent() -> None:
     devices = Devices()
     for number in range(4):
         devices.submit(f"f{number}", forward())
@@ -115,7 +115,7 @@ async def test_the_small_commands_of_a_step_stay_together() -> None:
     assert await devices.run() == ["x0", "x1", "a0", "a0o", "b0", "b0o", "a1", "a1o", "b1", "b1o", "x2"]
 
 
-async def test_what_is_small_goes_together() -> None:
+async def test_small_commands_are_sent_together() -> None:
     devices = Devices()
     for number in range(6):
         devices.submit(f"t{number}", forward(f"model {number}", tokens=MICROBATCH // 4))
@@ -128,7 +128,7 @@ async def test_what_is_small_goes_together() -> None:
     st.lists(st.floats(1 / 16, 1), min_size=1, max_size=30),
     st.integers(1, 200),
 )
-def test_projects_get_equal_shares_whatever_the_number_of_their_adapters(
+def test_projects_get_equal_shares_with_any_number_of_adapters(
     adapters: dict[str, int], sizes: list[float], sent: int
 ) -> None:
     """Every adapter always has commands. So do the adapters of one project among themselves."""
@@ -187,7 +187,7 @@ def queued(owner: str, adapter: str, size: float) -> QueuedCommand:
     return QueuedCommand(owner, adapter, size, False, asyncio.Future, None)  # type: ignore[arg-type]
 
 
-def test_new_adapters_do_not_renew_the_share_of_their_project() -> None:
+def test_new_adapters_do_not_increase_the_share_of_their_project() -> None:
     queue, sent = TrainingQueue(), list[str]()
     for number in range(20):
         queue.push(queued("steady", "steady", 1.0))
@@ -198,7 +198,7 @@ def test_new_adapters_do_not_renew_the_share_of_their_project() -> None:
     assert len(queue) == 0
 
 
-async def test_debts_end_when_the_group_is_idle() -> None:
+async def test_fairness_debts_end_when_the_group_is_idle() -> None:
     devices = Devices()
     for number in range(20):
         devices.submit("away", forward(f"adapter {number}"), owner="away")
@@ -242,7 +242,7 @@ async def test_a_sample_waits_for_one_micro_batch_between_two_of_its_steps() -> 
     assert await devices.run() == ["T", "S", "T"]
 
 
-async def test_it_is_idle_without_training_and_without_steps() -> None:
+async def test_scheduler_is_idle_without_training_and_steps() -> None:
     devices, found = Devices(), []
     for name, command in (("T", forward()), ("S", SampleStep())):
         found.append(devices.scheduler.idle)
@@ -252,7 +252,7 @@ async def test_it_is_idle_without_training_and_without_steps() -> None:
     assert [*found, devices.scheduler.idle] == [True, False, True, False, True]
 
 
-async def test_nobody_waits_for_who_is_not_there() -> None:
+async def test_scheduler_does_not_wait_for_absent_work() -> None:
     devices = Devices(chunks=0.25)
     sampling = asyncio.create_task(devices.sample(3))
     for _ in range(3):
@@ -265,7 +265,7 @@ async def test_nobody_waits_for_who_is_not_there() -> None:
     assert await devices.run() == ["load", "T", "load"]
 
 
-async def test_training_goes_on_when_a_step_that_was_to_come_does_not() -> None:
+async def test_training_continues_if_the_next_sample_step_does_not_come() -> None:
     devices = Devices()
     devices.scheduler.step_seconds = 0.01
     devices.submit("S", SampleStep(), SampleProgress((), active=1, waiting=0))
@@ -281,7 +281,7 @@ async def test_training_goes_on_when_a_step_that_was_to_come_does_not() -> None:
     assert await running == Done()
 
 
-async def test_what_a_caller_gives_up_goes_its_way() -> None:
+async def test_cancelled_command_is_still_sent() -> None:
     devices = Devices()
     replies = [devices.submit(f"f{number}", forward()) for number in range(4)]
     replies[0].cancel()
@@ -290,7 +290,7 @@ async def test_what_a_caller_gives_up_goes_its_way() -> None:
     assert [reply.cancelled() for reply in replies] == [True, False, True, False]
 
 
-async def test_what_cannot_be_sent_holds_up_nobody() -> None:
+async def test_unsendable_commands_do_not_block_others() -> None:
     devices = Devices()
 
     def no_group() -> asyncio.Future[Reply]:
@@ -306,7 +306,7 @@ async def test_what_cannot_be_sent_holds_up_nobody() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 3)), max_size=40), st.integers())
-def test_an_adapters_commands_are_sent_as_they_were_submitted(commands: list[tuple[str, int, int]], seed: int) -> None:
+def test_commands_of_an_adapter_are_sent_in_submission_order(commands: list[tuple[str, int, int]], seed: int) -> None:
     """The order holds for all arrival times and all orders of answers."""
     chance = random.Random(seed)
 
@@ -357,7 +357,7 @@ def test_a_forward_has_a_part_for_each_micro_batch(
     assert others == [NextMicroBatch("a")] * (count - 1)
 
 
-def test_a_custom_loss_has_parts_of_its_own_between_the_passes() -> None:
+def test_custom_loss_has_its_own_parts_between_the_passes() -> None:
     seconds = (0.3 * STEP_SECONDS, 2.5 * STEP_SECONDS)
     command = forward().copy_with(examples=2 * forward().examples, loss="custom", loss_seconds=seconds)
     first, *others = in_parts(command, MICROBATCH, 1)

@@ -89,7 +89,7 @@ def test_a_sample_has_a_span_from_joining_to_leaving(exporter: InMemorySpanExpor
     assert step(cancel=("b",)) == ["decode a", "decode b"]
 
 
-def test_what_a_command_raises_is_in_its_span(exporter: InMemorySpanExporter) -> None:
+def test_span_of_a_command_records_its_exception(exporter: InMemorySpanExporter) -> None:
     def fail(command: object) -> Any:
         raise UserError("rank is 0")
 

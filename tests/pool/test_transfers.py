@@ -70,7 +70,7 @@ async def restore(pool: Pool, store: Store, adapter: str) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 8])
-async def test_a_restart_sends_names_to_each_process_and_no_state(
+async def test_restart_sends_names_instead_of_state(
     keepers: Callable[..., Awaitable[Pool]], store: Store, processes: int
 ) -> None:
     pool = await keepers(processes)
@@ -90,7 +90,7 @@ async def test_a_restart_sends_names_to_each_process_and_no_state(
     assert for_each < 8 * 1024  # mostly digests of the files; a part of a state has 64 or 128 KiB
 
 
-async def test_a_process_that_fails_fails_the_transfer_and_not_the_group(
+async def test_failed_process_fails_the_transfer_but_not_the_group(
     keepers: Callable[..., Awaitable[Pool]], store: Store, tmp_path: Path
 ) -> None:
     pool = await keepers(2)
@@ -111,11 +111,11 @@ async def test_a_process_that_fails_fails_the_transfer_and_not_the_group(
     await pool.submit(Ping())
 
 
-async def test_a_process_that_sees_another_store_is_sent_states(keepers: Callable[..., Awaitable[Pool]]) -> None:
+async def test_process_with_a_different_store_gets_states(keepers: Callable[..., Awaitable[Pool]]) -> None:
     assert not (await keepers(2, mark="store-of-another-host")).reaches_store
 
 
-async def test_after_a_process_could_not_reach_the_store_states_go_through_the_driver_for_a_while(
+async def test_states_go_through_the_driver_for_a_while_after_a_failed_store(
     keepers: Callable[..., Awaitable[Pool]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "DETOUR_SECONDS", 1.0)
@@ -131,7 +131,7 @@ async def test_after_a_process_could_not_reach_the_store_states_go_through_the_d
     await save(pool, store, "a")
 
 
-def test_a_store_that_does_not_answer_prevents_no_start(
+def test_unresponsive_store_prevents_no_start(
     group_config: Callable[..., GroupConfig], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, mark = threading.Event(), store.mark()

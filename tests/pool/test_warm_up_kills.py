@@ -37,7 +37,7 @@ async def status(pool: Pool) -> CompileStatus:
 
 
 @pytest.mark.thorough
-async def test_kills_during_the_warm_up_end_well(
+async def test_kills_during_the_warm_up_do_not_break_the_group(
     start_pool: Callable[..., Coroutine[Any, Any, Pool]], tmp_path: Path
 ) -> None:
     """Each generation reuses the programs that both ranks have. WARM_UP_KILLS sets the number of kills."""

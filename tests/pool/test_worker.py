@@ -41,7 +41,7 @@ async def start_driver(executor: str, processes: int) -> asyncio.subprocess.Proc
     )
 
 
-async def test_workers_end_when_their_driver_is_killed(alive: Callable[[int], bool], wait_until: WaitUntil) -> None:
+async def test_workers_end_with_their_killed_driver(alive: Callable[[int], bool], wait_until: WaitUntil) -> None:
     driver = await start_driver("Echo", 2)
     assert driver.stdout
     pids = [int(word) for word in (await driver.stdout.readline()).split()]
@@ -90,7 +90,7 @@ async def next_message(link: LoopLink) -> object:
         return codec.decode((await link.read()).body)
 
 
-async def test_a_worker_ends_when_its_connection_does(
+async def test_worker_ends_with_its_connection(
     config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
@@ -105,7 +105,7 @@ async def test_a_worker_ends_when_its_connection_does(
     )
 
 
-async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
+async def test_worker_reports_commands_received_from_all_earlier_drivers(
     config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
@@ -133,7 +133,7 @@ async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
         assert (await worker.ended()).how == "ended with exit status 0"
 
 
-async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_the_next_one_has_it(
+async def test_device_error_under_one_driver_ends_the_worker_before_the_next_driver(
     config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
@@ -159,7 +159,7 @@ async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_t
         second.close()
 
 
-async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
+async def test_worker_answers_heartbeats_while_its_main_thread_is_busy(
     config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
@@ -172,7 +172,7 @@ async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
     assert (await process.ended()).how == "ended with exit status 0"
 
 
-async def test_the_secret_is_in_no_argument_and_no_environment(
+async def test_secret_is_in_neither_arguments_nor_environment(
     config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
@@ -211,14 +211,14 @@ print(work())
 """
 
 
-def test_a_worker_keeps_memory_that_was_freed() -> None:
+def test_worker_reuses_freed_memory() -> None:
     again = subprocess.run(
         [sys.executable, "-c", FAULTS], env=worker_environment(os.environ), capture_output=True, text=True, check=True
     )
     assert int(again.stdout) < 50, "of 36,864 small pages, or 72 huge ones"
 
 
-def test_a_workers_environment_asks_for_huge_pages_and_keeps_what_is_set():
+def test_worker_environment_asks_for_huge_pages_and_keeps_variables_that_are_set():
     plain = worker_environment({"HOME": "/h"})
     tunables = plain["GLIBC_TUNABLES"].split(":")
     assert "glibc.malloc.hugetlb=1" in tunables and plain["PYTHONPATH"] == str(ROOT / ".package")

@@ -37,7 +37,7 @@ def test_a_path_with_colons() -> None:
         "TINKER://run/weights/x",
     ],
 )
-def test_what_is_no_path_is_refused(text: str) -> None:
+def test_invalid_checkpoint_paths_are_refused(text: str) -> None:
     with pytest.raises(UserError):
         CheckpointPath.parse(text)
 

@@ -38,7 +38,7 @@ def noise(width: int, height: int, channels: int = 3) -> Image.Image:
 
 @given(st.integers(1, 6000), st.integers(1, 6000))
 @settings(max_examples=60, deadline=None)
-def test_sizes_are_those_of_transformers(width: int, height: int) -> None:
+def test_image_sizes_equal_transformers(width: int, height: int) -> None:
     try:
         wanted = theirs().smart_resize(height, width, QWEN.side, QWEN.least, QWEN.most)[::-1]
     except ValueError:
@@ -52,7 +52,7 @@ def test_sizes_are_those_of_transformers(width: int, height: int) -> None:
 
 @pytest.mark.parametrize(("kind", "channels"), [("png", 1), ("png", 3), ("png", 4), ("jpeg", 3)])
 @pytest.mark.parametrize("size", [(16, 16), (9, 7), (100, 33)])
-def test_pixels_are_those_of_transformers(kind: str, channels: int, size: tuple[int, int]) -> None:
+def test_image_pixels_equal_transformers(kind: str, channels: int, size: tuple[int, int]) -> None:
     data = file_of(noise(*size, channels), kind)
     found = TINY.read(data, kind, "image")
     plain = theirs().Qwen2VLImageProcessorPil(
@@ -83,7 +83,7 @@ def test_a_turned_photo_is_read_upright() -> None:
         (file_of(Image.new("L", (1, 201))), "png", None, "the longer side must be at most 200 times the other"),
     ],
 )
-def test_what_is_wrong_with_an_image_is_named(data: bytes, kind: str, expected: int | None, text: str) -> None:
+def test_image_errors_name_the_defect(data: bytes, kind: str, expected: int | None, text: str) -> None:
     with pytest.raises(UserError) as caught:
         TINY.read(data, kind, "image", expected)
     assert text in caught.value.message

@@ -159,7 +159,7 @@ def walk(tokenizer: Any, matcher: Any, chance: random.Random, most: int = 120) -
 
 @pytest.mark.filterwarnings("ignore:Possible")  # Python's re on classes with brackets
 @pytest.mark.parametrize("schema", ACCEPTED, ids=lambda schema: json.dumps(schema)[:70])
-def test_each_answer_validates_or_the_schema_is_refused(tokenizer: Any, schema: Any) -> None:
+def test_generated_answers_validate_or_the_schema_is_refused(tokenizer: Any, schema: Any) -> None:
     def sweep() -> None:
         first, chance = start(tokenizer, schema), random.Random(0)
         assert not first.is_error(), first.get_error()

@@ -30,7 +30,7 @@ def steps(*norms: float) -> UsualSteps:
     return usual
 
 
-def test_a_step_is_unusual_after_ten_others() -> None:
+def test_step_is_compared_after_ten_others() -> None:
     usual = steps(100.0, *[1.0] * 8)
     assert not usual.unusual(1e9, 1e9)
     assert usual.unusual(math.nan, 1.0) == "the gradient norm is nan" and not usual.unusual(1.0, math.nan)
@@ -40,7 +40,7 @@ def test_a_step_is_unusual_after_ten_others() -> None:
     assert usual.unusual(1.0, 2.4) == "the loss is 2.4, and the median of the steps before is 1"
 
 
-def test_the_range_follows_the_spread_the_trend_and_a_lasting_change_of_a_run() -> None:
+def test_range_follows_the_spread_and_the_trend_of_a_run() -> None:
     draw = Random(1)
     assert not steps(*(math.exp(draw.gauss(0, 0.8)) for _ in range(50))).unusual(15.0, 1.0), "it varies that much"
     assert steps(*(math.exp(draw.gauss(0, 0.1)) for _ in range(50))).unusual(15.0, 1.0)
@@ -121,9 +121,7 @@ def usual_rows(count: int = 30) -> list[BlamedRow]:
         ({"grad_norm": None, "surprise": None}, "not finite"),
     ],
 )
-def test_a_row_that_is_unlike_the_others_comes_first_with_its_reason(
-    changes: dict[str, object], explanation: str
-) -> None:
+def test_outlier_row_comes_first_with_its_reason(changes: dict[str, object], explanation: str) -> None:
     rows = usual_rows()
     assert [row.explanation for row in ranked(rows)] == [""] * len(rows)
     assert [row.number for row in ranked(rows)] == [
@@ -143,7 +141,7 @@ def test_rows_to_leave_out() -> None:
     assert replace(row, reason="tokens").spoilers == (1, 4, 6)
 
 
-def test_few_rows_are_compared_as_well() -> None:
+def test_few_rows_are_also_compared() -> None:
     assert ranked([BlamedRow(0, 10, 1.0, 3.0)])[0].reason == ""
     (first, second) = ranked([BlamedRow(0, 10, 1.0, 3.0, weight=1.0), BlamedRow(1, 10, 1.0, 60.0, weight=20.0)])
     assert (first.number, first.reason, second.reason) == (1, "weight", "")
@@ -158,7 +156,7 @@ def test_the_cells_of_a_row() -> None:
     assert markdown_table([BlamedRow(0, 10, 20.0, 3.0)])[2] == "| 0 | 10 | 2 | 3 |  |  |  |"
 
 
-def test_the_figures_of_the_tokens_of_a_row_are_of_those_with_a_weight() -> None:
+def test_token_figures_of_a_row_count_weighted_tokens_only() -> None:
     targets, logprobs = [5, 6, 7, 8], [-1.0, -9.0, -3.0, -2.0]
     assert least_likely(targets, logprobs, None, 2) == ((1, 6, -9.0), (2, 7, -3.0))
     assert least_likely(targets, logprobs, [1.0, 0.0, 1.0, 1.0], 2) == ((2, 7, -3.0), (3, 8, -2.0))

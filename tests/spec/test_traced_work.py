@@ -65,20 +65,20 @@ REFUSED: dict[str, tuple[list[Op], tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_too_much_work_is_refused_by_name(name):
+def test_excessive_work_is_refused(name):
     ops, lengths, error = REFUSED[name]
     with pytest.raises(UserError, match=error):
         loss_seconds(loss_of(ops), examples(*lengths))
 
 
-def test_a_loss_that_is_too_much_for_one_token_is_refused_when_it_is_made():
+def test_loss_too_expensive_for_one_token_is_refused_when_created():
     with pytest.raises(UserError, match=r"an example of one token: .* must be at most 10 s"):
         check_loss(loss_of([*SQUARE, ("matmul", ["$", "$"])]))
     check_loss(loss_of([("reshape", ["$", 7])]))  # does not fit one token
     check_loss(loss_of([*OUTER, ("matmul", ["$", "$"])]))
 
 
-def test_usual_losses_are_far_below_the_limits():
+def test_common_losses_are_far_below_the_limits():
     surrogate = [("exp", ["$"]), ("clamp", ["$", 0.8, 1.2]), ("mul", ["$", {"ref": "logprobs"}])] * 20
     assert sum(loss_seconds(loss_of(surrogate), examples(*[32768] * 8))) < 1
     pairwise = loss_seconds(loss_of([*OUTER, *[("exp", ["$"])] * 8]), examples(4096))
@@ -92,7 +92,7 @@ def test_the_first_example_of_a_shape_pays_for_its_program():
     assert other == pytest.approx(first, rel=1e-3)
 
 
-def test_steps_compute_every_example_once_and_none_is_long():
+def test_loss_steps_cover_every_example_once_and_are_short():
     seconds = (0.1, 0.2, 3.2 * STEP_SECONDS, 0.05, *[0.12] * 20)
     command = Forward("a", (), "custom", loss_seconds=seconds)
     steps = [examples_of_step(command, step) for step in range(loss_steps(command))]

@@ -36,7 +36,7 @@ def test_create_never_replaces(blobs: Blobs) -> None:
     assert blobs.read("a/x") == b"one"
 
 
-def test_replace_only_what_was_seen(blobs: Blobs) -> None:
+def test_replace_and_remove_require_the_current_content(blobs: Blobs) -> None:
     assert not blobs.replace("a/x", b"", b"new")
     blobs.create("a/x", b"one")
     assert blobs.replace("a/x", b"one", b"two!")
@@ -47,7 +47,7 @@ def test_replace_only_what_was_seen(blobs: Blobs) -> None:
     assert not blobs.remove("a/x", b"two!")
 
 
-def test_of_8_who_replace_the_same_exactly_one_succeeds(url: str) -> None:
+def test_one_of_8_concurrent_replaces_succeeds(url: str) -> None:
     open_blobs(url).create("a/x", b"old")
     barrier = threading.Barrier(8)
 
@@ -71,7 +71,7 @@ def test_when_something_was_written(blobs: Blobs) -> None:
     assert before <= written <= datetime.now(UTC) + timedelta(seconds=1)
 
 
-def test_what_is_missing(blobs: Blobs) -> None:
+def test_missing_blobs_raise_not_found_or_are_ignored(blobs: Blobs) -> None:
     for read in (blobs.read, blobs.size):
         with pytest.raises(FileNotFoundError):
             read("a/x")
@@ -102,7 +102,7 @@ def test_children(blobs: Blobs) -> None:
     assert blobs.children("a/3") == []
 
 
-def test_of_16_creators_exactly_one_succeeds(blobs: Blobs) -> None:
+def test_one_of_16_concurrent_creates_succeeds(blobs: Blobs) -> None:
     for attempt in range(5):
         barrier = threading.Barrier(16)
 
@@ -120,7 +120,7 @@ def test_of_16_creators_exactly_one_succeeds(blobs: Blobs) -> None:
         assert blobs.read(f"a/{attempt}") == f"{made.index(True)}".encode()
 
 
-def test_local_drafts_are_not_seen_and_not_kept(tmp_path: Path) -> None:
+def test_local_drafts_are_hidden_and_failed_creates_leave_none(tmp_path: Path) -> None:
     blobs = LocalBlobs(tmp_path)
     blobs.create("a/x", b"one")
     (tmp_path / "a" / ".y.draft").write_bytes(b"half")
@@ -142,7 +142,7 @@ class LossyFileSystem(MemoryFileSystem):
         super().pipe_file(path, value, mode=mode)
 
 
-def test_a_retry_that_meets_our_own_bytes_is_a_success() -> None:
+def test_retried_create_with_equal_bytes_succeeds() -> None:
     blobs = ObjectBlobs(LossyFileSystem(), "bucket/", guard=nullcontext)
     blobs.create("a/x", b"nonce 1")
     assert blobs.read("a/x") == b"nonce 1"

@@ -135,7 +135,7 @@ def test_a_full_disk_is_a_store_error_and_leaves_no_files(
     assert [file for attempt in blobs.children(folder) for file in blobs.children(f"{folder}/{attempt}")] == []
 
 
-def test_a_lost_answer_to_the_commit_keeps_what_was_committed(
+def test_lost_answer_to_a_commit_keeps_the_committed_checkpoint(
     url: str, store: Store, meta: CheckpointMeta, make_state: Make, same: Same
 ) -> None:
     lost = failing_store(url, WRITES, OSError("connection reset"), after=True, recovers=True)
@@ -148,7 +148,7 @@ def test_a_lost_answer_to_the_commit_keeps_what_was_committed(
         store.save(RUN, "weights", "x", make_state(1), dataclasses.replace(meta, request_id="req-2"))
 
 
-def test_a_store_that_stays_away_is_reported_with_its_first_failure(
+def test_long_store_outage_is_reported_with_its_first_failure(
     url: str, meta: CheckpointMeta, make_state: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(StoreError, match=r"cannot save .*unreachable"):

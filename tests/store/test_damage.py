@@ -34,7 +34,7 @@ def put(store: Store, key: str, data: bytes) -> Blobs:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "foreign", "missing"])
-def test_a_damaged_file_is_refused_by_name(
+def test_damaged_file_is_refused_with_its_name(
     store: Store, meta: CheckpointMeta, make_state: Make, file: str, damage: str
 ) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
@@ -60,7 +60,7 @@ def test_a_damaged_file_is_refused_by_name(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "longer"])
-def test_no_part_of_a_file_is_given_that_touches_damage(
+def test_damaged_byte_ranges_are_not_returned(
     store: Store, meta: CheckpointMeta, make_state: Make, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (checkpoint, commit):
@@ -82,9 +82,7 @@ def test_no_part_of_a_file_is_given_that_touches_damage(
         assert store.read_range(saved, file, 48, 16) == data[48:64]
 
 
-def test_a_commit_that_vouches_for_too_few_blocks_is_damaged(
-    store: Store, meta: CheckpointMeta, make_state: Make
-) -> None:
+def test_commit_with_too_few_block_hashes_is_damaged(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     digest = {"size": 5 * 2**20, "sha256": "0" * 64, "blocks": ["0" * 64]}
     _recommit(store, lambda c: c | {"files": c["files"] | {"optimizer.safetensors": digest}})
@@ -92,7 +90,7 @@ def test_a_commit_that_vouches_for_too_few_blocks_is_damaged(
         store.load(saved.path)
 
 
-def test_a_damaged_recovery_snapshot_is_refused_too(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+def test_damaged_recovery_snapshot_is_also_refused(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     saved = store.save(RUN, RECOVERY, "seq-3", make_state(1), meta)
     assert store.upkeep.paths() == [saved.path]
     key = f"runs/{RUN}/recovery/seq-3/{saved.attempt}/optimizer.safetensors"
@@ -102,7 +100,7 @@ def test_a_damaged_recovery_snapshot_is_refused_too(store: Store, meta: Checkpoi
     assert len(store.upkeep.problems(saved.path)) == 1
 
 
-def test_all_that_is_wrong_is_told(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+def test_verification_lists_every_problem(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     for file in FILES[:2]:
         put(store, f"{FOLDER}/{saved.attempt}/{file}", b"")
@@ -116,7 +114,7 @@ def test_all_that_is_wrong_is_told(store: Store, meta: CheckpointMeta, make_stat
     ]
 
 
-def test_what_is_not_committed_has_no_problems(store: Store) -> None:
+def test_uncommitted_checkpoint_has_no_problems(store: Store) -> None:
     put(store, f"{FOLDER}/attempt-1/adapter_config.json", b"half")
     assert store.upkeep.problems(f"tinker://{RUN}/weights/x") == []
     assert store.upkeep.problems(f"tinker://{RUN}/weights/never") == []
@@ -155,7 +153,7 @@ def test_a_damaged_commit_is_refused(store: Store, meta: CheckpointMeta, make_st
         (lambda c: {k: v for k, v in c.items() if k != "step"}, "damaged"),
     ],
 )
-def test_a_commit_that_is_not_ours_is_refused(
+def test_foreign_commit_is_refused(
     store: Store,
     meta: CheckpointMeta,
     make_state: Make,
@@ -171,7 +169,7 @@ def test_a_commit_that_is_not_ours_is_refused(
 
 
 @pytest.mark.parametrize("data", [b"[]", b"{}", b"null", b"1", b"\xff", b'{"format": "tinkerflow-checkpoint-1"}'])
-def test_json_that_is_no_commit_is_refused(store: Store, data: bytes) -> None:
+def test_json_that_is_not_a_commit_is_refused(store: Store, data: bytes) -> None:
     put(store, f"{FOLDER}/commit.json", data)
     with pytest.raises(StoreError, match=r"weights/x: commit\.json is damaged"):
         store.load(f"tinker://{RUN}/weights/x")
@@ -185,7 +183,7 @@ def test_json_that_is_no_commit_is_refused(store: Store, data: bytes) -> None:
     ],
     ids=["pickle", "integers"],
 )
-def test_a_file_of_another_kind_is_refused_even_when_its_commit_vouches_for_it(
+def test_file_of_another_kind_is_refused_even_if_its_commit_lists_it(
     store: Store, meta: CheckpointMeta, make_state: Make, data: bytes, message: str
 ) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)

@@ -46,7 +46,7 @@ def test_an_export_is_a_peft_folder_without_moments(store: Store, meta: Checkpoi
         store.load(saved.path)
 
 
-def test_an_encrypted_export_opens_for_each_recipient_and_nobody_else(
+def test_encrypted_export_opens_only_for_its_recipients(
     store: Store, meta: CheckpointMeta, make_state: Make, tmp_path: Path
 ) -> None:
     one, two, stranger = (pyrage.x25519.Identity.generate() for _ in range(3))
@@ -79,12 +79,12 @@ def test_an_encrypted_export_opens_for_each_recipient_and_nobody_else(
         ([str(pyrage.x25519.Identity.generate().to_public())] * 11, "has 11 entries: must be at most 10"),
     ],
 )
-def test_what_is_no_recipient_is_named(recipients: list[str], said: str) -> None:
+def test_invalid_encryption_recipient_is_named(recipients: list[str], said: str) -> None:
     with pytest.raises(UserError, match="^age_encryption_recipients ?" + said):
         check_recipients(recipients, "age_encryption_recipients")
 
 
-def test_a_copy_is_whole_independent_and_repeatable(
+def test_copy_is_complete_independent_and_repeatable(
     store: Store, meta: CheckpointMeta, make_state: Make, same: Same
 ) -> None:
     source = store.save(RUN, "weights", "x", make_state(2), meta)
@@ -117,7 +117,7 @@ def test_a_copy_of_damaged_files_is_refused(store: Store, meta: CheckpointMeta, 
     assert store.checkpoints(OTHER) == []
 
 
-def test_parts_are_those_of_the_bytes(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+def test_byte_ranges_of_an_export_match_the_file(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     saved = store.export(RUN, "x", make_state(2), meta)
     file = "adapter_model.safetensors"
     data = whole(store, saved, file)
@@ -134,9 +134,7 @@ def test_parts_are_those_of_the_bytes(store: Store, meta: CheckpointMeta, make_s
         assert store.signed_url(saved.path, saved.attempt, file, 60) is None
 
 
-def test_a_late_deletion_leaves_what_was_saved_anew(
-    store: Store, meta: CheckpointMeta, make_state: Make, same: Same
-) -> None:
+def test_late_deletion_leaves_a_newer_save(store: Store, meta: CheckpointMeta, make_state: Make, same: Same) -> None:
     first = store.save(RUN, "weights", "x", make_state(1), meta)
     second = store.save(RUN, "weights", "x", make_state(2), meta, overwrite=True)
     assert not store.delete(first.path, first.attempt)
@@ -145,7 +143,7 @@ def test_a_late_deletion_leaves_what_was_saved_anew(
     assert not store.delete(second.path, second.attempt)
 
 
-def test_a_deletion_cut_after_the_commit_is_finished(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+def test_interrupted_deletion_is_completed(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     store.blobs.remove(f"runs/{RUN}/weights/x/commit.json")
     assert not store.delete(saved.path, saved.attempt)

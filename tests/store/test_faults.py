@@ -195,7 +195,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------- invariants
     @invariant()
-    def another_process_finds_what_must_be_there(self) -> None:
+    def another_process_reads_the_expected_state(self) -> None:
         planned, self.fs.faults = self.fs.faults, []
         found = {}
         for path, candidates in self.model.items():
@@ -259,4 +259,4 @@ StoreMachine.TestCase.settings = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-test_what_is_acknowledged_stays_whatever_goes_wrong = StoreMachine.TestCase
+test_acknowledged_changes_survive_faults = StoreMachine.TestCase

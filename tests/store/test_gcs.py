@@ -49,7 +49,9 @@ FAULTS = [{"status": 503}, {"status": 429}, {"before": True}, {"after": True}]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_write_goes_on_after_errors_and_knows_itself(bad: FakeGcs, blobs: GcsBlobs, fault: dict[str, int]) -> None:
+def test_failed_write_is_retried_and_recognizes_its_object(
+    bad: FakeGcs, blobs: GcsBlobs, fault: dict[str, int]
+) -> None:
     bad.faults = [Fault("POST", "/upload/", times=2, **fault)]
     blobs.create("a", b"one")
     assert bad.faults == []
@@ -64,7 +66,7 @@ def test_a_write_goes_on_after_errors_and_knows_itself(bad: FakeGcs, blobs: GcsB
 
 
 @pytest.mark.parametrize("fault", [{"status": 503}, {"before": True}, {"cut": 2}])
-def test_a_read_goes_on_after_errors_and_is_whole(bad: FakeGcs, blobs: GcsBlobs, fault: dict[str, int]) -> None:
+def test_failed_read_is_retried_and_complete(bad: FakeGcs, blobs: GcsBlobs, fault: dict[str, int]) -> None:
     blobs.create("a", b"one two")
     bad.faults = [Fault("GET", "alt=media", times=2, **fault)]
     assert blobs.read("a") == b"one two"
@@ -73,7 +75,7 @@ def test_a_read_goes_on_after_errors_and_is_whole(bad: FakeGcs, blobs: GcsBlobs,
     assert blobs.read_range("a", 4, 2) == b"tw"
 
 
-def test_tries_are_bounded_and_the_last_error_is_told(bad: FakeGcs, blobs: GcsBlobs) -> None:
+def test_retries_are_bounded_and_raise_the_last_error(bad: FakeGcs, blobs: GcsBlobs) -> None:
     bad.faults = [Fault("POST", "/upload/", status=503, times=1000)]
     with pytest.raises(OSError, match="a: HttpError: injected, 503"):
         blobs.create("a", b"one")
@@ -83,7 +85,7 @@ def test_tries_are_bounded_and_the_last_error_is_told(bad: FakeGcs, blobs: GcsBl
         blobs.read("a")
 
 
-def test_what_would_end_a_multipart_body_is_data(blobs: GcsBlobs) -> None:
+def test_multipart_boundary_inside_data_is_kept(blobs: GcsBlobs) -> None:
     data = b"before\n--==0==--\nafter"
     blobs.create("a", data)
     assert blobs.read("a") == data
@@ -104,7 +106,7 @@ def test_large_objects_are_sent_in_pieces_that_are_tried_again(
         blobs.create("a", data[::-1])
 
 
-def test_a_large_object_whose_last_answer_is_lost_is_ours(
+def test_large_object_with_a_lost_last_answer_is_recognized(
     bad: FakeGcs, blobs: GcsBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gcs_module, "RESUMABLE", 2**18)
@@ -123,7 +125,7 @@ def test_listings_have_pages(blobs: GcsBlobs) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_store_saves_and_loads_on_a_bad_line(
+def test_store_works_over_a_bad_connection(
     bad: FakeGcs, meta: CheckpointMeta, make_state: Make, same: Same, fault: dict[str, int]
 ) -> None:
     store = Store.open(f"gs://bucket/{uuid.uuid4().hex}")
@@ -158,7 +160,7 @@ def test_a_service_account_signs_links(
     assert query["X-Goog-Credential"][0].startswith("me@here/")
 
 
-def test_other_stores_do_not_pay_for_gcsfs(tmp_path: Path) -> None:
+def test_other_stores_do_not_import_gcsfs(tmp_path: Path) -> None:
     code = (
         "import sys; from tinkerflow.backend.store import Store; "
         f"Store.open('file://{tmp_path}'); print('gcsfs' in sys.modules)"
@@ -167,7 +169,7 @@ def test_other_stores_do_not_pay_for_gcsfs(tmp_path: Path) -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_what_others_do_through_fsspec_asks_no_other_api() -> None:
+def test_importing_the_store_leaves_fsspecs_gs_filesystem_unchanged() -> None:
     """Data of pipelines, and results that Prefect keeps."""
     code = "import tinkerflow.backend.store, fsspec; print(type(fsspec.filesystem('gs', token='anon')).__name__)"
     env = {name: value for name, value in os.environ.items() if not name.startswith("GCSFS_")}

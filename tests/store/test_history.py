@@ -72,7 +72,7 @@ def test_the_rows_of_examined_steps_are_kept_until_the_history_goes(
     assert store.histories.blames(RUN) == {}
 
 
-def test_every_flipped_bit_is_noticed_and_named(tmp_path) -> None:
+def test_every_flipped_bit_is_detected_and_named(tmp_path) -> None:
     store = Store.open(f"file://{tmp_path}")
     requests = [request(seq, joined(unlike(seq, 200), b"")) for seq in range(3, 6)]
     segment = store.histories.write_segment(RUN, requests, split)
@@ -89,7 +89,7 @@ def test_every_flipped_bit_is_noticed_and_named(tmp_path) -> None:
     assert {"2", "3", "4"} <= named
 
 
-def test_a_segment_that_was_not_recorded_is_removed_with_its_references(store: Store) -> None:
+def test_unrecorded_segment_is_removed_with_its_references(store: Store) -> None:
     histories, data = store.histories, joined(unlike(1), b"")
     lost = histories.write_segment(RUN, [request(1, data)], split)
     histories.remove_segment(RUN, lost.name)

@@ -41,7 +41,7 @@ def read(blobs: Blobs, state: StoredState, *names: str) -> Mapping[str, np.ndarr
     return parts.read_tensors(blobs, state, lambda shapes: [name for name in shapes if not names or name in names])
 
 
-def test_every_process_reads_what_it_wants(local: Store) -> None:
+def test_every_process_reads_its_parts(local: Store) -> None:
     saved = save(local)
     state, _ = local.stored(saved.path)
     assert (state.spec, state.step, state.optimizer) == (KEPT.spec, 7, "adamw")
@@ -58,7 +58,7 @@ def test_a_process_with_nothing_to_write_writes_no_file(local: Store) -> None:
     assert parts.write_part(local.blobs, "runs/run/recovery/n/attempt-1", 3, {}) == {}
 
 
-def test_what_is_not_committed_does_not_exist(local: Store) -> None:
+def test_uncommitted_parts_are_no_checkpoint(local: Store) -> None:
     folder = local.new_folder("run", RECOVERY, "seq-1")
     parts.write_part(local.blobs, folder, 0, pieces(0))
     assert local.upkeep.paths() == ["tinker://run/recovery/seq-1"]
@@ -67,7 +67,7 @@ def test_what_is_not_committed_does_not_exist(local: Store) -> None:
     assert local.blobs.children(folder) == []
 
 
-def test_a_file_that_is_not_there_as_it_was_written_is_not_committed(local: Store) -> None:
+def test_missing_or_changed_file_is_not_committed(local: Store) -> None:
     folder = local.new_folder("run", RECOVERY, "seq-1")
     files = parts.write_part(local.blobs, folder, 0, pieces(0))
     cut = {file: dataclasses.replace(digest, size=digest.size + 1) for file, digest in files.items()}
@@ -91,7 +91,7 @@ def test_damage_is_named(local: Store, tmp_path: Path, at: int) -> None:
         read(local.blobs, state)
 
 
-def test_a_store_is_known_by_its_mark(local: Store, tmp_path: Path) -> None:
+def test_store_is_identified_by_its_mark(local: Store, tmp_path: Path) -> None:
     mark = local.mark()
     assert mark == local.mark() == Store.open(f"file://{tmp_path}").mark()
     assert parts.is_store(local.blobs, mark)

@@ -119,7 +119,7 @@ def test_peft_reports_no_missing_or_unexpected_keys(tmp_path: Path) -> None:
     assert not report.unexpected_keys
 
 
-def test_config_names_what_is_adapted() -> None:
+def test_peft_config_lists_the_adapted_modules() -> None:
     names = [
         f"base_model.model.model.layers.{i}.self_attn.{p}_proj.lora_{m}.weight"
         for i in (0, 1)
@@ -132,7 +132,7 @@ def test_config_names_what_is_adapted() -> None:
     assert "revision" not in config
 
 
-def test_the_revision_of_a_base_model_has_a_field_of_its_own(tmp_path: Path) -> None:
+def test_base_model_revision_has_a_separate_field(tmp_path: Path) -> None:
     names = [f"base_model.model.lm_head.lora_{m}.weight" for m in "AB"]
     (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("org/base@refs/pr/1", LoraSpec(rank=8), names))
     config = peft.LoraConfig.from_pretrained(tmp_path)
@@ -142,7 +142,7 @@ def test_the_revision_of_a_base_model_has_a_field_of_its_own(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("module", "parts"), [("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))]
 )
-def test_patterns_fit_experts_alone(module: str, parts: tuple[str, str, str]) -> None:
+def test_patterns_match_experts_only(module: str, parts: tuple[str, str, str]) -> None:
     """As PEFT looks them up, of modules and of the parameters of transformers 5."""
     layer = "model.layers.1"
     shared = [f"{layer}.mlp.shared_experts.{part}" for part in ("gate_proj", "down_proj")]
@@ -182,12 +182,12 @@ def test_layout_in_memory_does_not_matter(array: np.ndarray, layout: str) -> Non
     np.testing.assert_array_equal(decode(encode({"x": view}))["x"], view)
 
 
-def test_same_tensors_same_bytes() -> None:
+def test_equal_tensors_give_equal_bytes() -> None:
     a, b = np.ones((2, 3), np.float32), np.zeros(4, np.float32)
     assert encode({"a": a, "b": b}) == encode({"b": b, "a": a})
 
 
-def test_other_dtypes_are_refused_by_name() -> None:
+def test_unsupported_dtypes_are_refused() -> None:
     with pytest.raises(StoreError, match="tensor 'x' is float16"):
         encode({"x": np.zeros(2, np.float16)})
     with pytest.raises(StoreError, match="tensor 'x' is int32"):
@@ -195,6 +195,6 @@ def test_other_dtypes_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\xff" * 64, encode({"x": np.ones(4, np.float32)})[:-1]])
-def test_other_bytes_are_refused(data: bytes) -> None:
+def test_bytes_of_another_format_are_refused(data: bytes) -> None:
     with pytest.raises(StoreError, match="not a safetensors file"):
         decode(data)

@@ -62,7 +62,7 @@ def test_a_loaded_state_can_be_written_to(store: Store, meta: CheckpointMeta, ma
         array += 1
 
 
-def test_a_taken_name_is_a_conflict_and_keeps_its_bytes(
+def test_existing_name_is_a_conflict_and_keeps_its_bytes(
     store: Store, meta: CheckpointMeta, make_state: Make, same: Same
 ) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
@@ -71,7 +71,7 @@ def test_a_taken_name_is_a_conflict_and_keeps_its_bytes(
     same(store.load(saved.path)[0], make_state(1))
 
 
-def test_kinds_and_runs_are_apart(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+def test_checkpoints_are_separate_by_kind_and_run(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     for run, kind in ((RUN, "weights"), (RUN, "sampler_weights"), ("sess-1:train:1", "weights")):
         store.save(run, kind, "x", make_state(), meta)
     assert len(store.checkpoints()) == 3
@@ -110,7 +110,7 @@ def test_overwrite_leaves_no_files_of_the_old_attempt(store: Store, meta: Checkp
     assert _blobs(store).children(f"runs/{RUN}/weights/x/{old.attempt}") == []
 
 
-def test_of_16_concurrent_saves_one_wins(store: Store, meta: CheckpointMeta, make_state: Make, same: Same) -> None:
+def test_one_of_16_concurrent_saves_wins(store: Store, meta: CheckpointMeta, make_state: Make, same: Same) -> None:
     barrier = threading.Barrier(16)
 
     def save(i: int) -> Saved | ConflictError:
@@ -130,7 +130,7 @@ def test_of_16_concurrent_saves_one_wins(store: Store, meta: CheckpointMeta, mak
     assert _blobs(store).children(f"runs/{RUN}/weights/x") == [found.attempt, "commit.json"]
 
 
-def test_readers_during_overwrites_see_one_state_or_another(
+def test_readers_during_overwrites_see_one_complete_state(
     store: Store, meta: CheckpointMeta, make_state: Make, same: Same
 ) -> None:
     path = store.save(RUN, "weights", "x", make_state(0), meta).path
@@ -177,7 +177,7 @@ def test_checkpoints_are_listed_oldest_first(
     assert store.checkpoints() == saved
 
 
-def test_a_damaged_commit_does_not_hide_the_others(
+def test_damaged_commit_does_not_hide_other_checkpoints(
     store: Store, meta: CheckpointMeta, make_state: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = store.save(RUN, "weights", "good", make_state(), meta)
@@ -210,7 +210,7 @@ def test_unknown_kinds_are_refused(store: Store, meta: CheckpointMeta, make_stat
         store.save(RUN, "external_weights", "x", make_state(), meta)
 
 
-def test_a_refused_save_leaves_nothing(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+def test_refused_save_leaves_no_files(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     state = make_state()
     wrong_dtype = {name: array.astype(np.float64) for name, array in state.weights.items()}
     with pytest.raises(StoreError, match=r"q_proj\.lora_A\.weight' is float64"):
@@ -235,9 +235,7 @@ def put(blobs: Blobs, key: str, data: bytes) -> None:
     blobs.create(key, data)
 
 
-def test_weights_that_were_all_trained_lie_in_a_file_of_their_own(
-    store: Store, meta: CheckpointMeta, make_state: Make, same: Same
-) -> None:
+def test_full_weights_are_in_a_separate_file(store: Store, meta: CheckpointMeta, make_state: Make, same: Same) -> None:
     state = make_state(3).copy_with(spec=LoraSpec(0))
     assert set(store.save(RUN, "weights", "w", state, meta).files) == {"model.safetensors", "optimizer.safetensors"}
     same(store.load(f"tinker://{RUN}/weights/w")[0], state)

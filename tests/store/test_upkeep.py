@@ -49,7 +49,7 @@ def test_attempts_without_a_commit_are_orphans_once_they_are_old(
     assert store.blobs.read(f"{FOLDER}/x/notes.txt") == store.blobs.read("elsewhere/attempt-4/x") == b"not ours"
 
 
-def test_nothing_beside_a_commit_that_cannot_be_read_is_an_orphan(
+def test_attempts_beside_an_unreadable_commit_are_not_orphans(
     store: Store, meta: CheckpointMeta, make_state: Make
 ) -> None:
     store.save(RUN, "weights", "x", make_state(1), meta)
@@ -58,7 +58,7 @@ def test_nothing_beside_a_commit_that_cannot_be_read_is_an_orphan(
     assert store.upkeep.orphans(soon()) == []
 
 
-def test_an_orphan_that_was_committed_since_is_kept(
+def test_orphan_committed_since_the_scan_is_kept(
     store: Store, meta: CheckpointMeta, make_state: Make, same: Same
 ) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
@@ -107,7 +107,7 @@ def test_a_later_save_or_a_deletion_is_not_amended(store: Store, meta: Checkpoin
     assert not store.exists(new.path)
 
 
-def test_a_copy_is_not_public_because_its_source_was(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+def test_copy_of_a_public_checkpoint_is_private(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     meta = dataclasses.replace(meta, run_metadata={"renderer": "qwen3"})
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     store.amend(saved.path, saved.attempt, public=True, expires_at=None)

@@ -23,7 +23,7 @@ async def test_silence_is_noticed_after_the_timeout() -> None:
     assert beats == BEATS + 1  # the first beat sees the initial sign of life
 
 
-async def test_signs_of_life_keep_the_other_end_alive() -> None:
+async def test_heartbeats_keep_the_peer_alive() -> None:
     signs = itertools.chain(range(3 * BEATS), itertools.repeat(0))
     asked = 0
 
@@ -35,7 +35,7 @@ async def test_signs_of_life_keep_the_other_end_alive() -> None:
     assert asked == 3 * BEATS + 1 + BEATS
 
 
-async def test_a_stall_of_this_process_accuses_nobody() -> None:
+async def test_stall_of_this_process_is_not_counted_as_silence() -> None:
     beats = 0
 
     async def beat() -> None:
@@ -61,7 +61,7 @@ async def test_a_starting_process_may_be_silent_for_longer() -> None:
     assert seconds > BEATS * PAUSE
 
 
-async def test_a_slow_beat_takes_the_place_of_the_pause() -> None:
+async def test_slow_beat_replaces_the_pause() -> None:
     ask = asyncio.Event()
 
     async def beat() -> None:

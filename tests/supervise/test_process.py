@@ -20,13 +20,13 @@ def python(code: str, log: Path | None = None, **options: object) -> ChildProces
     return ChildProcess((sys.executable, "-c", code), environment=os.environ, log=log, **options)  # type: ignore[arg-type]
 
 
-def test_ends_are_described() -> None:
+def test_exit_statuses_are_described() -> None:
     assert how_it_ended(0) == "ended with exit status 0"
     assert how_it_ended(-9) == "was killed by SIGKILL"
     assert how_it_ended(-40) == "was killed by signal 40"
 
 
-async def test_an_end_is_known_to_all_that_wait_and_to_those_that_come_later(tmp_path: Path) -> None:
+async def test_every_waiter_gets_the_ending_of_a_process(tmp_path: Path) -> None:
     child = python("exit(3)", tmp_path / "logs" / "x.log")
     given_up = asyncio.create_task(child.ended())
     await asyncio.sleep(0)
@@ -43,7 +43,7 @@ async def test_output_is_appended_to_a_log_of_the_owner(tmp_path: Path) -> None:
     assert (tmp_path / "x.log").stat().st_mode & 0o777 == 0o600
 
 
-async def test_lines_go_both_ways(tmp_path: Path) -> None:
+async def test_lines_are_passed_in_both_directions(tmp_path: Path) -> None:
     lines: list[str] = []
     code = "import sys\nfor line in sys.stdin: print(line.strip() + '!', flush=True)"
     child = python(code, tmp_path / "x.log", input_lines=True, on_line=lines.append)
@@ -59,7 +59,7 @@ async def test_lines_go_both_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-async def test_stop_kills_only_what_does_not_hear(tmp_path: Path, deaf: bool) -> None:
+async def test_stop_kills_only_a_process_that_ignores_sigterm(tmp_path: Path, deaf: bool) -> None:
     lines: list[str] = []
     code = DEAF if deaf else "import signal; print('up', flush=True); signal.pause()"
     child = python(code, tmp_path / "x.log", on_line=lines.append)
@@ -71,7 +71,7 @@ async def test_stop_kills_only_what_does_not_hear(tmp_path: Path, deaf: bool) ->
     assert await child.stop(grace=60.0)
 
 
-async def test_watch_says_whether_a_process_ended_or_is_silent(tmp_path: Path) -> None:
+async def test_watch_distinguishes_an_ended_from_a_silent_process(tmp_path: Path) -> None:
     child = python("import signal; signal.pause()", tmp_path / "x.log")
     assert await watch(child, HeartbeatMonitor(0.06, lambda: 0)) == pytest.approx(0.06)
     child.signal(signal.SIGKILL)
@@ -79,7 +79,7 @@ async def test_watch_says_whether_a_process_ended_or_is_silent(tmp_path: Path) -
     assert await child.ended() == Ending("was killed by SIGKILL", crashed=False)
 
 
-def test_a_process_outlives_the_loop_that_started_it(tmp_path: Path) -> None:
+def test_process_survives_the_loop_that_started_it(tmp_path: Path) -> None:
     async def start() -> ChildProcess:
         return python("import signal; signal.pause()", tmp_path / "x.log")
 

@@ -37,6 +37,6 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
     assert free_port() == port
 
 
-def test_an_address_of_another_host_has_no_free_port() -> None:
+def test_foreign_address_has_no_free_port() -> None:
     with pytest.raises(OSError, match="annot assign requested address"):
         free_port("192.0.2.1")

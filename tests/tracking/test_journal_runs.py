@@ -41,7 +41,7 @@ def files_of(runs: Any, run: str, project: str = "local") -> list[Path]:
     return sorted((runs.folder / "tracking/tensorboard" / project / run.replace(":", "-")).glob("*.tfevents.*"))
 
 
-def test_steps_after_an_earlier_checkpoint_follow_the_others(runs: Any) -> None:
+def test_steps_repeated_from_an_earlier_checkpoint_are_appended(runs: Any) -> None:
     run = runs.run()
     mirrored = mirror(runs)
     runs.train(run, 1, 2, 3)
@@ -67,7 +67,7 @@ def test_values_of_clients_are_written_in_any_order_and_our_own_figures_win(runs
     assert shown(runs, run)["loss"] == {1: 1.0, 2: 9.0}
 
 
-def test_only_runs_of_the_projects_are_mirrored_with_their_names_and_settings(runs: Any) -> None:
+def test_only_runs_of_selected_projects_are_mirrored_with_name_and_settings(runs: Any) -> None:
     ours, theirs, empty = runs.run("search", display_name="first", tags=("a", "b")), runs.run(), runs.run("search")
     for run in (ours, theirs):
         runs.train(run, 1)
@@ -79,7 +79,7 @@ def test_only_runs_of_the_projects_are_mirrored_with_their_names_and_settings(ru
     assert "| name | first |" in text and "| tags | a, b |" in text and "| rank | 8 |" in text
 
 
-def test_a_run_that_is_stored_is_not_opened_again_until_it_has_more(runs: Any) -> None:
+def test_mirrored_run_is_reopened_only_for_new_steps(runs: Any) -> None:
     run = runs.run()
     runs.train(run, 1)
     mirror(runs).once()
@@ -94,7 +94,7 @@ def test_a_run_that_is_stored_is_not_opened_again_until_it_has_more(runs: Any) -
     assert len(files_of(runs, run)) == 2 and shown(runs, run)["loss"] == {1: 1.0, 2: 2.0}
 
 
-def test_half_an_event_at_the_end_of_a_file_is_written_again(runs: Any) -> None:
+def test_truncated_event_at_the_end_of_a_file_is_rewritten(runs: Any) -> None:
     run = runs.run()
     runs.train(run, 1, 2)
     mirror(runs).once()
@@ -105,9 +105,7 @@ def test_half_an_event_at_the_end_of_a_file_is_written_again(runs: Any) -> None:
     assert shown(runs, run)["loss"] == {1: 1.0, 2: 2.0}
 
 
-def test_a_run_that_cannot_be_shown_is_tried_again_and_holds_no_other_up(
-    runs: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_run_is_retried_and_blocks_no_other(runs: Any, caplog: pytest.LogCaptureFixture) -> None:
     run, other = runs.run(), runs.run()
     for one in (run, other):
         runs.train(one, 1)
@@ -124,7 +122,7 @@ def test_a_run_that_cannot_be_shown_is_tried_again_and_holds_no_other_up(
     assert shown(runs, run)["loss"] == {1: 1.0}
 
 
-def test_one_process_mirrors_to_a_folder(runs: Any) -> None:
+def test_only_one_process_mirrors_to_a_folder(runs: Any) -> None:
     mirrored = mirror(runs)
     with alone(runs.folder / "tracking/tensorboard"), pytest.raises(UserError, match="another `tinkerflow track`"):
         mirrored.once()

@@ -25,13 +25,13 @@ def test_every_tracker_has_an_extra_and_a_row_in_the_docs() -> None:
     )
 
 
-def test_an_unknown_tracker_is_refused_with_the_names_that_exist() -> None:
+def test_unknown_tracker_is_refused_with_the_list_of_trackers() -> None:
     with pytest.raises(UserError, match=r"^tracker 'wanbd': must be one of mlflow, .*did you mean 'wandb'"):
         trackers_named(["tensorboard", "wanbd"])
     assert [one.name for one in trackers_named(["tensorboard"] * 2)] == ["tensorboard"]
 
 
-def test_a_tracker_without_its_library_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_without_its_library_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     with pytest.raises(UserError, match=r"library wandb is not installed; pip install 'tinkerflow\[wandb\]'$"):
         trackers_named(["wandb"])

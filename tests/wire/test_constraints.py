@@ -27,7 +27,7 @@ def constrained(kind: Any, value: Any = None) -> bytes:
         ("grammar", 'start: "a"', Constraint("grammar", 'start: "a"', (9,))),
     ],
 )
-def test_every_kind(kind: str, value: Any, made: Constraint) -> None:
+def test_every_kind_of_constraint_is_read(kind: str, value: Any, made: Constraint) -> None:
     assert decode(constrained(kind, value)).constraint == made
     assert decode(body()).constraint is None
 
@@ -58,14 +58,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("payload", "text"), WRONG, ids=[text[:60] for _, text in WRONG])
-def test_what_is_wrong_is_named(payload: bytes, text: str) -> None:
+def test_invalid_input_is_named_in_the_error(payload: bytes, text: str) -> None:
     with pytest.raises(UserError) as caught:
         decode(payload)
     assert text in caught.value.message
     assert len(caught.value.message) < 500
 
 
-def test_a_model_without_end_of_text_takes_none() -> None:
+def test_constraints_need_an_end_of_text_token() -> None:
     from tests.wire.test_sample import SampleBody, sample_request
 
     read = SampleBody.decode(constrained("regex", "a"))
@@ -92,7 +92,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_constraint_ends_the_process_that_reads_it(name: str) -> None:
+def test_constraint_cannot_crash_its_reader(name: str) -> None:
     kind, value = HOSTILE[name]
     try:
         assert decode(constrained(kind, value)).constraint is not None
@@ -120,7 +120,7 @@ OPTIONAL = {f"{i:x}": {"type": "null"} for i in range(2000)}
     ],
     ids=["patterns", "patterns in a grammar", "one of many properties", "names of properties", "recursion"],
 )
-def test_a_costly_constraint_is_refused_in_a_process_of_its_own(request_: bytes) -> None:
+def test_costly_constraint_is_refused_in_a_subprocess(request_: bytes) -> None:
     with pytest.raises(UserError, match="it takes more than 1 second or 1 GB to compile"):
         decode(request_)
 
@@ -134,7 +134,7 @@ def test_a_large_constraint_may_be_cheap() -> None:
         decode(constrained("json_schema", met(9, 200)))
 
 
-def test_a_large_stack_is_one_threads_own() -> None:
+def test_only_the_constraint_thread_has_a_large_stack() -> None:
     before = threading.stack_size()
     assert on_large_stack(lambda: threading.current_thread().name) == "constraint"
     assert threading.stack_size() == before

@@ -52,7 +52,7 @@ def decode(body: dict[str, Any]) -> Any:
     return read_custom_loss(parse(orjson.dumps(body)))
 
 
-def test_a_good_one_is_kept_and_comes_back() -> None:
+def test_valid_custom_loss_survives_a_round_trip() -> None:
     loss = decode(GOOD)
     assert (loss.name, loss.inputs) == ("mine", {"logprobs": 1, "adv": 1})
     assert load_custom_loss(dump_custom_loss(loss)) == loss
@@ -102,7 +102,7 @@ def deep(levels: int) -> Any:
         (node(2, target="torch.cat", args=[[{"ref": "adv"}] * 5000]), "an example of one token: the loss takes about"),
     ],
 )  # fmt: skip
-def test_wrong_graphs_are_named(change: Any, told: str | None) -> None:
+def test_invalid_graphs_are_named(change: Any, told: str | None) -> None:
     body = copy.deepcopy(GOOD)
     change(body)
     if told is None:
@@ -113,7 +113,7 @@ def test_wrong_graphs_are_named(change: Any, told: str | None) -> None:
     assert told in str(caught.value)
 
 
-def test_a_datum_needs_what_the_loss_reads(body: Any, datum: Any) -> None:
+def test_datum_must_have_the_inputs_that_the_loss_reads(body: Any, datum: Any) -> None:
     def forward(**inputs: Any) -> Any:
         request = body([datum([1, 2, 3], **inputs)], "custom", {"loss_id": "sess-1:loss:3"})
         read = read_forward(request)

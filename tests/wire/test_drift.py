@@ -28,14 +28,14 @@ def result(*logprobs: float) -> ForwardResult:
     return ForwardResult((np.asarray(logprobs, np.float32),), 0.0)
 
 
-def test_the_tokens_that_count_are_those_with_weight_and_advantage() -> None:
+def test_drift_counts_tokens_with_weight_and_advantage() -> None:
     command = forward("ppo", [0, -1, -2, -3], [0, 1, -1, 2], [1, 1, 1, 0])
     found = drift_metrics(command, result(-9, -1.5, -1.75, -9))
     each = [np.exp(d) - 1 - d for d in (-0.5, 0.25)]
     assert found == pytest.approx({KL_MEAN: np.mean(each), KL_MAX: max(each)})
 
 
-def test_the_worst_tokens_are_those_farthest_apart_that_count() -> None:
+def test_worst_tokens_have_the_largest_drift_and_count() -> None:
     near = (np.full((9, 1), -1.0), np.full((9, 1), -1.001), np.ones((9, 1), np.bool_))
     far = (np.float32([[-1], [-2]]), np.float32([[-5], [-2.5]]), np.bool_([[False], [True]]))
     found = worst_tokens([near, far])
@@ -46,14 +46,14 @@ def test_the_worst_tokens_are_those_farthest_apart_that_count() -> None:
     ]
 
 
-def test_every_loss_with_the_samplers_logprobs_reports_it_and_no_other() -> None:
+def test_drift_is_reported_only_by_losses_with_sampling_logprobs() -> None:
     for name, spec in LOSSES.items():
         takes = {one.name for one in spec.inputs if one.required} | ({"logprobs"} if spec.recorded else set())
         found = drift_metrics(forward(name, [-1.0], [1.0], [1.0]), result(-1.0))
         assert found == ({KL_MEAN: 0.0, KL_MAX: 0.0} if "logprobs" in takes else {})
 
 
-def test_it_is_the_kl_divergence_of_the_distributions() -> None:
+def test_drift_metric_is_the_kl_divergence() -> None:
     rng = np.random.default_rng(0)
     p, q = (rng.dirichlet(np.ones(9)) for _ in range(2))
     drawn = rng.choice(9, 200_000, p=p)
@@ -61,12 +61,12 @@ def test_it_is_the_kl_divergence_of_the_distributions() -> None:
     assert found[KL_MEAN] == pytest.approx((p * np.log(p / q)).sum(), rel=0.05)
 
 
-def test_a_logprob_that_rose_without_bounds_stays_a_number() -> None:
+def test_unbounded_rise_of_a_logprob_stays_finite() -> None:
     found = kl_sample_train([(np.float32([-1e4]), np.float32([0]), np.bool_([True]))])
     assert found[KL_MAX] == pytest.approx(np.exp(20.0), rel=1e-6)
 
 
-def test_the_sdk_joins_parts_also_one_without_tokens() -> None:
+def test_sdk_joins_parts_including_one_without_tokens() -> None:
     parts = [
         drift_metrics(forward("ppo", [-1.0], [advantage], [1.0]), result(trained))
         for advantage, trained in ((1.0, -2.0), (0.0, -9.0))

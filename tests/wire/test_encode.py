@@ -71,7 +71,7 @@ def test_samples() -> None:
     assert deserialize_sample_response(encode_sample(SampleResult("r", (first,)))).prompt_logprobs is None
 
 
-def test_more_than_samples() -> None:
+def test_sample_results_with_prompt_scores_are_encoded() -> None:
     top = Candidates(np.array([[0, 0], [3, 4]], np.int32), np.array([[NO_LOGPROB] * 2, [-0.5, -1.0]], np.float32))
     sequence = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop", top)
     drawn = Candidates(np.array([[3, 4]], np.int32), np.array([[-0.5, -1.0]], np.float32))
@@ -99,7 +99,7 @@ def test_a_sample_is_read_as_it_was_written() -> None:
         assert len(deserialize_sample_response(answer).sequences) == len(result.sequences), "the SDK skips our fields"
 
 
-def test_logprobs_of_given_tokens_have_the_layout_of_the_question() -> None:
+def test_logprobs_of_given_tokens_have_the_layout_of_the_request() -> None:
     logprobs = np.array([[0, -1.5, 0], [-2.5, 0, 0]], np.float32)
     result = SampleResult("r", targets_TK=logprobs)
     dense = {"data": [-1, 4, -1, 5, -1, -1], "dtype": "int64", "shape": [2, 3]}
@@ -113,7 +113,7 @@ def test_logprobs_of_given_tokens_have_the_layout_of_the_question() -> None:
         assert (read.sparse_crow_indices is None) == (asked is dense)
 
 
-def test_json_answers_pass_the_sdks_strict_models() -> None:
+def test_json_answers_pass_the_strict_models_of_the_sdk() -> None:
     assert CreateModelResponse.model_validate_json(encode_model_created("s:train:0")).model_id == "s:train:0"
     loaded = LoadWeightsResponse.model_validate_json(encode_loaded("s:train:1", "tinker://a/weights/b"))
     assert (loaded.model_id, loaded.path) == ("s:train:1", "tinker://a/weights/b")

@@ -49,7 +49,7 @@ def test_header_is_read_without_the_data(body: Any, datum: Any) -> None:
 @example(b"\x80\x80\x80\x80\x88\x00\x00", 0)  # a tag in more bytes than a tag has
 @given(st.binary(max_size=60), st.integers(0, 60))
 @settings(max_examples=200)
-def test_a_header_is_the_one_that_the_parser_of_protobuf_reads(more: bytes, cut: int) -> None:
+def test_header_reader_agrees_with_the_protobuf_parser(more: bytes, cut: int) -> None:
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=2**31 - 1, loss_fn="custom", data=[pb.Datum()] * 2)
     message.loss_fn_config["x"] = 1.0
     fields = message.SerializeToString()
@@ -62,7 +62,7 @@ def test_a_header_is_the_one_that_the_parser_of_protobuf_reads(more: bytes, cut:
         assert header == (expected.model_id, expected.seq_id, expected.forward_only)
 
 
-def test_a_header_is_not_searched_in_a_million_fields() -> None:
+def test_header_is_not_searched_among_a_million_fields() -> None:
     with pytest.raises(UserError, match="more than 65536 fields"):
         forward_backward_header(b"\x20\x01" * 2**20 + b"\x0a\x01m")
 
@@ -85,7 +85,7 @@ def test_cross_entropy_from_the_sdk(body: Any, datum: Any) -> None:
     assert len(command.examples[1].tokens_T) == 1
 
 
-def test_forward_only_is_not_backward(body: Any, datum: Any) -> None:
+def test_forward_only_request_computes_no_backward(body: Any, datum: Any) -> None:
     assert not decode(body([datum([1])], forward_only=True)).backward
 
 
@@ -123,7 +123,7 @@ def test_policy_losses(body: Any, datum: Any, loss: str, given_config: Any, conf
     assert example.inputs["logprobs"].shape == example.inputs["advantages"].shape == (2, 1)
 
 
-def test_the_old_config_map_is_read_when_the_new_is_absent(body: Any, datum: Any) -> None:
+def test_old_config_map_is_read_without_the_new_one(body: Any, datum: Any) -> None:
     message = pb.ForwardBackwardRequest.FromString(body([datum([1], **policy(1))], "dro", {"beta": 0.2}))
     message.loss_fn_config_v2.clear()
     assert decode(message.SerializeToString()).config == {"beta": 0.2}
@@ -235,7 +235,7 @@ WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(("loss", "change", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
-def test_wrong_content_is_named(body: Any, datum: Any, loss: str, change: Callable[[Any], object], text: str) -> None:
+def test_invalid_content_is_named(body: Any, datum: Any, loss: str, change: Callable[[Any], object], text: str) -> None:
     inputs = {} if loss == "cross_entropy" else policy(3)
     message = pb.ForwardBackwardRequest.FromString(body([datum([1, 2, 3], **inputs), datum([1, 2, 3], **inputs)], loss))
     change(message)
@@ -271,7 +271,7 @@ def test_a_broken_sparse_tensor_is_named(body: Any, datum: Any, crow: Any, cols:
 
 @given(st.binary(max_size=200))
 @settings(max_examples=200)
-def test_any_bytes_decode_or_are_refused_by_name(data: bytes) -> None:
+def test_random_bytes_decode_or_raise_a_user_error(data: bytes) -> None:
     for read in (decode, forward_backward_header):
         try:
             read(data)

@@ -18,7 +18,7 @@ def test_regenerating_gives_the_same_files(tmp_path: Path) -> None:
         assert (tmp_path / "tinkerflow/backend/wire" / name).read_text() == (here / name).read_text()
 
 
-def test_every_message_is_the_sdks() -> None:
+def test_messages_match_the_sdk() -> None:
     def shape(descriptor: object) -> dict[str, object]:
         file = FileDescriptorProto()
         descriptor.CopyToProto(file)  # type: ignore[attr-defined]

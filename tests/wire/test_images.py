@@ -18,7 +18,7 @@ def find(locations):
     return {location: FILES[location] for location in locations if location in FILES}
 
 
-def test_pointers_of_a_prompt_get_their_data_and_those_to_nowhere_none():
+def test_own_image_pointers_get_data_and_foreign_ones_none():
     text = {"type": "encoded_text", "tokens": [1]}
     good = {"type": "image_asset_pointer", "location": "tinker://assets/asset-1", "format": "png", "data": "mine"}
     chunks = [text, good, {**good, "location": "/etc/passwd"}, {**good, "location": 7}, "odd"]
@@ -37,12 +37,12 @@ def test_pointers_of_a_prompt_get_their_data_and_those_to_nowhere_none():
 
 
 @pytest.mark.parametrize("prompt", [None, 3, {}, {"chunks": 5}, {"chunks": [{"type": "image", "data": "x"}]}])
-def test_other_prompts_are_left_as_they_are(prompt):
+def test_prompts_without_images_are_unchanged(prompt):
     values = {"prompt": prompt}
     assert with_files(values, find) is values
 
 
-def test_images_to_train_on_get_their_data_and_one_without_is_named():
+def test_training_images_get_their_data_and_a_missing_one_is_named():
     request = pb.ForwardBackwardRequest(model_id="m", seq_id=3)
     chunks = request.data.add().model_input
     chunks.add().encoded_text.tokens = b"tinker://assets/asset-1"  # no image: left alone

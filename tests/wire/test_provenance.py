@@ -77,7 +77,7 @@ def test_spans_of_other_losses_are_checked_and_not_needed(body: Any) -> None:
 
 
 @pytest.mark.parametrize("loss", ["stable_reinforce", "ppo"])
-def test_the_samplers_experts_stand_at_the_tokens_before_those_sampled(body: Any, loss: str) -> None:
+def test_sampled_experts_are_placed_before_their_target_token(body: Any, loss: str) -> None:
     """A token's experts computed the logits of the next token, so they lie where that token is the target."""
     request = body([attributed(), rollout()] if loss == "ppo" else [attributed()], loss)
     read, routes = read_forward(request, routes=True), np.arange(6, dtype=np.int16).reshape(3, 2)
@@ -91,7 +91,7 @@ def test_the_samplers_experts_stand_at_the_tokens_before_those_sampled(body: Any
 
 
 @pytest.mark.parametrize("loss", ["stable_reinforce", "ppo", "cross_entropy"])
-def test_the_samplers_supports_stand_where_their_token_is_the_target(body: Any, loss: str) -> None:
+def test_sampled_supports_are_placed_at_their_target_token(body: Any, loss: str) -> None:
     """The second token had too many. Losses that do not take the sampler's logprobs need none."""
     data = [attributed(), rollout()] if loss == "ppo" else [attributed()]
     if loss == "cross_entropy":
@@ -135,7 +135,7 @@ def test_the_samplers_supports_stand_where_their_token_is_the_target(body: Any, 
         ),
     ],
 )  # fmt: skip
-def test_spans_that_do_not_fit_are_named(body: Any, change: Any, told: str) -> None:
+def test_invalid_spans_are_named(body: Any, change: Any, told: str) -> None:
     message = pb.ForwardBackwardRequest.FromString(body([attributed()], "stable_reinforce"))
     change(message.data[0])
     with pytest.raises(UserError) as caught:
@@ -160,7 +160,7 @@ def test_spans_that_do_not_fit_are_named(body: Any, change: Any, told: str) -> N
         ("custom", {}, {"id": "x"}, "loss_fn_config has the key 'id'"),
     ],
 )  # fmt: skip
-def test_wrong_inputs_and_configs_are_named(body: Any, loss: str, inputs: Any, config: Any, told: str) -> None:
+def test_invalid_inputs_and_configs_are_named(body: Any, loss: str, inputs: Any, config: Any, told: str) -> None:
     datum = attributed(**inputs) if loss == "stable_reinforce" else rollout(**inputs)
     with pytest.raises(UserError) as caught:
         decode(body([datum], loss, config))

@@ -48,14 +48,14 @@ def sdk_step(params: types.AdamParams) -> bytes:
     return json.dumps(model_dump(request, exclude_unset=False, exclude_none=True, mode="json")).encode()
 
 
-def test_adam_defaults_are_the_sdks() -> None:
+def test_adam_defaults_equal_the_sdk() -> None:
     assert decode_optim_step(sdk_step(types.AdamParams())) == AdamParams()
     assert decode_optim_step(of(adam_params={})) == AdamParams()
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "grad_clip_norm", "eps", "beta1"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_from_the_sdk_is_refused_and_not_replaced_by_the_default(name: str, value: float) -> None:
+def test_nan_from_the_sdk_is_refused_and_not_replaced(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"adam_params.{name} is None: must be a finite number"):
         decode_optim_step(sdk_step(types.AdamParams(**{name: value})))
 
@@ -98,7 +98,7 @@ def test_exports() -> None:
     assert SaveExternal.decode(of(path="a")) == SaveExternal(path="a")
 
 
-def test_tokens_are_kept_as_hashes_that_no_client_can_send() -> None:
+def test_token_hashes_cannot_be_sent_by_clients() -> None:
     plain = of(path=PATH, optimizer=True)
     assert hash_token(plain, str.upper) == plain
     with_token = hash_token(of(path=PATH, weights_access_token="tfw-secret"), str.upper)
@@ -243,7 +243,7 @@ WRONG: list[Wrong] = [
 
 
 @pytest.mark.parametrize(("decode", "payload", "text"), WRONG, ids=[w[2][:50] for w in WRONG])
-def test_wrong_content_is_named(decode: Callable[[bytes], object], payload: bytes, text: str) -> None:
+def test_invalid_content_is_named(decode: Callable[[bytes], object], payload: bytes, text: str) -> None:
     with pytest.raises(UserError) as caught:
         decode(payload)
     assert text in caught.value.message

@@ -78,7 +78,7 @@ def test_stop_absent_is_eos_and_an_empty_list_is_nothing(stop: Any, tokens: Any,
 
 
 @pytest.mark.parametrize(("stop", "tokens", "strings"), [(None, (9, 7), ()), (["x"], (7,), ("x",)), ([4], (4, 7), ())])
-def test_stop_token_ids_stop_beside_the_others(stop: Any, tokens: Any, strings: Any) -> None:
+def test_stop_token_ids_are_added_to_other_stops(stop: Any, tokens: Any, strings: Any) -> None:
     request = decode(body({"stop_token_ids": [7]} | ({"stop": stop} if stop is not None else {})))
     assert (request.stop_tokens, request.stop_strings) == (tokens, strings)
 
@@ -101,7 +101,7 @@ def seeded(payload: bytes) -> Any:
     return stored
 
 
-def test_a_seed_is_drawn_once_where_there_is_none() -> None:
+def test_missing_seed_is_drawn_once() -> None:
     without = json.dumps({"prompt": {"chunks": []}, "sampling_params": {"temperature": 0.0}}).encode()
     first, second = seeded(without), seeded(without)
     assert 0 <= first["sampling_params"]["seed"] < 2**64
@@ -112,7 +112,7 @@ def test_a_seed_is_drawn_once_where_there_is_none() -> None:
         decode(body({"seed": None}))
 
 
-def test_a_body_that_is_nested_too_deeply_is_no_server_error() -> None:
+def test_deeply_nested_body_is_a_user_error() -> None:
     deep = b'{"sampling_params": {}, "x": ' + b"[" * 900 + b"]" * 900 + b"}"
     with pytest.raises(UserError, match="nests lists and objects too deeply: must be at most 254 deep"):
         parse(deep)
@@ -120,12 +120,12 @@ def test_a_body_that_is_nested_too_deeply_is_no_server_error() -> None:
     assert parse(with_seed(most, parse(most)))["x"] == parse(most)["x"]
 
 
-def test_the_count_is_read_without_the_rest() -> None:
+def test_sample_count_is_read_without_parsing_the_rest() -> None:
     assert NumSamples.from_values({}).num_samples == 1
     assert NumSamples.from_values({"num_samples": 4}).num_samples == 4
 
 
-def test_wishes_for_the_prompt() -> None:
+def test_prompt_options_are_read() -> None:
     assert decode(body()).prompt is None
     request = decode(
         body(prompt_logprobs=True, prompt_logprobs_last_n=2, topk_prompt_logprobs=3, prompt_alt_tokens_k=4)
@@ -140,7 +140,7 @@ def test_wishes_for_the_prompt() -> None:
     assert not SampleBody.decode(body()).record_stability_info
 
 
-def test_what_is_asked_beyond_the_sdk() -> None:
+def test_sampling_options_beyond_the_sdk_are_read() -> None:
     plain = decode(body())
     assert (plain.min_p, plain.adjustments) == (0.0, None)
     for nothing in ({"min_p": None, "logit_bias": {}}, {"presence_penalty": 0, "logit_bias": {"3": 0}}):
@@ -243,7 +243,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("payload", "text"), WRONG, ids=[w[1][:40] for w in WRONG])
-def test_wrong_content_is_named(payload: bytes, text: str) -> None:
+def test_invalid_content_is_named(payload: bytes, text: str) -> None:
     with pytest.raises(UserError) as caught:
         decode(payload)
     assert text in caught.value.message
@@ -305,14 +305,14 @@ def test_an_image_is_its_placeholders_and_its_pixels() -> None:
         ("image", "prompt.chunks[1].data is None"),
     ],
 )
-def test_wrong_images_are_named(chunk: Any, text: str) -> None:
+def test_invalid_images_are_named(chunk: Any, text: str) -> None:
     for blank in (False, True):
         with pytest.raises(UserError) as caught:
             seen("text", chunk, blank=blank)
         assert text in caught.value.message
 
 
-def test_images_that_are_too_long_or_too_many_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_or_too_many_images_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     never = {"type": "image", "format": "png", "data": "AAAA"}
     with pytest.raises(UserError, match="prompt has at least 36 tokens: must be 1 to 31, the model's context less one"):
         seen(*[picture()] * 6, never)

@@ -87,7 +87,7 @@ def test_models_are_found() -> None:
     assert len(MODELS) > 80
 
 
-def test_a_null_is_as_if_it_were_left_out() -> None:
+def test_null_counts_as_an_absent_field() -> None:
     wrong = []
     for model in MODELS:
         body = smallest(model)
@@ -98,7 +98,7 @@ def test_a_null_is_as_if_it_were_left_out() -> None:
     assert wrong == []
 
 
-def test_booleans_and_texts_are_no_numbers() -> None:
+def test_booleans_and_strings_are_not_numbers() -> None:
     wrong, tried = [], 0
     for model in MODELS:
         body = smallest(model)
@@ -175,7 +175,7 @@ def test_errors_name_the_field_the_value_and_the_rule(body: dict[str, Any], erro
     assert error in caught.value.message
 
 
-def test_three_point_zero_is_three() -> None:
+def test_integral_floats_are_integers() -> None:
     assert Example.from_json(b'{"count": 3.0, "renamed": 7}') == Example(count=3)
     assert isinstance(Example.from_values({"count": 3.0}).count, int)
 
@@ -188,14 +188,14 @@ def test_three_point_zero_is_three() -> None:
         (rb'{"word": "a\u0000"}', "the request body contains a NUL character"),
     ],
 )
-def test_what_is_no_object_is_refused(body: bytes, error: str) -> None:
+def test_json_other_than_an_object_is_refused(body: bytes, error: str) -> None:
     with pytest.raises(UserError) as caught:
         Example.from_json(body)
     assert error in caught.value.message
     assert Example.from_json(rb'{"word": "a\\u0000"}').word == r"a\u0000"
 
 
-def test_stored_metadata_may_be_larger_than_today() -> None:
+def test_stored_metadata_may_be_larger_than_the_current_limit() -> None:
     """An earlier release accepted it, and a replay reads it again."""
     body = {"path": "a", "user_metadata": {"a": "x" * MAX_METADATA_BYTES}}
     assert SaveWeights.decode(json.dumps(body).encode()).user_metadata == body["user_metadata"]

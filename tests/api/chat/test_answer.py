@@ -12,7 +12,7 @@ from tinkerflow.api.endpoints.generation import SamplePiece
 from tinkerflow.api.text import Tokenizer
 
 
-def test_reasoning_that_ends_inside_a_character_has_no_more_tokens_than_were_sampled(tiny: Path) -> None:
+def test_reasoning_that_ends_inside_a_character_has_at_most_the_sampled_tokens(tiny: Path) -> None:
     tokenizer = Tokenizer(tiny)
     parser = SimpleNamespace(feed=lambda text: [ReasoningDelta(text)] if text else [], end=lambda: [])
     prompt: Any = SimpleNamespace(ends=(), spec=SimpleNamespace(marks=(), think=None), parser=lambda: parser)

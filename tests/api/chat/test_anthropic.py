@@ -53,7 +53,7 @@ def test_thinking_and_calls_are_blocks_whole_and_streamed(claude: anthropic.Anth
     assert (again.stop_reason, again.usage.output_tokens) == ("tool_use", done.usage.output_tokens)
 
 
-def test_the_events_of_a_stream_have_anthropics_order(post: Callable[..., Any], speaker: Speaker) -> None:
+def test_stream_events_follow_the_order_of_anthropic(post: Callable[..., Any], speaker: Speaker) -> None:
     speaker.says(TEXT)
     answer = post("messages", {**ASKED, "tools": TOOLS, "stream": True})
     parts = [part.split("\n") for part in answer.text.split("\n\n") if part]
@@ -98,7 +98,7 @@ def test_blocks_of_earlier_turns_are_part_of_the_prompt(claude: anthropic.Anthro
     assert speaker.prompt.endswith(f"tool\nwet{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\nIt is")
 
 
-def test_an_answer_with_thinking_is_a_message_of_the_next_turn(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_answer_with_thinking_can_be_sent_in_the_next_turn(claude: anthropic.Anthropic, speaker: Speaker) -> None:
     asked: Any = {**ASKED, "tools": TOOLS, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     for stream in (False, True):
         speaker.says(TEXT)
@@ -116,14 +116,14 @@ def test_an_answer_with_thinking_is_a_message_of_the_next_turn(claude: anthropic
         assert f"<|im_start|>tool\nwet{END}" in speaker.prompt
 
 
-def test_counting_gives_the_tokens_that_the_answer_reports(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_token_count_equals_the_usage_of_the_answer(claude: anthropic.Anthropic, speaker: Speaker) -> None:
     speaker.says(f"x{END}")
     claude.messages.create(**ASKED, tools=TOOLS)
     counted = claude.messages.count_tokens(model=BASE, messages=HI, tools=TOOLS)
     assert counted.input_tokens == len(speaker.tokens)
 
 
-def test_a_call_that_breaks_is_text(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_broken_call_is_returned_as_text(claude: anthropic.Anthropic, speaker: Speaker) -> None:
     for stream in (False, True):
         speaker.says(CALL[:45], reason="length")
         if stream:
@@ -156,7 +156,7 @@ def test_a_call_that_breaks_is_text(claude: anthropic.Anthropic, speaker: Speake
         ({"stop_sequences": ["x" * 1025]}, "stop_sequences is"),
     ],
 )
-def test_wrong_fields_are_refused_by_name_in_anthropics_form(
+def test_invalid_fields_are_named_in_anthropic_error_format(
     post: Callable[..., Any], speaker: Speaker, body: Any, says: str
 ) -> None:
     answer = post("messages", {**ASKED, **body})
@@ -166,7 +166,9 @@ def test_wrong_fields_are_refused_by_name_in_anthropics_form(
     assert says in answer.json()["error"]["message"]
 
 
-def test_unknown_models_and_keys_raise_the_clients_own_errors(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_unknown_models_and_keys_raise_errors_of_the_client_library(
+    claude: anthropic.Anthropic, speaker: Speaker
+) -> None:
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(**(ASKED | {"model": "nobody"}))
     with pytest.raises(anthropic.AuthenticationError):
@@ -175,7 +177,7 @@ def test_unknown_models_and_keys_raise_the_clients_own_errors(claude: anthropic.
     assert (model.id, model.type, model.display_name, claude.models.retrieve(BASE)) == (BASE, "model", BASE, model)
 
 
-def test_a_field_that_is_missing_is_named_without_the_rest_of_the_request(post: Callable[..., Any]) -> None:
+def test_error_for_a_missing_field_omits_the_request_body(post: Callable[..., Any]) -> None:
     answer = post("messages", {"model": BASE, "messages": HI})
     assert (answer.status_code, answer.json()["error"]["message"]) == (
         400,

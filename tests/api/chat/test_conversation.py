@@ -6,7 +6,7 @@ from tinkerflow.api.chat.conversation import Tool, _call_schema
 from tinkerflow.backend.spec.json_schemas import exact_schema
 
 
-def test_references_in_the_parameters_of_a_tool_begin_there() -> None:
+def test_references_in_tool_parameters_resolve_from_the_tool_schema() -> None:
     def tool(name: str, kind: str) -> Tool:
         return Tool(name, "", {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": kind}}})
 

@@ -66,7 +66,7 @@ def test_an_answer(gpt: openai.OpenAI, speaker: Speaker) -> None:
     assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
 
 
-def test_reasoning_and_calls_are_kept_apart_whole_and_streamed(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_reasoning_and_calls_are_separate_whole_and_streamed(gpt: openai.OpenAI, speaker: Speaker) -> None:
     text = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}\n{CALL}{END}"
     asked: Any = {"model": BASE, "messages": HI, "tools": TOOLS}
     speaker.says(text)
@@ -113,7 +113,7 @@ def test_calls_and_results_of_tools_are_part_of_the_prompt(gpt: openai.OpenAI, s
     assert "weather" not in speaker.prompt
 
 
-def test_arguments_with_half_of_a_character_are_a_prompt_too(post: Callable[..., Any], speaker: Speaker) -> None:
+def test_tool_arguments_with_a_lone_surrogate_are_rendered(post: Callable[..., Any], speaker: Speaker) -> None:
     speaker.says("ok")
     call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "K\\ud800ln"}'}}
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "?"}]
@@ -145,7 +145,7 @@ def test_tokens_and_logprobs_are_exact_whole_and_streamed(gpt: openai.OpenAI, sp
     assert (chunks[-1].choices, chunks[-1].usage) == ([], done.usage)
 
 
-def test_many_samples_and_stop_strings(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_many_samples_and_stop_strings_are_answered(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says("one. two", f"three{END}")
     done = gpt.chat.completions.create(model=BASE, messages=HI, n=2, stop=[". "], seed=3)
     assert [choice.message.content for choice in done.choices] == ["one", "three"]
@@ -155,7 +155,7 @@ def test_many_samples_and_stop_strings(gpt: openai.OpenAI, speaker: Speaker) -> 
     assert cut.choices[0].finish_reason == "length"
 
 
-def test_null_is_what_a_client_leaves_out(post: Callable[..., Any], speaker: Speaker) -> None:
+def test_null_counts_as_an_omitted_field(post: Callable[..., Any], speaker: Speaker) -> None:
     names = (
         *("n", "stream", "stream_options", "logprobs", "top_logprobs", "stop", "seed", "temperature", "top_p", "user"),
         *("max_tokens", "max_completion_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "tools"),
@@ -169,7 +169,7 @@ def test_null_is_what_a_client_leaves_out(post: Callable[..., Any], speaker: Spe
     assert refused.status_code == 400 and "model is None: must be" in refused.json()["error"]["message"], refused.text
 
 
-def test_several_samples_are_streamed_beside_each_other(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_streams_of_several_samples_are_interleaved(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says(f"one{END}", "two", f"{CALL}{END}")
     usage = {"include_usage": True}
     *chunks, last = gpt.chat.completions.create(
@@ -190,7 +190,7 @@ def test_several_samples_are_streamed_beside_each_other(gpt: openai.OpenAI, spea
     assert last.usage.completion_tokens == spoken
 
 
-def test_an_answer_of_the_client_is_a_message_of_the_next_turn(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_answer_can_be_sent_as_a_message_of_the_next_turn(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says(f"<think>\nhm\n</think>\n\n{CALL}{END}")
     said = gpt.chat.completions.create(model=BASE, messages=HI, tools=TOOLS).choices[0].message
     (call,) = said.tool_calls or ()
@@ -203,7 +203,7 @@ def test_an_answer_of_the_client_is_a_message_of_the_next_turn(gpt: openai.OpenA
         assert f"<|im_start|>tool\nwet{END}" in speaker.prompt
 
 
-def test_what_the_model_did_not_finish_as_a_call_is_content(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_incomplete_tool_call_is_returned_as_content(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says(CALL[:40], reason="length")
     done = gpt.chat.completions.create(model=BASE, messages=HI, tools=TOOLS)
     assert done.choices[0].message.content == CALL[:40]
@@ -252,7 +252,7 @@ def test_what_the_model_did_not_finish_as_a_call_is_content(gpt: openai.OpenAI, 
         ({"max_tokens": 100_000}, "max_tokens", "at most"),
     ],
 )
-def test_wrong_fields_are_refused_by_name(
+def test_invalid_fields_are_named_in_the_error(
     post: Callable[..., Any], speaker: Speaker, body: Any, field: str, says: str
 ) -> None:
     answer = post("chat/completions", {"model": BASE, "messages": HI, **body})
@@ -262,7 +262,7 @@ def test_wrong_fields_are_refused_by_name(
     assert error["type"] == "invalid_request_error"
 
 
-def test_a_body_that_is_no_json_is_said_to_be_none(server: Running, speaker: Speaker) -> None:
+def test_body_that_is_not_json_has_an_error_with_the_position(server: Running, speaker: Speaker) -> None:
     url, headers = f"{server.url}/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
     error = server.http.post(url, content=b"{no", headers=headers).json()["error"]
     assert error["message"] == "the request body is not JSON: key must be a string at line 1 column 2"
@@ -272,7 +272,7 @@ def test_a_body_that_is_no_json_is_said_to_be_none(server: Running, speaker: Spe
     assert detail == "POST /chat/completions is no endpoint of this service; /openapi.json lists them"
 
 
-def test_an_answers_id_is_what_the_client_shows_as_the_requests(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_answer_id_equals_the_request_id_header(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says("Hello")
     done = gpt.chat.completions.create(model=BASE, messages=HI)
     assert done._request_id == done.id
@@ -281,9 +281,7 @@ def test_an_answers_id_is_what_the_client_shows_as_the_requests(gpt: openai.Open
     assert {chunk.id for chunk in stream} == {stream.response.headers["x-request-id"]}
 
 
-def test_a_request_of_a_person_goes_before_those_of_programs(
-    gpt: openai.OpenAI, speaker: Speaker, journal: Journal
-) -> None:
+def test_interactive_requests_precede_batch_requests(gpt: openai.OpenAI, speaker: Speaker, journal: Journal) -> None:
     for tier, expected in ((None, "interactive"), ("default", "interactive"), ("flex", "batch")):
         for ask in (
             lambda **more: gpt.chat.completions.create(model=BASE, messages=HI, **more),
@@ -297,14 +295,14 @@ def test_a_request_of_a_person_goes_before_those_of_programs(
                 assert connection.execute(kept).scalar_one() is (expected == "interactive")
 
 
-def test_unknown_models_and_keys_raise_the_clients_own_errors(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_unknown_models_and_keys_raise_errors_of_the_client_library(gpt: openai.OpenAI, speaker: Speaker) -> None:
     with pytest.raises(openai.NotFoundError, match="nobody"):
         gpt.chat.completions.create(model="nobody", messages=HI)
     with pytest.raises(openai.AuthenticationError):
         gpt.with_options(api_key="sk-wrong").chat.completions.create(model=BASE, messages=HI)
 
 
-def test_an_error_before_the_first_token_is_an_answer_of_its_own(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_error_before_the_first_token_has_its_own_status(gpt: openai.OpenAI, speaker: Speaker) -> None:
     def fails(request: Pending) -> Outcome:
         return request.failed(ServerError("the devices are gone"))
 
@@ -313,7 +311,7 @@ def test_an_error_before_the_first_token_is_an_answer_of_its_own(gpt: openai.Ope
         gpt.chat.completions.create(model=BASE, messages=HI, stream=True)
 
 
-def test_a_required_call_and_a_schema_constrain_what_is_sampled(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_required_tool_call_and_response_schema_constrain_sampling(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says('{"name": "weather", "arguments": {"city": "Rome"}}')
     done = gpt.chat.completions.create(model=BASE, messages=HI, tools=TOOLS, tool_choice="required")
     assert [call.function.name for call in done.choices[0].message.tool_calls or []] == ["weather"]  # type: ignore[union-attr]
@@ -332,7 +330,7 @@ def test_a_required_call_and_a_schema_constrain_what_is_sampled(gpt: openai.Open
     assert speaker.params.constraint.value == {"type": "object"}
 
 
-def test_an_answer_ends_where_the_template_ends_turns(
+def test_answer_ends_where_the_template_ends_a_turn(
     card: ModelCard, journal: Journal, gpt: openai.OpenAI, speaker: Speaker, tmp_path: Path
 ) -> None:
     """As Gemma 4's does, whose base models have another end of a text."""

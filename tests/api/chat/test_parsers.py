@@ -362,10 +362,10 @@ CASES = [
 def read(case: Case, pieces: list[str]) -> tuple[FullAnswer, list[Event]]:
     parser = Parser(PARSERS[case.family], TOOLS, thinks=True, opened=case.opened)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
-    return said_by(events), events
+    return answer_from(events), events
 
 
-def said_by(events: list[Event]) -> FullAnswer:
+def answer_from(events: list[Event]) -> FullAnswer:
     """What these events amount to; each call in them must have ended or broken."""
     said = FullAnswer()
     for event in events:
@@ -388,7 +388,7 @@ def test_an_answer_is_read(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.text[:30]}")
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_how_the_text_is_split_changes_nothing(case: Case, data: st.DataObject) -> None:
+def test_split_of_the_text_does_not_change_the_parse(case: Case, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(case.text)), max_size=12)))
     pieces = [case.text[a:b] for a, b in zip([0, *cuts], [*cuts, len(case.text)], strict=True)]
     assert read(case, pieces)[0] == read(case, [case.text])[0]
@@ -440,7 +440,7 @@ TAGS = [
 @pytest.mark.parametrize("family", sorted(PARSERS))
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_any_text_is_read_the_same_however_it_is_split(family: str, data: st.DataObject) -> None:
+def test_any_split_of_any_text_gives_the_same_parse(family: str, data: st.DataObject) -> None:
     words = st.sampled_from([*WORDS, *PARSERS[family].marks, *TAGS])
     pieces = data.draw(st.lists(words | st.text(max_size=3), max_size=12))
     case = Case(family, "".join(pieces), opened=data.draw(st.booleans()))
@@ -457,18 +457,18 @@ def test_arguments_and_content_are_passed_on_before_the_call_or_the_answer_ends(
     assert parser.feed("ty") == [ArgumentsDelta("ty")]
 
 
-def test_a_call_that_breaks_after_it_began_says_so() -> None:
+def test_call_that_breaks_after_its_beginning_is_reported() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": oops'
     said, events = read(Case("hermes", text), [text])
     assert any(isinstance(event, CallBreaks) for event in events)
     assert facts(said) == (text, "", ())
 
 
-def test_without_tools_nothing_is_a_call() -> None:
+def test_text_without_tools_contains_no_call() -> None:
     for family, spec in PARSERS.items():
         text = f"{spec.opening}{JSON}" if spec.think else f"<|channel|>final<|message|>{JSON}<|end|>"
         parser = Parser(spec, {}, thinks=True, opened=False)
-        said = said_by(parser.feed(text) + parser.end())
+        said = answer_from(parser.feed(text) + parser.end())
         assert not said.calls, family
         assert JSON in said.content
 
@@ -491,19 +491,19 @@ def test_without_tools_nothing_is_a_call() -> None:
         ("… <minimax:tool_call> … <think>", "minimax"),
     ],
 )
-def test_the_template_says_which_family_it_is(template: str, family: str) -> None:
+def test_parser_is_chosen_by_the_template(template: str, family: str) -> None:
     assert parser_for(template).name == family
 
 
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "[1, Infinity]"])
-def test_numbers_that_json_has_not_are_texts(text: str) -> None:
+def test_non_json_numbers_are_parsed_as_text(text: str) -> None:
     assert typed(text, {}) == text
     call = f'<tool_call>\n{{"name": "f", "arguments": {{"x": {text}}}}}\n</tool_call>'
     parser = Parser(PARSERS["hermes"], {"f": {}}, thinks=False, opened=False)
-    assert not said_by([*parser.feed(call), *parser.end()]).calls
+    assert not answer_from([*parser.feed(call), *parser.end()]).calls
 
 
-def test_phi_is_told_its_tools_and_calls_as_texts() -> None:
+def test_phi_gets_its_tools_and_calls_as_text() -> None:
     prepared = PARSERS["phi4"].prepared
     assert prepared is not None
     function = {"name": "stop", "description": "é", "parameters": {"type": "object"}}
@@ -513,12 +513,12 @@ def test_phi_is_told_its_tools_and_calls_as_texts() -> None:
     assert (system["role"], system["content"], json.loads(system["tools"]), first) == ("system", "", [function], user)
     assert second["content"] == 'So<|tool_call|>[{"name": "stop", "arguments": {"city": "Köln"}}]<|/tool_call|>'
     text, events = second["content"], Parser(PARSERS["phi4"], TOOLS, thinks=False, opened=False)
-    assert said_by([*events.feed(text), *events.end()]).calls[0].values == {"city": "Köln"}
+    assert answer_from([*events.feed(text), *events.end()]).calls[0].values == {"city": "Köln"}
     (only,) = prepared([{"role": "system", "content": "Be."}], [{"type": "function", "function": function}])
     assert only["content"] == "Be." and "tools" in only
     assert prepared([user], []) == [user]
 
 
-def test_a_template_that_only_opens_reasoning_tells_that_the_model_reasons() -> None:
+def test_template_that_opens_reasoning_marks_the_model_as_reasoning() -> None:
     assert PARSERS["olmo3"].thinks("<function_calls> … <|im_start|>assistant\n<think>")
     assert not PARSERS["olmo3"].thinks("<function_calls> … <|im_start|>assistant\n")

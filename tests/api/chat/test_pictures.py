@@ -66,7 +66,7 @@ def chunks(speaker: Speaker) -> list[Any]:
     ]
 
 
-def test_an_image_stands_where_the_template_puts_it(
+def test_image_has_the_position_that_the_template_gives_it(
     sees: None, gpt: openai.OpenAI, claude: anthropic.Anthropic, speaker: Speaker, png: str
 ) -> None:
     url = f"data:image/png;base64,{png}"
@@ -103,7 +103,7 @@ def test_an_image_stands_where_the_template_puts_it(
         ([{"type": "input_audio"}], "sounds"),
     ],
 )  # fmt: skip
-def test_wrong_images_are_refused_by_name(
+def test_invalid_images_are_named_in_the_error(
     sees: None, post: Callable[..., Any], speaker: Speaker, content: Any, says: str, png: str
 ) -> None:
     content = [
@@ -124,7 +124,7 @@ def test_wrong_images_are_refused_by_name(
         ({"type": "base64", "media_type": "image/png", "data": 3}, "source.data is 3"),
     ],
 )
-def test_wrong_sources_are_refused_by_name(
+def test_invalid_image_sources_are_named_in_the_error(
     sees: None, post: Callable[..., Any], speaker: Speaker, source: Any, says: str
 ) -> None:
     content = [{"type": "image", "source": source}]
@@ -148,7 +148,7 @@ PARTS: dict[str, Callable[[str], tuple[dict[str, Any], str]]] = {
 
 @pytest.mark.parametrize("path", PARTS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_damaged_image_is_named_as_the_client_has_it(
+def test_damaged_image_is_named_by_its_place_in_the_request(
     path: str, stream: bool, sees: None, post: Callable[..., Any], speaker: Speaker, png: str
 ) -> None:
     """What is wrong behind a file's head is found where it is decoded: by the engine."""
@@ -169,7 +169,7 @@ def test_a_damaged_image_is_named_as_the_client_has_it(
     assert answer.json()["error"]["message"].startswith(f"{field} cannot be read as png: ")
 
 
-def test_images_that_no_context_holds_are_not_measured(
+def test_images_beyond_the_context_are_not_measured(
     sees: None, post: Callable[..., Any], speaker: Speaker, png: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Target, "longest_text", 100)
@@ -200,7 +200,7 @@ def test_an_error_counts_all_blocks_of_a_message(sees: None, post: Callable[...,
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, "{{ messages[0].content + 'a text' }}"])
-def test_a_model_that_takes_text_is_named(
+def test_image_for_a_text_model_is_refused(
     template: str, sees: None, tmp_path: Path, post: Callable[..., Any], speaker: Speaker, monkeypatch: Any
 ) -> None:
     (tmp_path / "sees" / "chat_template.jinja").write_text(template)

@@ -127,7 +127,7 @@ TABLE = [
 Post = Callable[..., Any]
 
 
-def test_a_refusal_names_the_field_that_is_wrong(post: Post, speaker: Speaker) -> None:
+def test_refusal_names_the_invalid_field(post: Post, speaker: Speaker) -> None:
     """One server for all rows; `param` is the field's name at the top of the request."""
     wrong = []
     for path, change, message in TABLE:
@@ -157,7 +157,7 @@ LONG = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", LONG)
-def test_a_context_that_is_exceeded_has_a_code(path: str, stream: bool, post: Post, speaker: Speaker) -> None:
+def test_exceeded_context_has_an_error_code(path: str, stream: bool, post: Post, speaker: Speaker) -> None:
     body, message = LONG[path]
     for more in ({}, {"max_tokens" if path != "responses" else "max_output_tokens": 5}):
         answer = post(path, {"model": BASE, **GOOD[path], **body, **more, "stream": stream})
@@ -167,7 +167,7 @@ def test_a_context_that_is_exceeded_has_a_code(path: str, stream: bool, post: Po
         assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
 
 
-def test_an_answer_that_the_context_cannot_hold_has_the_code_too(post: Post, speaker: Speaker) -> None:
+def test_answer_longer_than_the_context_has_the_context_code(post: Post, speaker: Speaker) -> None:
     names = {"chat/completions": "max_tokens", "completions": "max_tokens", "responses": "max_output_tokens"}
     for path, name in names.items():
         error = post(path, {"model": BASE, **GOOD[path], name: 5000}).json()["error"]
@@ -177,7 +177,7 @@ def test_an_answer_that_the_context_cannot_hold_has_the_code_too(post: Post, spe
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-def test_litellm_knows_that_the_context_is_exceeded(provider: str, server: Running, speaker: Speaker) -> None:
+def test_litellm_raises_context_window_exceeded_error(provider: str, server: Running, speaker: Speaker) -> None:
     import litellm  # here, because it takes seconds in each process that collects tests
 
     base = f"{server.url}/v1" if provider == "openai" else server.url

@@ -81,7 +81,7 @@ def test_the_items_of_an_answer_are_part_of_the_next_prompt(gpt: openai.OpenAI, 
     )
 
 
-def test_answers_after_one_another_all_reach_the_prompt(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_consecutive_answers_all_reach_the_prompt(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says(f"ok{END}")
     gpt.responses.create(
         model=BASE,
@@ -93,7 +93,7 @@ def test_answers_after_one_another_all_reach_the_prompt(gpt: openai.OpenAI, spea
     assert f"assistant\nOne{END}\n<|im_start|>assistant\nTwo{END}" in speaker.prompt
 
 
-def test_a_call_that_breaks_is_text_and_forms_are_held(gpt: openai.OpenAI, speaker: Speaker) -> None:
+def test_broken_call_is_text_and_its_format_is_kept(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says(CALL[:45])
     with gpt.responses.stream(model=BASE, input="Hi", tools=TOOLS) as stream:
         list(stream)
@@ -136,7 +136,9 @@ def test_a_call_that_breaks_is_text_and_forms_are_held(gpt: openai.OpenAI, speak
         ),
     ],
 )
-def test_wrong_fields_are_refused_by_name(post: Callable[..., Any], speaker: Speaker, body: Any, says: str) -> None:
+def test_invalid_fields_are_named_in_the_error(
+    post: Callable[..., Any], speaker: Speaker, body: Any, says: str
+) -> None:
     answer = post("responses", {"model": BASE, "input": "Hi", **body})
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]["message"]

@@ -104,7 +104,9 @@ def test_special_tokens_in_texts_are_text(path: str, name: str, body: Any, post:
     assert (counts[2] != counts[0]) == shown, "allowed, they are tokens"
 
 
-def test_tokens_are_counted_and_the_playground_asks_alike(post: Post, server: Running, speaker: Speaker) -> None:
+def test_token_counting_and_the_playground_treat_special_tokens_alike(
+    post: Post, server: Running, speaker: Speaker
+) -> None:
     body = {"model": BASE, "messages": [{"role": "user", "content": EVIL}]}
     counted = post("messages/count_tokens", body).json()["input_tokens"]
     assert counted > post("messages/count_tokens", {**body, "allow_special_tokens": True}).json()["input_tokens"]

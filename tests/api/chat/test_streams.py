@@ -70,7 +70,7 @@ def decoder(journal: Journal, tiny: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_openais_chunks_come_as_tokens_are_sampled(gpt: openai.OpenAI, decoder: Decoder, fails: bool) -> None:
+def test_openai_chunks_arrive_as_tokens_are_sampled(gpt: openai.OpenAI, decoder: Decoder, fails: bool) -> None:
     heard = ""
 
     def create() -> Any:
@@ -95,7 +95,7 @@ def test_openais_chunks_come_as_tokens_are_sampled(gpt: openai.OpenAI, decoder: 
         assert rest[-1].choices[0].finish_reason == "stop"
 
 
-def test_anthropics_stream_ends_with_an_error_of_its_form(claude: anthropic.Anthropic, decoder: Decoder) -> None:
+def test_anthropic_stream_ends_with_an_anthropic_error(claude: anthropic.Anthropic, decoder: Decoder) -> None:
     with ThreadPoolExecutor(1) as threads:
         begun = threads.submit(claude.messages.create, model=BASE, messages=HI, max_tokens=50, stream=True)
         request = decoder.take()
@@ -113,7 +113,7 @@ def test_anthropics_stream_ends_with_an_error_of_its_form(claude: anthropic.Anth
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_before_the_first_token_is_cancelled(
+def test_request_is_cancelled_if_the_client_leaves_before_the_first_token(
     server: Running, decoder: Decoder, path: str, stream: bool
 ) -> None:
     body: Any = {"model": BASE, "stream": stream} | ({"input": "Hi"} if path == "responses" else {"messages": HI})

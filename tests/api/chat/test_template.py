@@ -63,7 +63,7 @@ def folder_with(tmp_path: Path, template: Any, in_file: bool = False) -> Path:
 @pytest.mark.parametrize("tools", [[], TOOLS])
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
 @pytest.mark.parametrize("in_file", [False, True])
-def test_the_text_is_that_of_transformers(
+def test_rendered_text_equals_that_of_transformers(
     tmp_path: Path, name: str, tools: list[dict[str, Any]], options: dict[str, Any], in_file: bool
 ) -> None:
     folder = folder_with(tmp_path, TEMPLATES[name], in_file)
@@ -75,19 +75,19 @@ def test_the_text_is_that_of_transformers(
     assert template.render(MESSAGES, tools, options) == theirs
 
 
-def test_a_model_may_have_another_template_for_tools(tmp_path: Path) -> None:
+def test_model_may_have_a_separate_template_for_tools(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     template = load_template(folder_with(tmp_path, named), "tiny")
     assert template is not None
     assert (template.render([], [], {}), template.render([], TOOLS, {})) == ("plain", "tools")
 
 
-def test_a_folder_without_a_template_has_none(tmp_path: Path) -> None:
+def test_folder_without_a_template_loads_none(tmp_path: Path) -> None:
     assert load_template(folder_with(tmp_path, None), "tiny") is None
     assert load_template(tmp_path / "nowhere", "tiny") is None
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_broken_template_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ServerError, match=r"tokenizer_config\.json cannot be read"):
         load_template(tmp_path, "tiny")
@@ -105,7 +105,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         ("{% for %}", "chat template of tiny refuses them: "),
     ],
 )
-def test_what_a_template_refuses_is_an_error_of_the_user(tmp_path: Path, template: str, says: str) -> None:
+def test_template_error_is_a_user_error(tmp_path: Path, template: str, says: str) -> None:
     found = load_template(folder_with(tmp_path, template), "tiny")
     assert found is not None
     with pytest.raises(UserError, match=says):

@@ -88,9 +88,7 @@ def test_every_page_of_a_service_in_use(
         inspect(page, server.url + path)
 
 
-def test_the_curve_of_a_live_run_moves_and_says_its_values(
-    page: Page, server: Any, engine: Any, put_steps: Any
-) -> None:
+def test_curve_of_a_live_run_moves_and_shows_its_values(page: Page, server: Any, engine: Any, put_steps: Any) -> None:
     run = server.model()
     page.open(f"{server.url}/training_runs/{run}")
     page.shows("No step was made yet")
@@ -123,9 +121,7 @@ def test_runs_are_picked_and_compared(page: Page, server: Any, engine: Any, put_
     assert page.run("return document.querySelectorAll('path.line.line-1').length") == 5
 
 
-def test_a_part_of_a_chart_is_selected_and_the_link_opens_it_again(
-    page: Page, server: Any, engine: Any, put_steps: Any
-) -> None:
+def test_selected_part_of_a_chart_is_restored_by_its_link(page: Page, server: Any, engine: Any, put_steps: Any) -> None:
     run = server.model()
     put_steps(run, 200)
     page.open(f"{server.url}/training_runs/{run}?x=tokens&smooth=0.6")
@@ -165,7 +161,7 @@ def test_runs_are_found_sorted_and_archived(page: Page, server: Any, engine: Any
     page.shows("No archived run is found")
 
 
-def test_archived_runs_are_deleted_after_a_question(page: Page, server: Any, furnish: Any) -> None:
+def test_archived_runs_are_deleted_after_a_confirmation(page: Page, server: Any, furnish: Any) -> None:
     things, journal = furnish(), server.journal
     journal.checkpoints.publish(things.weights, "local")
     journal.sessions.finish(things.session, "local")
@@ -185,7 +181,7 @@ def test_archived_runs_are_deleted_after_a_question(page: Page, server: Any, fur
     assert dict(journal.upkeep.unpurged()).keys() <= {things.weights, things.sampler_weights}
 
 
-def test_a_checkpoint_is_published_and_deleted_after_a_question(page: Page, server: Any, furnish: Any) -> None:
+def test_checkpoint_is_published_and_deleted_after_a_confirmation(page: Page, server: Any, furnish: Any) -> None:
     path = furnish().weights
     page.open(server.url + of_checkpoint(path))
     page.press("Publish")
@@ -203,7 +199,7 @@ def test_a_checkpoint_is_published_and_deleted_after_a_question(page: Page, serv
     wait(lambda: server.journal.checkpoints.before_save(path, kept.run_id).is_gone)
 
 
-def test_signing_in_with_a_bad_key_and_a_good_one(page: Page, server: Any, journal: Any) -> None:
+def test_sign_in_accepts_only_a_valid_key(page: Page, server: Any, journal: Any) -> None:
     _, secret = journal.keys.create("ann", "team")
     server.clock.advance(2.0)
     inspect(page, f"{server.url}/")

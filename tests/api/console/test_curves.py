@@ -26,7 +26,7 @@ def test_a_point_has_its_place_by_step_time_and_tokens() -> None:
     assert part.places("tokens") == [500, 600, 700]
 
 
-def test_a_stored_metric_lies_between_the_steps_of_the_curve() -> None:
+def test_stored_metrics_are_placed_between_the_steps_of_the_curve() -> None:
     part = run([2, 4])
     assert part.placed([(2, 0.5), (3, 0.6), (9, 0.7)], "tokens") == [(100.0, 0.5), (150.0, 0.6), (200.0, 0.7)]
     assert part.placed([(3, 0.6)], "step") == [(3, 0.6)]
@@ -38,14 +38,14 @@ def test_a_mean_begins_with_the_first_value_and_keeps_gaps() -> None:
     assert points == [(1, 4.0), (2, None), (3, pytest.approx(4 / 3)), (4, pytest.approx(4 / 7))]
 
 
-def test_a_view_is_in_the_query_of_a_link_and_nothing_else() -> None:
+def test_link_query_holds_exactly_the_view() -> None:
     assert chart_view().query == ""
     view = ChartView("time", True, 0.9, 3, 40)
     assert view.query == "x=time&log=yes&smooth=0.9&first=3&last=40"
     assert (view.steps, chart_view(first=0).query) == ((3, 40), "first=0")
 
 
-def test_rewards_come_before_the_loss_and_a_smoothed_line_has_its_values_behind_it() -> None:
+def test_rewards_precede_the_loss_and_a_smoothed_line_shows_its_values() -> None:
     rewards = (Metric("held_out_reward", ((1, 0.5),)), Metric("reward", ((1, 0.0), (3, 1.0))))
     part = run([1, 2, 3], Metric("kl", ((1, 1.0),)), *rewards)
     drawn = charts([part], chart_view(smooth=0.6))
@@ -68,12 +68,12 @@ def test_zooming_by_time_needs_the_steps_of_places() -> None:
         ({"first": "-1"}, "first: Input should be greater than or equal to 0"),
     ],
 )
-def test_a_wrong_view_is_named(browser: Any, server: Any, engine: Any, query: dict[str, str], text: str) -> None:
+def test_invalid_view_is_named(browser: Any, server: Any, engine: Any, query: dict[str, str], text: str) -> None:
     page = browser.get(f"/training_runs/{server.model()}", params=query)
     assert page.status_code == 404 and text in page.text
 
 
-def test_links_of_the_table_keep_the_search(browser: Any, server: Any, engine: Any) -> None:
+def test_table_links_keep_the_search(browser: Any, server: Any, engine: Any) -> None:
     for name in ("pig", "latin"):
         server.model(name=name, pipeline="sft")
     page = browser.get("/training_runs", params={"q": "pipeline=sft", "columns": "reward", "group": "pipeline"}).text
@@ -85,7 +85,7 @@ def test_links_of_the_table_keep_the_search(browser: Any, server: Any, engine: A
     assert wrong.status_code == 400 and "did you mean" in wrong.text
 
 
-def test_runs_of_others_are_not_archived(server: Any, journal: Any, engine: Any, browse: Any) -> None:
+def test_runs_of_another_project_are_not_archived(server: Any, journal: Any, engine: Any, browse: Any) -> None:
     found = {}
     for name in ("ann", "bob"):
         _, secret = journal.keys.create(name, f"team-{name}")

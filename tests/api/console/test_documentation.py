@@ -29,7 +29,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_everybody_can_read_it(small: Path, start: Any, browse: Any) -> None:
+def test_documentation_is_readable_without_a_key(small: Path, start: Any, browse: Any) -> None:
     browser = browse(start(host="0.0.0.0", public_url="https://tune.example/ours/"))
     front = browser.get("/docs/")
     assert (front.status_code, front.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -46,7 +46,7 @@ def test_everybody_can_read_it(small: Path, start: Any, browse: Any) -> None:
     assert '<a href="/ours/docs/">Documentation</a>' in browser.get("/").text
 
 
-def test_without_it_a_page_explains_how_to_build_it(
+def test_missing_documentation_shows_how_to_build_it(
     browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(render, "WEBSITE", tmp_path / "none")
@@ -55,7 +55,7 @@ def test_without_it_a_page_explains_how_to_build_it(
     assert "/docs/" not in browser.get("/").text
 
 
-def test_pages_have_no_barriers_and_their_scripts_run(
+def test_documentation_pages_are_accessible_and_their_scripts_run(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("zensical", reason="pip install '.[docs]'")

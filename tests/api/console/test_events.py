@@ -18,9 +18,7 @@ from tinkerflow.backend.journal.tables import RecoverySnapshot
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def test_events_are_newest_first_and_are_sent_again_only_when_there_are_new_ones(
-    browser: Any, server: Any, engine: Any
-) -> None:
+def test_events_are_newest_first_and_resent_only_after_new_ones(browser: Any, server: Any, engine: Any) -> None:
     run = server.model()
     server.journal.models.pause(run, "a person <paused> it")
     server.journal.run_events.add(run, [RunEvent(NOW, logging.WARNING, "its worker group ended")])
@@ -36,7 +34,7 @@ def test_events_are_newest_first_and_are_sent_again_only_when_there_are_new_ones
     assert browser.get("/training_runs/none/events").status_code == 404
 
 
-def test_events_of_a_run_that_has_ended_are_not_asked_for_again(browser: Any, server: Any, furnish: Any) -> None:
+def test_page_of_an_ended_run_stops_polling_for_events(browser: Any, server: Any, furnish: Any) -> None:
     things = furnish()
     server.journal.models.end(things.run, ModelState.UNLOADED, "its session is finished")
     page = browser.get(f"/training_runs/{things.run}").text
@@ -75,7 +73,7 @@ def test_a_run_that_was_not_created_shows_the_reason(browser: Any, server: Any) 
     assert "created on" not in page
 
 
-def test_a_rerun_leads_to_the_run_that_it_repeats(browser: Any, server: Any, engine: Any) -> None:
+def test_rerun_links_to_the_run_that_it_repeats(browser: Any, server: Any, engine: Any) -> None:
     first = server.model()
     again = server.model(rerun_of=first)
     page = browser.get(f"/training_runs/{again}").text
@@ -83,9 +81,7 @@ def test_a_rerun_leads_to_the_run_that_it_repeats(browser: Any, server: Any, eng
     assert "<dt>rerun_of</dt>" not in page
 
 
-def test_the_page_of_a_run_shows_neither_empty_facts_nor_the_step_at_which_it_was_opened(
-    browser: Any, server: Any
-) -> None:
+def test_run_page_shows_neither_empty_facts_nor_its_opening_step(browser: Any, server: Any) -> None:
     run = server.model(data="capitals.csv 6f1b", parent="", step="0", planned_steps="60")
     page = browser.get(f"/training_runs/{run}").text
     assert "<dt>data</dt><dd>capitals.csv 6f1b</dd>" in page and "<dt>planned_steps</dt>" in page

@@ -13,7 +13,7 @@ from tinkerflow import __version__
 from tinkerflow.backend.core.prefect_access import SIGN_IN_PATH, is_valid_ticket, make_credential, record_server
 
 
-def test_a_browser_gets_a_page_that_says_how_to_use_the_server(start: Any) -> None:
+def test_browser_gets_a_page_with_instructions(start: Any) -> None:
     server = start(prefect_port=4200)
     assert "Prefect</a>" not in server.http.get(server.url).text, "another program may have the port of the settings"
     make_credential(server.settings.data_dir)
@@ -26,20 +26,20 @@ def test_a_browser_gets_a_page_that_says_how_to_use_the_server(start: Any) -> No
     assert "src=" not in page.text and "//cdn" not in page.text
 
 
-def test_a_program_gets_json(server: Any) -> None:
+def test_program_gets_json_from_the_overview(server: Any) -> None:
     facts = server.http.get(server.url, headers={"Accept": "application/json"}).json()
     assert (facts["service"], facts["version"], facts["base_url"]) == ("tinkerflow", __version__, server.url)
     assert facts["api"] == "/api/v1" and server.http.get(server.url + facts["openapi"]).status_code == 200
 
 
-def test_where_a_key_is_needed_the_page_says_so_and_counts_nothing(start: Any) -> None:
+def test_overview_of_a_keyed_server_asks_for_a_key_and_hides_its_models(start: Any) -> None:
     server = start(host="0.0.0.0", public_url="https://tune.example/<ours>/", prefect="off")
     page = server.http.get(server.url).text
     assert "TINKER_BASE_URL=https://tune.example/&lt;ours&gt;\n" in page
     assert "base model" not in page and "Prefect" not in page and "tinkerflow key create" in page
 
 
-def test_a_password_in_the_url_of_prefect_is_shown_to_nobody(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_password_in_the_prefect_url_is_hidden(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_UI_URL", raising=False)
     monkeypatch.setenv("PREFECT_API_URL", "https://me:hunter2@prefect.example:4200/api")
     server = start(prefect="external")
@@ -48,7 +48,7 @@ def test_a_password_in_the_url_of_prefect_is_shown_to_nobody(start: Any, monkeyp
     assert "hunter2" not in server.http.get(server.url).text
 
 
-def test_only_an_admin_key_opens_prefect_signed_in(start: Any, browse: Any, journal: Any) -> None:
+def test_only_an_admin_key_opens_prefect(start: Any, browse: Any, journal: Any) -> None:
     server = start(prefect_port=4321)
     folder = server.settings.data_dir
     credential = make_credential(folder)

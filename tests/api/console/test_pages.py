@@ -34,14 +34,14 @@ EMPTY = {
 
 
 @pytest.mark.parametrize(("path", "text"), EMPTY.items())
-def test_an_empty_page_says_what_to_do_next(browser: Any, path: str, text: str) -> None:
+def test_empty_page_shows_the_next_step(browser: Any, path: str, text: str) -> None:
     page = browser.get(path)
     assert page.status_code == 200 and text in page.text
     assert "script-src 'self'" in page.headers["content-security-policy"]
     assert "<script>" not in page.text and "style=" not in page.text and " onclick" not in page.text
 
 
-def test_every_list_leads_to_what_is_in_it(browser: Any, furnish: Any, lettered: Any) -> None:
+def test_lists_link_to_their_items(browser: Any, furnish: Any, lettered: Any) -> None:
     things = furnish()
     checkpoint = of_checkpoint(things.sampler_weights)
     for path, link in {
@@ -60,7 +60,7 @@ def test_every_list_leads_to_what_is_in_it(browser: Any, furnish: Any, lettered:
         assert browser.get(link).status_code == 200, link
 
 
-def test_a_page_that_is_cut_by_bytes_leads_to_the_rows_that_it_left_out(
+def test_page_limited_by_bytes_links_to_the_remaining_rows(
     browser: Any, furnish: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     things = furnish()
@@ -99,7 +99,7 @@ def test_the_rows_of_examined_steps_are_on_the_page_of_their_run(
     assert cells == ["3", "8", "12", "812.5", "0", "8", "2", "not finite"]
 
 
-def test_images_of_a_prompt_are_signs_in_lists_and_are_shown_with_their_sample(
+def test_prompt_images_are_placeholders_in_lists_and_shown_with_their_sample(
     browser: Any, server: Any, lettered: Any
 ) -> None:
     opening = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": lettered.name}
@@ -116,16 +116,14 @@ def test_images_of_a_prompt_are_signs_in_lists_and_are_shown_with_their_sample(
         assert f'src="{url}"' in page and url not in browser.get("/samples").text
 
 
-def test_large_samples_are_not_read_for_a_list(browser: Any, furnish: Any, lettered: Any, monkeypatch: Any) -> None:
+def test_lists_do_not_read_large_samples(browser: Any, furnish: Any, lettered: Any, monkeypatch: Any) -> None:
     things = furnish()
     monkeypatch.setattr("tinkerflow.api.console.samples._READ_IN_LIST", 10)
     assert "too large to be shown here" in browser.get("/samples").text
     assert "<pre>bc</pre>" in browser.get(f"/samples/{things.sample}").text
 
 
-def test_curves_are_there_and_change_only_when_there_is_something_new(
-    browser: Any, server: Any, engine: Any, put_steps: Any
-) -> None:
+def test_curves_change_only_with_new_steps(browser: Any, server: Any, engine: Any, put_steps: Any) -> None:
     run = server.model()
     assert "No step was made yet" in browser.get(f"/training_runs/{run}").text
     put_steps(run, 5)
@@ -154,7 +152,7 @@ def test_runs_are_compared_in_the_same_charts(browser: Any, server: Any, engine:
     assert browser.get("/compare", params={"run": [f"r{n}" for n in range(9)]}).status_code == 404
 
 
-def test_a_checkpoint_has_its_lineage_and_what_can_be_done(browser: Any, server: Any, furnish: Any) -> None:
+def test_checkpoint_page_shows_lineage_and_available_actions(browser: Any, server: Any, furnish: Any) -> None:
     things = furnish()
     where = of_checkpoint(things.sampler_weights)
     open_blobs(server.settings.pipelines_url).create(
@@ -222,7 +220,7 @@ def test_the_lineage_of_a_run_with_a_history_has_its_data_and_the_checkpoint_bef
     assert f"<code>tinkerflow explain {second}</code>" in browser.get(of_checkpoint(second)).text
 
 
-def test_the_pool_shows_parts_groups_memory_and_who_waits(browser: Any, server: Any, furnish: Any) -> None:
+def test_pool_page_shows_parts_groups_memory_and_waiting_requests(browser: Any, server: Any, furnish: Any) -> None:
     furnish()
     journal = server.journal
     journal.leases.beat()
@@ -240,7 +238,7 @@ def test_the_pool_shows_parts_groups_memory_and_who_waits(browser: Any, server: 
     assert "No warm-up: 15 programs" in page and "7 of 512 pages in use" in page
 
 
-def test_what_was_used_is_drawn_and_added_up(browser: Any, server: Any, furnish: Any) -> None:
+def test_usage_page_draws_and_sums_usage(browser: Any, server: Any, furnish: Any) -> None:
     from tinkerflow.backend.journal import UsageKind, Used
 
     things = furnish()
@@ -269,7 +267,7 @@ def test_what_was_used_is_drawn_and_added_up(browser: Any, server: Any, furnish:
     assert "local: 100 %" in browser.get("/pool").text
 
 
-def test_keys_are_made_shown_once_and_revoked(browser: Any, server: Any, browse: Any) -> None:
+def test_keys_are_created_shown_once_and_revoked(browser: Any, server: Any, browse: Any) -> None:
     made = browser.send("/keys", {"name": "first", "project": "ops", "admin": "yes"})
     secret = made.text.split('<pre id="secret">')[1].split("<")[0]
     assert secret.startswith("tml-") and "needs a key" in made.text
@@ -291,7 +289,7 @@ def test_keys_are_made_shown_once_and_revoked(browser: Any, server: Any, browse:
     assert browser.get("/keys/none").status_code == 404
 
 
-def test_pages_with_a_thousand_runs_and_a_long_run_take_few_statements_and_read_few_rows(
+def test_large_pages_take_few_statements_and_read_few_rows(
     browser: Any, server: Any, engine: Any, furnish: Any, lettered: Any, put_steps: Any
 ) -> None:
     """What is read is counted in the database's own instructions, some ten to ninety a row: time is the machine's."""
@@ -363,7 +361,7 @@ def copy_rows(connection: Any, name: str, key: str, keys: list[str], column: str
     connection.execute(table.insert(), [row | {column: one} for one in keys])
 
 
-def test_the_embedded_model_has_its_other_name_on_every_page(server: Any, browser: Any, journal: Any) -> None:
+def test_every_page_shows_the_alias_of_the_embedded_model(server: Any, browser: Any, journal: Any) -> None:
     folder = "/data/models/tinkerflow/tiny-qwen3"
     card = replace(ModelCard.from_json(card_json()), name=folder)
     journal.base_models.register([(folder, card.to_json())])

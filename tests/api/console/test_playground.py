@@ -19,12 +19,12 @@ def events(answer: Any) -> list[dict[str, Any]]:
     return [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n") if part]
 
 
-def test_an_empty_service_says_what_is_missing(browser: Any, journal: Any) -> None:
+def test_playground_of_an_empty_service_shows_the_missing_base_model(browser: Any, journal: Any) -> None:
     journal.base_models.register([])
     assert "No base model is served yet" in browser.get("/playground").text
 
 
-def test_the_page_lists_models_and_takes_the_links_of_the_sdk(browser: Any, furnish: Any, lettered: Any) -> None:
+def test_playground_lists_models_and_accepts_links_of_the_sdk(browser: Any, furnish: Any, lettered: Any) -> None:
     things = furnish()
     page = browser.get("/playground", params={"mode": "checkpoint", "checkpoint": things.sampler_weights}).text
     assert f'value="{things.sampler_weights}" placeholder' in page
@@ -33,7 +33,7 @@ def test_the_page_lists_models_and_takes_the_links_of_the_sdk(browser: Any, furn
     assert 'value="champion/a"' in page and 'value="&lt;b&gt;"' in page
 
 
-def test_the_page_tells_that_a_first_answer_waits_for_compiling(browser: Any, journal: Any) -> None:
+def test_playground_shows_that_the_first_answer_waits_for_compiling(browser: Any, journal: Any) -> None:
     assert f'data-waits="{COMPILES}"' in browser.get("/playground").text
     journal.base_models.note_compile_status(
         "tiny/bigram", CompileStatus(planned=84, ready=4, failed=0, needed=0, late=0)
@@ -57,7 +57,7 @@ def test_a_checkpoint_answers_with_its_own_weights(browser: Any, furnish: Any, l
     assert browser.server.journal.samples.get(last["id"], "local").model_path == things.sampler_weights
 
 
-def test_a_conversation_is_answered_by_the_models_own_template(browser: Any, engine: Any, lettered: Any) -> None:
+def test_conversation_is_rendered_by_the_template_of_the_model(browser: Any, engine: Any, lettered: Any) -> None:
     said = [{"role": role, "content": text} for role, text in (("user", "bc"), ("assistant", "d"), ("user", "ef"))]
     *_, last = events(browser.send("/playground/answer", {**FIELDS, "mode": "chat", "messages": json.dumps(said)}))
     assert "bcdef" in browser.get(f"/samples/{last['id']}").text
@@ -78,14 +78,14 @@ def test_a_conversation_is_answered_by_the_models_own_template(browser: Any, eng
         ({"max_tokens": "0"}, 400, "max_tokens"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_playground_answers_invalid_input_with_an_alert(
     browser: Any, engine: Any, lettered: Any, wrong: dict[str, str], status: int, text: str
 ) -> None:
     answer = browser.send("/playground/answer", {**FIELDS, **wrong})
     assert answer.status_code == status and text in answer.text and 'role="alert"' in answer.text
 
 
-def test_another_projects_weights_are_no_model(
+def test_weights_of_another_project_are_refused_in_the_playground(
     server: Any, journal: Any, furnish: Any, lettered: Any, browse: Any
 ) -> None:
     secrets = [journal.keys.create(name, f"team-{name}")[1] for name in ("ann", "bob")]

@@ -21,7 +21,7 @@ from tinkerflow.backend.store.blobs import open_blobs
 
 
 @pytest.mark.parametrize("how", ["rerun_of", "fork_of"])
-def test_a_run_that_repeats_another_leads_to_the_rollouts_of_that_run(browser: Any, server: Any, how: str) -> None:
+def test_repeated_run_links_to_the_rollouts_of_its_source(browser: Any, server: Any, how: str) -> None:
     first = server.model(pipeline="rl")
     where = f"/training_runs/{quote(first, safe='')}/rollouts"
     assert f'href="{where}">Rollouts by step</a>' in browser.get(f"/training_runs/{first}").text
@@ -48,7 +48,7 @@ def put_rollouts(server: Any, run: str, step: int = 3) -> None:
     write_rollouts(open_blobs(server.settings.pipelines_url), run, rollouts)
 
 
-def test_a_step_shows_its_groups_and_what_was_dropped(browser: Any, server: Any, furnish: Any, lettered: Any) -> None:
+def test_step_page_shows_its_groups_and_dropped_samples(browser: Any, server: Any, furnish: Any, lettered: Any) -> None:
     run = furnish().run
     where = f"/training_runs/{run}/rollouts"
     work = server.settings.pipelines_url
@@ -114,7 +114,7 @@ def test_evaluations_by_a_reward_are_a_page_of_the_run(browser: Any, server: Any
     assert missing.status_code == 404 and "has no evaluation number 3" in missing.text
 
 
-def test_a_run_without_a_step_shows_its_failure_instead_of_advice(browser: Any, server: Any) -> None:
+def test_run_without_steps_shows_its_failure_instead_of_advice(browser: Any, server: Any) -> None:
     run = server.model()
     where = f"/training_runs/{run}/rollouts"
     assert "No step was trained yet, so there are no rollouts." in browser.get(where).text
@@ -144,7 +144,7 @@ def test_samples_are_found_by_text_and_reward(
     assert ("No sample of this step matches" in page) == (not found)
 
 
-def test_wrong_choices_are_named(browser: Any, server: Any, engine: Any) -> None:
+def test_invalid_choices_are_named(browser: Any, server: Any, engine: Any) -> None:
     run = server.model()
     put_rollouts(server, run)
     for asked, status, words in (
@@ -158,7 +158,7 @@ def test_wrong_choices_are_named(browser: Any, server: Any, engine: Any) -> None
         assert (page.status_code, words in page.text) == (status, True), page.text
 
 
-def test_rollouts_are_for_their_project_and_an_admins_look_is_in_its_log(
+def test_rollouts_are_private_to_their_project_and_admin_reads_are_logged(
     server: Any, journal: Any, engine: Any, browse: Any
 ) -> None:
     browsers, run = {}, ""

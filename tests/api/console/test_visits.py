@@ -26,7 +26,7 @@ def people(server: Any, journal: Any, furnish: Any, browse: Any) -> dict[str, An
     return found
 
 
-def test_a_key_opens_the_page_that_was_asked_for(start: Any, journal: Any, browse: Any) -> None:
+def test_signing_in_opens_the_requested_page(start: Any, journal: Any, browse: Any) -> None:
     browser = browse(start(host="0.0.0.0"))
     for path in PAGES:
         page = browser.get(path)
@@ -47,7 +47,7 @@ def test_a_key_opens_the_page_that_was_asked_for(start: Any, journal: Any, brows
     assert browser.get("/pool").status_code == 401, "the sign-in ends with its key"
 
 
-def test_a_sign_in_lasts_twelve_hours_and_ends_when_asked(server: Any, journal: Any, browse: Any) -> None:
+def test_sign_in_lasts_twelve_hours_or_until_sign_out(server: Any, journal: Any, browse: Any) -> None:
     _, secret = journal.keys.create("ann", "team")
     server.clock.advance(2.0)
     browser = browse(server)
@@ -61,9 +61,7 @@ def test_a_sign_in_lasts_twelve_hours_and_ends_when_asked(server: Any, journal: 
     assert browser.get("/pool").status_code == 401
 
 
-def test_signing_out_ends_the_session_on_the_server_and_the_log_names_who(
-    server: Any, journal: Any, browse: Any
-) -> None:
+def test_signing_out_ends_the_session_on_the_server_and_is_logged(server: Any, journal: Any, browse: Any) -> None:
     key, secret = journal.keys.create("ann", "team")
     server.clock.advance(2.0)
     browser, other = browse(server), browse(server)
@@ -84,7 +82,7 @@ def test_signing_out_ends_the_session_on_the_server_and_the_log_names_who(
     assert sorted(entries) == sorted([signed_in, signed_in, signed_out, *refusals])
 
 
-def test_an_admins_look_at_the_samples_of_others_is_in_their_log(people: dict[str, Any], server: Any) -> None:
+def test_admin_reads_of_samples_are_in_the_log_of_their_project(people: dict[str, Any], server: Any) -> None:
     boss = next(key.id for key in server.journal.keys.all() if key.name == "boss")
     sample, run = people["ann's"].sample, people["ann's"].run
 
@@ -99,7 +97,7 @@ def test_an_admins_look_at_the_samples_of_others_is_in_their_log(people: dict[st
     assert len(looks("team-bob")) == 1 and looks("team-boss") == []
 
 
-def test_behind_https_the_cookie_never_travels_in_the_clear(start: Any, journal: Any, browse: Any) -> None:
+def test_cookie_is_secure_behind_an_https_proxy(start: Any, journal: Any, browse: Any) -> None:
     browser = browse(start(host="0.0.0.0", public_url="https://tune.example/ours/"))
     _, secret = journal.keys.create("ann", "team")
     answer = browser.sign_in(secret, "/pool")
@@ -108,7 +106,7 @@ def test_behind_https_the_cookie_never_travels_in_the_clear(start: Any, journal:
     assert "Secure" in cookie and "Path=/ours" in cookie
 
 
-def test_what_is_anothers_looks_like_nothing_on_every_page(people: dict[str, Any], server: Any) -> None:
+def test_pages_of_another_project_return_404(people: dict[str, Any], server: Any) -> None:
     things = people["ann's"]
     run, kind, name = things.sampler_weights.removeprefix("tinker://").split("/")
     values = {"session_id": things.session, "run_id": run, "kind": kind, "name": name, "request_id": things.sample}
@@ -134,7 +132,7 @@ def test_what_is_anothers_looks_like_nothing_on_every_page(people: dict[str, Any
         assert people["ann"].get(query).status_code == 200
 
 
-def test_lists_show_ones_own_and_an_admin_all(people: dict[str, Any]) -> None:
+def test_lists_show_a_project_its_own_objects_and_an_admin_all(people: dict[str, Any]) -> None:
     ids = {name: (people[f"{name}'s"].session, f"team-{name}") for name in ("ann", "bob")}
     for path in ("/", "/sessions", "/training_runs", "/checkpoints", "/samples", "/usage", "/pool", "/keys"):
         bobs, all_of_it = people["bob"].get(path).text, people["boss"].get(path).text
@@ -143,7 +141,7 @@ def test_lists_show_ones_own_and_an_admin_all(people: dict[str, Any]) -> None:
     assert people["bob"].send("/keys", {"name": "x", "project": "team-ann"}).status_code == 404
 
 
-def test_an_admin_looks_at_all_projects_and_changes_none(people: dict[str, Any], server: Any) -> None:
+def test_admin_reads_all_projects_and_changes_none(people: dict[str, Any], server: Any) -> None:
     where = of_checkpoint(people["ann's"].sampler_weights)
     page = people["boss"].get(where)
     assert page.status_code == 200 and "Publish" not in page.text
@@ -160,7 +158,7 @@ def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_project(people
     assert people["bob"].send(f"{where}/delete").status_code == 404
 
 
-def test_forms_of_other_sites_change_nothing(people: dict[str, Any], server: Any) -> None:
+def test_cross_site_forms_change_nothing(people: dict[str, Any], server: Any) -> None:
     where = of_checkpoint(people["ann's"].sampler_weights)
     ann, mark = people["ann"], people["ann"].mark()
     assert ann.post(f"{where}/delete").status_code == 403
@@ -172,13 +170,13 @@ def test_forms_of_other_sites_change_nothing(people: dict[str, Any], server: Any
     assert ann.post(f"{where}/delete", {"csrf": mark}, headers={"Origin": server.url}).status_code == 303
 
 
-def test_an_open_server_is_open_under_its_own_names_alone(browser: Any) -> None:
+def test_open_server_answers_only_to_its_own_host_names(browser: Any) -> None:
     port = browser.server.url.rsplit(":", 1)[1]
     for host, status in ((f"localhost:{port}", 200), (f"127.0.0.1:{port}", 200), (f"rebound.example:{port}", 403)):
         assert browser.get("/sessions", headers={"Host": host}).status_code == status
 
 
-def test_what_does_not_exist_is_a_page_too(browser: Any) -> None:
+def test_unknown_pages_return_an_html_404(browser: Any) -> None:
     for path in ("/sessions/none", "/training_runs/none", "/samples/none", "/checkpoints/none/weights/x"):
         page = browser.get(path)
         assert page.status_code == 404 and "<h1>There is no such page</h1>" in page.text
@@ -189,7 +187,7 @@ def test_what_does_not_exist_is_a_page_too(browser: Any) -> None:
     assert browser.get("/sessions/a%00b").status_code == 404
 
 
-def test_static_files_are_kept_by_browsers_and_there_are_no_others(browser: Any) -> None:
+def test_static_files_are_cached_and_other_files_are_not_served(browser: Any) -> None:
     for name, kind in (("console.css", "text/css"), ("console.js", "text/javascript")):
         found = browser.get(f"/console/{name}")
         assert found.headers["content-type"].startswith(kind) and "immutable" in found.headers["cache-control"]

@@ -88,7 +88,7 @@ def kinds(names: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", sorted(registered()))
-def test_a_tensor_is_used_or_refused(family: str, folder_of: Callable[[str], Path]) -> None:
+def test_each_tensor_is_used_or_refused(family: str, folder_of: Callable[[str], Path]) -> None:
     cfg, tensors = load_config(folder_of(family)), open_tensors(folder_of(family), family)
     check(cfg, tensors)
     unused = {
@@ -120,7 +120,7 @@ def test_a_tensor_is_used_or_refused(family: str, folder_of: Callable[[str], Pat
                 pytest.fail(f"{name}: {kind} is ignored")
 
 
-def values_beside(value: Any) -> Iterator[Any]:
+def alternative_values(value: Any) -> Iterator[Any]:
     """Other values of the same kind, and a value of another kind."""
     if isinstance(value, bool):
         yield not value
@@ -135,7 +135,7 @@ def values_beside(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("family", sorted(registered()))
-def test_a_field_that_is_read_has_an_effect(family: str, folder_of: Callable[[str], Path]) -> None:
+def test_config_field_that_is_read_has_an_effect(family: str, folder_of: Callable[[str], Path]) -> None:
     """Another value gives another config, or is refused, also because it does not fit the tensors."""
     fields, tensors = fields_of(folder_of(family)), open_tensors(folder_of(family), family)
     parts: list[tuple[str, ...]] = [("text_config",)] if "text_config" in fields else [()]
@@ -151,7 +151,7 @@ def test_a_field_that_is_read_has_an_effect(family: str, folder_of: Callable[[st
         for key, value in owner.items():
             if key in WITHOUT_EFFECT - {"num_experts", "sliding_window"} or isinstance(value, dict):
                 continue
-            for other in values_beside(value):
+            for other in alternative_values(value):
                 if other == value:
                     continue
                 changed = json.loads(json.dumps(fields))
@@ -170,7 +170,7 @@ def test_a_field_that_is_read_has_an_effect(family: str, folder_of: Callable[[st
 
 
 @pytest.mark.parametrize("family", sorted(registered()))
-def test_fields_of_transformers_are_read(
+def test_transformers_config_fields_are_read(
     family: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every field of its config class is read, or is known to have no effect."""
@@ -195,7 +195,7 @@ def test_fields_of_transformers_are_read(
 
 
 @pytest.mark.parametrize("family", sorted(registered()))
-def test_a_head_of_its_own_unties_a_checkpoint(family: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_separate_head_unties_a_checkpoint(family: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """As in transformers; an equal copy of the embedding does not."""
     source = folder_of(family)
     arrays = load_file(source / "model.safetensors")
@@ -213,7 +213,7 @@ def test_a_head_of_its_own_unties_a_checkpoint(family: str, folder_of: Callable[
         assert ("lm_head.weight" in expected_tensors(found)) is not tied
 
 
-def test_a_head_of_its_own_gives_the_logits_of_transformers(
+def test_separate_head_gives_the_logits_of_transformers(
     tmp_path: Path, qwen3: Reference, examples: Any, forward: Any
 ) -> None:
     from tests.compute.closeness import close_logprobs
@@ -261,7 +261,7 @@ def test_a_head_of_its_own_gives_the_logits_of_transformers(
         ({"head_dim": 0}, "head_dim is 0"),
     ],
 )
-def test_values_that_would_be_misread_are_refused(
+def test_misreadable_values_are_refused(
     changes: dict[str, Any], message: str, folder_of: Callable[[str], Path]
 ) -> None:
     fields = {**fields_of(folder_of("qwen3")), "rope_parameters": None, **changes}
@@ -270,7 +270,7 @@ def test_values_that_would_be_misread_are_refused(
 
 
 @pytest.mark.parametrize("family", registered())
-def test_rope_parameters_that_are_no_object_are_refused(family: str, folder_of: Callable[[str], Path]) -> None:
+def test_rope_parameters_must_be_an_object(family: str, folder_of: Callable[[str], Path]) -> None:
     fields = fields_of(folder_of(family))
     text = fields.get("text_config", fields)
     text.update(rope_parameters=[1], rope_scaling=None)
@@ -286,7 +286,7 @@ def test_rope_parameters_that_are_no_object_are_refused(family: str, folder_of: 
         ("text_config", {"rope_parameters": {"mrope_section": ["a", 1, 2]}}, "mrope_section .*; must be 3 numbers"),
     ],
 )
-def test_lists_of_vision_that_are_none_are_refused(
+def test_malformed_vision_lists_are_refused(
     inner: str, value: dict[str, Any], message: str, folder_of: Callable[[str], Path]
 ) -> None:
     fields = fields_of(folder_of("qwen3_vl"))
@@ -297,7 +297,7 @@ def test_lists_of_vision_that_are_none_are_refused(
         parse_config(fields, name="m")
 
 
-def test_experts_that_are_fused_and_alone_are_refused(folder_of: Callable[[str], Path]) -> None:
+def test_fused_experts_beside_separate_ones_are_refused(folder_of: Callable[[str], Path]) -> None:
     for family, fused in (("qwen3_vl_moe", "gate_up_proj"), ("gpt_oss", "down_proj")):
         folder = folder_of(family)
         cfg, tensors = load_config(folder), open_tensors(folder, family)
@@ -307,7 +307,7 @@ def test_experts_that_are_fused_and_alone_are_refused(folder_of: Callable[[str],
             check(cfg, {**tensors, alone: tensors[key]})
 
 
-def test_a_name_that_stands_for_another_one_is_refused(folder_of: Callable[[str], Path]) -> None:
+def test_tensor_under_two_names_is_refused(folder_of: Callable[[str], Path]) -> None:
     cfg, tensors = load_config(folder_of("mistral3")), open_tensors(folder_of("mistral3"), "m")
     name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
     other = name.replace("language_model.model.", "model.language_model.").replace("model.model.", "model.")

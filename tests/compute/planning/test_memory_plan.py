@@ -45,7 +45,7 @@ def budget_of(limit: float, weights: float, tokens: int = 0) -> budget_module.Bu
         (12, 8, 1024, True),
     ],
 )
-def test_micro_batches_grow_with_memory_and_layers_are_computed_again_with_little(
+def test_micro_batches_grow_with_memory_and_little_memory_recomputes_layers(
     limit: float, weights: float, tokens: int, again: bool
 ) -> None:
     budget = budget_of(limit, weights)
@@ -53,7 +53,7 @@ def test_micro_batches_grow_with_memory_and_layers_are_computed_again_with_littl
     assert (budget_module.kept_bytes(CFG, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
 
 
-def test_a_size_that_is_set_is_kept() -> None:
+def test_configured_size_is_kept() -> None:
     assert budget_of(105, 8, 256).microbatch_tokens == 256
 
 
@@ -63,7 +63,7 @@ def config_of(name: str = "m", **changes: Any) -> GroupConfig:
     return replace(plain, **changes)
 
 
-def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
+def test_cpu_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
     plan = memory_plan.plan_group(load_config(qwen3.folder), config_of(max_context=300))
     assert plan.budget == budget_module.Budget(1024, 2**30)
     assert (plan.limit, plan.uses, plan.context, plan.rule) == (None, None, 300, "the model's context")
@@ -74,7 +74,7 @@ def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
 @pytest.mark.parametrize("memory_gb", [24, 33.5, 64, 78.7, 140])
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 8}, {"tensor": 8}])
 @pytest.mark.parametrize("weights", ["full", "int8", "nf4"])
-def test_all_uses_together_stay_within_the_memory(memory_gb: float, mesh: dict[str, int], weights: str) -> None:
+def test_memory_uses_add_up_to_at_most_the_limit(memory_gb: float, mesh: dict[str, int], weights: str) -> None:
     limit, config = int(memory_gb * GB), config_of(base_weights=weights, **mesh)
     plan = memory_plan.plan_memory(CFG, config, limit)
     assert plan.uses is not None
@@ -119,7 +119,7 @@ def test_a_cache_in_float8_has_twice_as_many_positions() -> None:
     assert small.cells >= 2 * plain.cells
 
 
-def test_what_is_whole_on_each_of_many_small_devices_may_take_more_than_training_takes_by_choice() -> None:
+def test_plan_for_many_small_devices_gives_replicated_arrays_a_larger_share() -> None:
     with compiling_for(TPU):
         plan = memory_plan.plan_memory(QWEN3_8B, config_of(fsdp=16), parse_topology("v5e:4x4").device.limit)
     assert plan.context >= 4096 and plan.uses is not None and plan.resident_adapters is not None
@@ -128,7 +128,7 @@ def test_what_is_whole_on_each_of_many_small_devices_may_take_more_than_training
     assert 0.35 < step / left < 0.6
 
 
-def test_a_model_that_leaves_too_little_is_refused() -> None:
+def test_model_that_leaves_too_little_memory_is_refused() -> None:
     with pytest.raises(UserError, match=r"base model 'big': its weights take \d\.\d GB of the 8\.0 GB"):
         memory_plan.plan_memory(CFG, config_of("big"), 8 * GB)
     large = config_of(microbatch_tokens=10**6)
@@ -142,7 +142,7 @@ def test_a_model_that_leaves_too_little_is_refused() -> None:
     assert memory_plan.plan_memory(CFG, config_of(fsdp=4, tensor=4), 6 * GB).context, "as the error says"
 
 
-def test_a_plan_may_be_made_for_a_memory_that_is_named(qwen3: Reference) -> None:
+def test_plan_can_be_made_for_a_given_memory(qwen3: Reference) -> None:
     cfg = load_config(qwen3.folder)
     config = config_of(dtype="float32", device_memory=0.5, max_context=300)
     plan = memory_plan.plan_group(cfg, config)
@@ -150,7 +150,7 @@ def test_a_plan_may_be_made_for_a_memory_that_is_named(qwen3: Reference) -> None
     assert plan.rule == "what fits this group's devices with 0.5 GB each"
 
 
-def test_devices_that_do_not_say_what_they_have_must_be_named_a_number(
+def test_devices_that_do_not_report_memory_need_the_setting_device_memory(
     qwen3: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with compiling_for(CUDA), pytest.raises(UserError, match="device_memory is 0, and cpu does not report its memory"):
@@ -167,7 +167,7 @@ def test_devices_that_do_not_say_what_they_have_must_be_named_a_number(
 
 
 @pytest.mark.parametrize("weights", ["full", "int8", "nf4"])
-def test_weights_and_adapters_take_what_the_plan_says(reference: Reference, weights: Any) -> None:
+def test_weights_and_adapters_take_the_planned_bytes(reference: Reference, weights: Any) -> None:
     folder = reference.folder
     cfg, mesh = load_config(folder), make_mesh(1, 1)
     config = config_of(str(folder), dtype="float32", base_weights=weights)
@@ -180,7 +180,7 @@ def test_weights_and_adapters_take_what_the_plan_says(reference: Reference, weig
     assert took == training_memory.adapter_bytes(cfg, config, spec, "adamw")
 
 
-def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
+def test_held_bytes_count_one_shard_of_split_arrays(qwen3: Reference) -> None:
     mesh = make_mesh(1, 1)
     split, whole = jax.sharding.AbstractMesh((4, 1, 1), ("fsdp", "expert", "tensor")), replicated(mesh)
     arrays = [
@@ -192,7 +192,7 @@ def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
     assert array_sizes.held_bytes(params) == 4 * count(params)
 
 
-def test_processes_agree_on_the_least() -> None:
+def test_processes_agree_on_the_smallest_memory() -> None:
     others = [5 * 2**31 + 7, 5 * 2**31 + 6, 6 * 2**31]
 
     def gather(mine: np.ndarray) -> np.ndarray:
@@ -204,7 +204,7 @@ def test_processes_agree_on_the_least() -> None:
     assert memory_plan.least(9 * 2**31) == 9 * 2**31, "alone"
 
 
-def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted() -> None:
+def test_attention_scores_without_a_gpu_kernel_are_counted() -> None:
     wide, limit = config_like(QWEN3_4B, head_dim=512, num_attention_heads=16, num_key_value_heads=4), int(80 * GB)
     with compiling_for(TPU):
         without = memory_plan.plan_memory(wide, config_of(), limit)
@@ -216,7 +216,7 @@ def test_the_scores_of_heads_that_no_kernel_of_gpus_takes_are_counted() -> None:
     assert plan.context < without.context, "the limit of longer sequences"
 
 
-def test_logits_of_slots_that_devices_do_not_divide_are_whole_on_each() -> None:
+def test_logits_of_indivisible_slots_are_replicated() -> None:
     def rows(slots: int, **mesh: int) -> float:
         return memory_plan._logit_bytes(CFG, config_of(sample_slots=slots, **mesh)) / (CFG.vocab * 20)
 

@@ -40,7 +40,7 @@ def test_a_topology_is_a_device_and_a_shape(text: str, name: str, count: int) ->
         ("h100:99999999999", "topology 'h100:99999999999': shape '99999999999': must have at most 65536 devices"),
     ],
 )
-def test_another_topology_is_refused_by_name(text: str, message: str) -> None:
+def test_unknown_topology_is_refused_with_its_name(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_topology(text)
     assert caught.value.message.startswith(message)

@@ -26,7 +26,7 @@ MANY = [(0, 0), (8, 24), (24, 32), (96, 136)]  # two adapters in one block, one 
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_updates_are_those_of_the_whole_stacks(
+def test_adapter_updates_equal_those_of_whole_stacks(
     rows: int, tokens: int, outs: tuple[int, ...], places: list[tuple[int, int]], dtype: jnp.dtype
 ) -> None:
     random, width = np.random.default_rng(rows), -(-max(end for _, end in places) // 32) * 32

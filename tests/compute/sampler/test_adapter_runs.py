@@ -20,7 +20,7 @@ PLACES = [(0, 32), (32, 40), (40, 168), (176, 200), (224, 256)]  # a wide adapte
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_updates_are_those_of_the_whole_stack(tokens: int) -> None:
+def test_adapter_runs_equal_the_whole_stack(tokens: int) -> None:
     random = np.random.default_rng(tokens)
 
     def array(*shape: int) -> np.ndarray[Any, Any]:
@@ -35,7 +35,7 @@ def test_updates_are_those_of_the_whole_stack(tokens: int) -> None:
         close(one, other, ulps=64, scale=100.0)
 
 
-def test_what_overflows_in_another_rows_columns_stays_there() -> None:
+def test_overflow_stays_in_the_columns_of_its_row() -> None:
     pair = LoraPair(np.ones((64, 8), np.float32), np.ones((64, 8), np.float32))
     pair.A[:32] = 3e38
     columns_B2, x_BTi = np.array([(0, 32), (32, 64)], np.int32), np.ones((2, 1, 8), np.float32)
@@ -43,7 +43,7 @@ def test_what_overflows_in_another_rows_columns_stays_there() -> None:
     assert not np.isfinite(found[0]).any() and (np.asarray(found[1]) == 8 * 32).all()
 
 
-def test_a_wide_stack_samples_as_a_narrow_one(
+def test_wide_stack_samples_like_a_narrow_one(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used, real = list[int](), by_runs

@@ -48,7 +48,7 @@ def expected(logits_V: Any, asked: Adjustments, prompt: list[int], tokens: list[
     repetition=st.floats(0.125, 8, width=32),
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=4),
 )
-def test_logits_are_changed_as_the_formulas_say(
+def test_logits_are_adjusted_as_the_formulas_define(
     seed: int, presence: float, frequency: float, repetition: float, bias: dict[int, float]
 ) -> None:
     generator = np.random.default_rng(seed)
@@ -104,7 +104,7 @@ def test_repetition_counts_the_prompt(qwen: Any, ask: Any, run_all: Any, prompt:
     assert len(set(long.tokens_T.tolist())) == 60, "no token comes twice"
 
 
-def test_a_sequence_that_had_to_wait_goes_on_with_its_counts(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_preempted_sequence_keeps_its_token_counts(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     requests = [ask(f"r{i}", prompt(30, i), 60, adjustments=WISHES["all"]) for i in range(4)]
     roomy, tight = qwen.sampler(page=32), qwen.sampler(page=32, pages=9)
     free, pressed = run_all(roomy, *requests), run_all(tight, *requests)
@@ -113,7 +113,7 @@ def test_a_sequence_that_had_to_wait_goes_on_with_its_counts(qwen: Any, ask: Any
         assert one.tokens_T.tolist() == other.tokens_T.tolist()
 
 
-def test_who_asks_for_nothing_needs_no_other_program(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_requests_without_adjustments_reuse_the_plain_program(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler = qwen.sampler()
     run_all(sampler, ask("a", prompt(9), 12, num_samples=3))
     run_all(sampler, ask("b", prompt(9), 12, num_samples=3, adjustments=WISHES["all"]))
@@ -123,7 +123,7 @@ def test_who_asks_for_nothing_needs_no_other_program(qwen: Any, ask: Any, run_al
     assert decode._cache_size() == known
 
 
-def test_an_empty_step_after_all_of_this_has_nothing_left(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_sampler_is_empty_after_an_adjusted_request(qwen: Any, ask: Any, prompt: Any) -> None:
     sampler = qwen.sampler()
     progress = sampler.step(SampleStep(admit=(ask("a", prompt(9), 1, adjustments=WISHES["frequency"]),)))
     while progress.active or progress.waiting:

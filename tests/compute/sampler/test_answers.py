@@ -55,7 +55,7 @@ def next_turn(request: SampleRequest, result: SampleResult, new: Sequence[int], 
     tokens=st.integers(0, 20_000),
     more=st.integers(0, 5000),
 )
-def test_all_longer_prompts_have_the_borders_of_an_answer(sizes: tuple[int, ...], tokens: int, more: int) -> None:
+def test_longer_prompts_share_the_piece_borders_of_an_answer(sizes: tuple[int, ...], tokens: int, more: int) -> None:
     def borders(length: int) -> list[int]:
         return [0, *accumulate(prefill_pieces(sizes, length, pages_for(length, PAGE) * PAGE))]
 
@@ -98,7 +98,7 @@ def test_answers_of_prompts_with_images(sampler: Sampler, ask: Any, say: Say, pr
     assert_same(found.sequences[0], say(sampler, second).sequences[0])
 
 
-def test_no_other_project_and_no_other_weights_hit(
+def test_cached_answers_are_separate_by_project_and_weights(
     qwen: Any, ask: Any, say: Say, prompt: Any, random_lora: Any
 ) -> None:
     sampler = qwen.sampler()
@@ -137,7 +137,7 @@ def test_dropped_weights_are_not_held_by_answers(
     assert rest(sampler) == 0 and computed_sizes() == ()
 
 
-def test_projects_that_never_continue_have_few_answers_prefilled(ask: Any, say: Say, modeled: Any) -> None:
+def test_few_answers_are_prefilled_for_projects_that_never_continue(ask: Any, say: Say, modeled: Any) -> None:
     sampler, prompts = modeled(context=600), np.random.default_rng(0).integers(0, 90, (40, 100))
 
     def talk(owner: str, turns: int) -> int:
@@ -155,7 +155,7 @@ def test_projects_that_never_continue_have_few_answers_prefilled(ask: Any, say: 
     assert [talk("two", 3) for _ in range(10)] == [3] * 10
 
 
-def test_pages_of_answers_make_room_and_a_request_does_not_wait_for_them(
+def test_answer_pages_are_evicted_before_a_request_waits(
     qwen: Any, ask: Any, run_all: Any, say: Say, prompt: Any, computed_sizes: Any
 ) -> None:
     sampler = qwen.sampler(pages=6)
@@ -179,7 +179,7 @@ def test_a_turn_that_comes_first_computes_the_answer_itself(qwen: Any, ask: Any,
     assert rest(sampler) == 0
 
 
-def test_nothing_is_kept_when_the_group_loses_its_pages(
+def test_failed_group_caches_no_answer(
     qwen: Any, ask: Any, say: Say, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:

@@ -36,9 +36,7 @@ EXACT = ["qwen3", "qwen3_moe"]
 EXACT_TOO = ["qwen3_5", "gemma3_text", "deepseek_v3", "gpt_oss", "llama"]
 
 
-def test_a_row_is_the_same_alone_and_in_a_crowd(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
+def test_row_is_equal_alone_and_in_a_batch(qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any) -> None:
     sampler = qwen.sampler()
     specs = {"small": LoraSpec(2), "large": LoraSpec(12, train_unembed=False)}
     for seed, (name, spec) in enumerate(specs.items()):
@@ -63,7 +61,7 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(
 
 
 @pytest.mark.parametrize("family", [*EXACT, *(pytest.param(name, marks=pytest.mark.thorough) for name in EXACT_TOO)])
-def test_no_other_request_moves_a_bit_of_a_batch_invariant_sample(
+def test_batch_invariant_sample_does_not_depend_on_other_requests(
     family: str, tmp_path: Path, ask: Any, run_all: Any, random_lora: Any
 ) -> None:
     tiny = make_tiny(tmp_path, family)
@@ -104,7 +102,7 @@ def test_no_other_request_moves_a_bit_of_a_batch_invariant_sample(
             assert_same(result, alone[name])
 
 
-def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(
+def test_youngest_requests_wait_for_memory_and_results_do_not_change(
     qwen: Any, ask: Any, run_all: Any, prompt: Any
 ) -> None:
     requests = [ask(str(i), prompt(20, i), 150 + i, temperature=1.0, seed=i) for i in range(6)]
@@ -115,7 +113,7 @@ def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(
         close_logprobs(scarce[name].sequences[0].logprobs_T, result.sequences[0].logprobs_T, ulps=128)
 
 
-def test_rows_without_adjustments_change_by_no_bit(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_rows_without_adjustments_do_not_change(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     """Adjusted rows have the same tokens alone and in a batch. Other rows are unchanged bit for bit."""
     sampler = qwen.sampler()
     requests = [ask("plain", prompt(9), 25, temperature=1.0, seed=8), ask("greedy", prompt(40), 25)]
@@ -172,7 +170,7 @@ def test_states_of_linear_attention_do_not_depend_on_the_batch(
 
 
 @pytest.mark.thorough
-def test_rows_attended_in_groups_have_the_bits_of_rows_attended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_attention_equals_attention_over_all_rows_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [160, 150, 129, 128, 97, 96, 65, 64, 63, 40, 33, 32, 31, 2, 1, 1]
 
     def attended() -> np.ndarray[Any, Any]:

@@ -79,7 +79,7 @@ def fits(found: Any) -> bool:
     return len(found["tags"]) <= 3 and all(type(tag) is bool for tag in found["tags"])
 
 
-def test_answers_are_what_was_asked_and_others_stay_as_they_are(
+def test_constrained_answers_fit_and_unconstrained_answers_do_not_change(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, folder: Path, text: Any
 ) -> None:
     sampler = qwen.sampler(model_path=str(folder), decode_chunk=4)
@@ -111,7 +111,7 @@ def test_answers_are_what_was_asked_and_others_stay_as_they_are(
 
 
 @pytest.mark.parametrize("rows_are_dear", [True, False])
-def test_others_decode_in_chunks_beside_constrained_sequences_where_rows_are_dear(
+def test_unconstrained_rows_decode_in_chunks_where_rows_are_dear(
     qwen: Any,
     ask: Any,
     run_all: Any,
@@ -139,7 +139,7 @@ def test_others_decode_in_chunks_beside_constrained_sequences_where_rows_are_dea
     assert len({names for names, _ in asked}) == 2, "few dispatches, and no sequence is decoded in both ways"
 
 
-def test_what_cannot_be_obeyed_fails_alone(
+def test_unsatisfiable_constraint_fails_only_its_request(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, folder: Path, text: Any
 ) -> None:
     sampler = qwen.sampler(model_path=str(folder))
@@ -160,7 +160,7 @@ def test_what_cannot_be_obeyed_fails_alone(
     assert "sampling_params.constraint needs the model's tokenizer" in nowhere["a"].error
 
 
-def test_the_end_is_allowed_only_where_the_text_may_end(folder: Path) -> None:
+def test_end_of_text_is_allowed_only_where_the_text_may_end(folder: Path) -> None:
     first = new_matcher(folder, 320, Constraint("regex", "ab?", (END,)))
 
     def allowed(said: str) -> list[int]:

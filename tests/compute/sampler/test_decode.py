@@ -27,7 +27,7 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
     ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.thorough)],
     ids=["layers alike", "two kinds of layers, with experts"],
 )
-def test_weights_that_are_read_in_place_give_the_same(
+def test_weights_read_in_place_give_equal_results(
     family: str, base_weights: Any, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alike = family == "qwen3" and base_weights == "full"

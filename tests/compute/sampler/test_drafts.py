@@ -122,7 +122,7 @@ def reachable(logprobs_V: np.ndarray, request: SampleRequest, uniform: float, mo
     return found
 
 
-def test_requests_that_differ_in_larger_steps_differ_by_a_tie(qwen: Any, ask: Any, run_all: Any) -> None:
+def test_larger_steps_change_only_tied_tokens(qwen: Any, ask: Any, run_all: Any) -> None:
     """A step with drafts has more rows, which moves the last bits. They decide where two tokens are as likely.
 
     DRAFT_REQUESTS=10000 compares so many requests (`pytest -s` prints the counts).
@@ -208,7 +208,7 @@ def cost(dispatches: list[tuple[int, int]]) -> float:
         pytest.param(VOCAB, 128, 1, id="only the prompt repeats"),
     ],
 )
-def test_random_text_costs_as_much_as_without_drafts(
+def test_random_text_costs_no_more_with_drafts(
     vocab: int, length: int, most: float, prompts: int, qwen: Any, ask: Any, run_all: Any, dispatches: Any, texts: Any
 ) -> None:
     asked = []
@@ -272,7 +272,7 @@ def test_drafts_come_from_the_prompt_and_its_samples_of_one_owner() -> None:
         assert found.after((1, 2, 3), 1) == [4]
 
 
-def test_a_sequence_without_luck_pauses(qwen: Any) -> None:
+def test_sequence_without_accepted_drafts_pauses_drafting(qwen: Any) -> None:
     sampler = qwen.sampler(drafts=True)
     drafts = sampler.drafts
     assert isinstance(drafts, Drafts)
@@ -290,7 +290,7 @@ def test_a_sequence_without_luck_pauses(qwen: Any) -> None:
     assert drafts.next_step([repeated]) is not None, "a right draft earns more drafts"
 
 
-def test_one_text_repeats_at_its_end() -> None:
+def test_repeating_text_is_continued_from_its_end() -> None:
     assert PromptTexts([4, 4, 4, 4]).after((4, 4, 4), 3) == [4, 4, 4]
 
 

@@ -110,7 +110,7 @@ class Loop:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_each_fault_raises_an_alarm_in_its_step(family: str, tmp_path: Path, adapter: Callable[..., None]) -> None:
+def test_each_fault_raises_a_drift_alarm_in_its_step(family: str, tmp_path: Path, adapter: Callable[..., None]) -> None:
     pytest.importorskip("torch").manual_seed(0)
     wide = {"hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32, "initializer_range": 0.1}
     model = random_model(family, {**SHAPE, **wide, **EXPERTS} if family == "qwen3_moe" else {**SHAPE, **wide})

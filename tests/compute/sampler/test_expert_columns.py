@@ -30,7 +30,7 @@ def test_experts_have_columns_for_their_rank(per_token, spec, widths):
     assert widths_of(SimpleNamespace(experts_per_token=per_token), spec) == widths  # type: ignore[arg-type]
 
 
-def test_the_usual_adapter_follows_the_rule(moe):
+def test_default_adapter_follows_the_column_rule(moe):
     cfg = load_config(moe.folder)  # 3 experts for each token
     assert usual_spec(cfg, "divided") == LoraSpec(32, expert_rank=10)
     assert usual_spec(cfg, "full") == LoraSpec(32)

@@ -17,7 +17,7 @@ from tests.compute.sampler.conftest import make_tiny
         *(pytest.param(*one, marks=pytest.mark.thorough) for one in (("qwen3_next", 0.1), ("gemma4_text", 0.4))),
     ],
 )
-def test_it_says_almost_what_the_exact_one_says(
+def test_float8_cache_gives_nearly_the_logprobs_of_the_exact_cache(
     family: str, most: float, tmp_path: Path, ask: Any, run_all: Any, prompt: Any
 ) -> None:
     """Plain layers, layers with states, and layers with two kinds of heads."""
@@ -30,7 +30,7 @@ def test_it_says_almost_what_the_exact_one_says(
 
 
 @pytest.mark.thorough
-def test_it_says_the_same_again_from_pages_that_it_kept(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_float8_cache_repeats_its_results_from_cached_pages(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler, tokens = qwen.sampler(kv_cache="float8"), prompt(150)
     first, again, repeated = (run_all(sampler, ask(name, tokens, 20))[name] for name in "abc")
     assert first.prompt_cache_hit_tokens == 0 < again.prompt_cache_hit_tokens

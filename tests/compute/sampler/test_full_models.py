@@ -81,7 +81,7 @@ def test_tokens_have_the_logprobs_that_training_gives_them(executor: Executor, a
     np.testing.assert_allclose(found.logprobs_T, scored[-12:], atol=1e-5)
 
 
-def test_each_gets_what_it_gets_without_the_others(executor: Executor, ask: Ask) -> None:
+def test_models_in_one_batch_get_the_results_they_get_alone(executor: Executor, ask: Ask) -> None:
     asked = {
         name: [ask(f"{name} {number}", PROMPT, 6, snapshot_id=name, temperature=1.0, seed=number) for number in (0, 1)]
         for name in (None, "one", "beside", "two")
@@ -97,7 +97,7 @@ def test_each_gets_what_it_gets_without_the_others(executor: Executor, ask: Ask)
     assert len(set(first)) == 4, "four different models"
 
 
-def test_a_stored_state_samples_as_the_published_one(executor: Executor, ask: Ask) -> None:
+def test_stored_state_samples_like_the_published_one(executor: Executor, ask: Ask) -> None:
     state = executor.execute(ExportAdapter("w", optimizer=False))
     executor.execute(LoadSnapshot("stored", state))
     executor.execute(LoadSnapshot("stored", state))  # the snapshot exists already
@@ -105,7 +105,7 @@ def test_a_stored_state_samples_as_the_published_one(executor: Executor, ask: As
     assert_same(found["x"], found["y"])
 
 
-def test_requests_go_on_with_weights_that_take_the_place_of_theirs(executor: Executor, ask: Ask) -> None:
+def test_running_requests_continue_with_replaced_weights(executor: Executor, ask: Ask) -> None:
     executor.execute(LoadSnapshot("moved", executor.execute(ExportAdapter("w", optimizer=False))))
     executor.execute(CreateAdapter("base", ALL, 0))
     executor.execute(PublishSnapshot("base", "first"))
@@ -130,7 +130,7 @@ def test_requests_go_on_with_weights_that_take_the_place_of_theirs(executor: Exe
     )
 
 
-def test_a_request_in_line_can_be_cancelled_or_sent_again(executor: Executor, ask: Ask) -> None:
+def test_queued_request_can_be_cancelled_or_sent_again(executor: Executor, ask: Ask) -> None:
     one, two, three = (ask(name, PROMPT, 8, snapshot_id=name[:3]) for name in ("one", "two", "two again"))
     progress = executor.execute(SampleStep((one, two, three)))
     assert not progress.finished and progress.active + progress.waiting == 3
@@ -150,7 +150,7 @@ def finished(executor: Executor, *steps: SampleStep) -> list[str]:
     raise AssertionError("requests are never answered")
 
 
-def test_an_owner_does_not_wait_for_all_that_another_asked_for(executor: Executor, ask: Ask) -> None:
+def test_owner_does_not_wait_for_all_requests_of_another_owner(executor: Executor, ask: Ask) -> None:
     many = [ask(f"many {number}", PROMPT, 6, snapshot_id="one", owner="a") for number in range(12)]
     few = [ask(f"few {number}", PROMPT, 6, snapshot_id="two", owner="b") for number in range(2)]
     order = finished(executor, SampleStep(tuple(many)), SampleStep(tuple(few)))
@@ -158,7 +158,7 @@ def test_an_owner_does_not_wait_for_all_that_another_asked_for(executor: Executo
     assert max(order.index(one.request_id) for one in few) < 6, "one batch of four is served first"
 
 
-def test_who_is_sent_again_is_answered_once(executor: Executor, ask: Ask) -> None:
+def test_request_sent_twice_is_answered_once(executor: Executor, ask: Ask) -> None:
     one, two = (ask(name, PROMPT, 8, snapshot_id=name) for name in ("one", "two"))
     assert sorted(finished(executor, SampleStep((one, two)), SampleStep((one, two)))) == ["one", "two"]
     assert sorted(finished(executor, SampleStep((one, two)), SampleStep((one, two), cancel=("one", "two")))) == [
@@ -167,7 +167,7 @@ def test_who_is_sent_again_is_answered_once(executor: Executor, ask: Ask) -> Non
     ]
 
 
-def test_what_cannot_be_sampled_is_refused_by_name(executor: Executor, qwen3: Reference) -> None:
+def test_unsampleable_full_model_is_refused_with_its_reason(executor: Executor, qwen3: Reference) -> None:
     with pytest.raises(ConflictError, match="'one' exists already"):
         executor.execute(PublishSnapshot("w", "one"))
     state = executor.execute(ExportAdapter("w", optimizer=False))

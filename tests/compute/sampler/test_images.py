@@ -93,7 +93,7 @@ def assert_same(one: SampledSequence, other: SampledSequence) -> None:
     np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
 
 
-def test_tokens_are_those_of_transformers_and_logprobs_those_of_training(
+def test_image_tokens_equal_transformers_and_logprobs_equal_training(
     sees: Reference, executor: Executor, sampler: Sampler, ask: Any, run_all: Any, looks: Any
 ) -> None:
     executor.execute(CreateAdapter("plain", LoraSpec(4), 0))
@@ -119,7 +119,7 @@ def test_tokens_are_those_of_transformers_and_logprobs_those_of_training(
 
 
 @pytest.mark.thorough
-def test_a_hybrid_model_sees_and_its_states_are_shared_by_what_was_seen(
+def test_hybrid_model_with_images_shares_states_of_equal_images_only(
     tmp_path: Path, ask: Any, run_all: Any, looks: Any
 ) -> None:
     hybrid = build(tmp_path, "qwen3_5", tied=True)
@@ -141,7 +141,7 @@ def test_a_hybrid_model_sees_and_its_states_are_shared_by_what_was_seen(
     assert run_all(executor, asked(ask, "other", darker, 12))["other"].prompt_cache_hit_tokens == 0
 
 
-def test_pages_are_shared_by_what_was_seen(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
+def test_prompts_share_pages_only_where_images_are_equal(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
     def run(name: str, shown: Example) -> SampleResult:
         result: SampleResult = run_all(sampler, asked(ask, name, shown))[name]
         assert result.error is None
@@ -169,7 +169,7 @@ def test_pages_are_shared_by_what_was_seen(sampler: Sampler, ask: Any, run_all: 
     assert_same(run("again", replace(late, images=(other_end,))).sequences[0], ended.sequences[0])
 
 
-def test_who_is_preempted_sees_the_images_again(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
+def test_preempted_request_sees_its_images_again(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
     request = asked(ask, "one", example(4, ((5, 2, 3),), 30), 12, temperature=1.0)
     (expected,) = run_all(sampler, request)["one"].sequences
     sampler.clear()
@@ -183,7 +183,7 @@ def test_who_is_preempted_sees_the_images_again(sampler: Sampler, ask: Any, run_
     assert len(looks) == 3
 
 
-def test_the_warm_up_compiles_what_prompts_with_images_need(sees: Reference, ask: Any, run_all: Any) -> None:
+def test_warm_up_compiles_the_programs_of_prompts_with_images(sees: Reference, ask: Any, run_all: Any) -> None:
     executor = sees.executor(sample_slots=1, decode_chunk=3)  # a shape that no other test compiles
     needed = [
         one

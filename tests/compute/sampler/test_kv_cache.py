@@ -28,7 +28,7 @@ def scattered(lengths: list[int], rng: np.random.Generator, d: int = D) -> tuple
     return KVCache(k=cells(d, PAGE), v=cells(PAGE, d)), tables_SW
 
 
-def test_unused_slots_do_not_read_what_is_before_the_window_of_the_others() -> None:
+def test_unused_slots_do_not_read_pages_before_the_window() -> None:
     cache, tables_SW = scattered([160, 150] + [0] * 14, np.random.default_rng(7))
     q = jnp.ones((16, 1, H, D), jnp.float32)
     start_S = jnp.asarray([159, 149] + [0] * 14, jnp.int32)
@@ -41,7 +41,7 @@ def test_unused_slots_do_not_read_what_is_before_the_window_of_the_others() -> N
     np.testing.assert_array_equal(attend(broken)[:2], attend(cache)[:2])
 
 
-def test_a_cache_in_float8_holds_the_nearest_numbers_and_its_largest_for_larger_ones() -> None:
+def test_float8_cache_rounds_to_the_nearest_number_and_saturates() -> None:
     cache, tables_SW = scattered([33], np.random.default_rng(7))
     cache = KVCache(*(part.astype(jnp.float8_e4m3fn) for part in (cache.k, cache.v)))
     values = np.zeros((1, 1, G, D), np.float32)

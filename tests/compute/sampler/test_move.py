@@ -13,7 +13,7 @@ from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.commands import LoraSpec, SampleStep
 
 
-def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
+def test_running_requests_use_the_moved_weights_from_the_next_chunk(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
     # The adapters have only an unembedding, so both snapshots have the same cache, and the expected result is exact.

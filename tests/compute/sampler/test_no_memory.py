@@ -35,7 +35,7 @@ def requests_in(work: Any) -> set[str]:
         ("read_chunk", 0, 12, True),
     ],
 )
-def test_the_last_request_is_answered_and_the_others_get_what_they_would_have_got(
+def test_last_request_fails_on_out_of_memory_and_other_results_do_not_change(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, monkeypatch: pytest.MonkeyPatch,
     method: str, place: int, tokens: int, ahead: bool,
 ) -> None:  # fmt: skip
@@ -81,7 +81,7 @@ def out_of_memory(*_: Any) -> Any:
     raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
 
-def test_the_old_cache_is_gone_before_the_next_one_is_made(
+def test_old_cache_is_freed_before_the_next_one_is_allocated(
     qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, real, gone = qwen.sampler(sample_slots=8, decode_chunk=4), model_module.empty_cache, list[bool]()

@@ -55,9 +55,7 @@ def test_the_kernel_of_gpus(
 
 
 @pytest.mark.parametrize("queries", [1, pytest.param(32, marks=pytest.mark.thorough)])
-def test_pages_in_float8_are_attended_as_the_numbers_that_they_hold(
-    queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float8_pages_are_attended_as_their_stored_numbers(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, tables_SW, start_S, q = stacked(queries, 128)
     small = jax.tree.map(lambda part: part.astype(jnp.float8_e4m3fn), cache)
     wide = jax.tree.map(lambda part: part.astype(jnp.float32), small)
@@ -67,7 +65,7 @@ def test_pages_in_float8_are_attended_as_the_numbers_that_they_hold(
     np.testing.assert_allclose(
         paged_gpu.attend(small.k, small.v, *rest, interpret=True), expected, rtol=1e-4, atol=5e-5
     )
-    monkeypatch.setattr(paged_tpu, "ragged_paged_attention", as_its_authors_define_it)
+    monkeypatch.setattr(paged_tpu, "ragged_paged_attention", reference_ragged_attention)
     np.testing.assert_allclose(paged_tpu.attend(together(small), *rest), expected, rtol=1e-4, atol=5e-5)
 
 
@@ -82,25 +80,25 @@ def test_the_kernel_of_gpus_takes_values_that_are_a_part_of_keys(queries: int) -
     np.testing.assert_allclose(paged_gpu.attend(*args, interpret=True), expected, rtol=1e-4, atol=5e-5)
 
 
-def as_its_authors_define_it(*args: Any, num_kv_pages_per_block: int, num_queries_per_block: int, **more: Any) -> Any:
+def reference_ragged_attention(*args: Any, num_kv_pages_per_block: int, num_queries_per_block: int, **more: Any) -> Any:
     """JAX's interpreter of TPU kernels does not support reshaped references."""
     return ref_ragged_paged_attention(*args, **more)
 
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("queries", ENDS)
-def test_the_kernel_of_tpus_is_given_what_it_takes(
+def test_tpu_kernel_gets_arguments_that_match_its_reference(
     queries: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, tables_SW, start_S, q = stacked(queries, 128)
     expected = kv_cache._attend_by_page(cache.k, cache.v, jnp.int32(1), tables_SW, start_S, q, window)
-    monkeypatch.setattr(paged_tpu, "ragged_paged_attention", as_its_authors_define_it)
+    monkeypatch.setattr(paged_tpu, "ragged_paged_attention", reference_ragged_attention)
     o = paged_tpu.attend(together(cache), jnp.int32(1), tables_SW, start_S, q, window)
     np.testing.assert_allclose(o, expected, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("queries", ENDS)
-def test_a_cache_is_written_alike_on_all_platforms(queries: int) -> None:
+def test_all_platforms_write_equal_caches(queries: int) -> None:
     cache, tables_SW, start_S, q = stacked(queries, 16)
     tables_SW = tables_SW.at[-1].set(0)  # a row without pages is not written
     new = q[:, :, :2], q[:, :, 2:4]
@@ -118,7 +116,7 @@ def test_a_cache_is_written_alike_on_all_platforms(queries: int) -> None:
     np.testing.assert_array_equal(both.k, together(expected))
 
 
-def taken_in_float8(heads: int) -> bool:
+def kernel_supports_float8(heads: int) -> bool:
     """Whether JAX's kernel supports this number of key-value heads."""
     try:
         get_min_heads_per_blk(heads, 2 * heads, jnp.bfloat16, jnp.float8_e4m3fn)
@@ -127,7 +125,7 @@ def taken_in_float8(heads: int) -> bool:
     return True
 
 
-def test_keys_and_values_lie_together_where_the_kernel_of_tpus_takes_them() -> None:
+def test_keys_and_values_share_an_array_for_the_tpu_kernel() -> None:
     mesh = make_mesh(1, 1)
 
     def made(cfg: ModelConfig, kv_cache: CacheFormat = "full") -> KVCache:
@@ -143,4 +141,4 @@ def test_keys_and_values_lie_together_where_the_kernel_of_tpus_takes_them() -> N
         assert all(made(config_like(SMALL, head_dim=size)).v is not None for size in (64, 256))
         for number in (1, 2, 3, 4, 8, 16, 24, 32):
             cfg = config_like(SMALL, num_attention_heads=number, num_key_value_heads=number)
-            assert (made(cfg, "float8").v is None) is taken_in_float8(number)
+            assert (made(cfg, "float8").v is None) is kernel_supports_float8(number)

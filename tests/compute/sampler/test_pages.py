@@ -52,7 +52,7 @@ def test_pages_before_the_window_are_released() -> None:
     )
 
 
-def test_without_a_state_nothing_changes() -> None:
+def test_reserve_without_a_free_state_changes_nothing() -> None:
     pool = PagePool(9, page=32, states=3)
     table, other, third = PageTable(0), PageTable(0), PageTable(0)
     assert pool.reserve(table, 0, 10) and pool.reserve(other, 0, 10)
@@ -64,7 +64,7 @@ def test_without_a_state_nothing_changes() -> None:
     assert pool.reserve(forked, 10, 20) and forked.pages != table.pages
 
 
-def test_without_a_state_there_is_no_fork_in_another_shard() -> None:
+def test_fork_into_another_shard_needs_a_free_state() -> None:
     pool = PagePool(9, shards=2, page=32, states=2)
     table, other = PageTable(0), PageTable(1)
     assert pool.reserve(table, 0, 5) and pool.reserve(other, 0, 5)
@@ -73,7 +73,7 @@ def test_without_a_state_there_is_no_fork_in_another_shard() -> None:
     assert pool.fork(table, 1) is not None
 
 
-def test_without_pages_nothing_changes(pool: PagePool) -> None:
+def test_reserve_without_free_pages_changes_nothing(pool: PagePool) -> None:
     table, other = grown(pool, 100), PageTable(0)
     before = list(table.pages)
     assert not pool.reserve(table, 100, 250)
@@ -98,7 +98,7 @@ def test_a_shared_page_is_copied_before_it_is_written(pool: PagePool) -> None:
     assert pool.pop_copies() == []
 
 
-def test_a_prompt_is_found_until_its_pages_are_taken(pool: PagePool) -> None:
+def test_prefix_is_found_until_its_pages_are_reused(pool: PagePool) -> None:
     prompt = grown(pool, 80)
     pages = list(prompt.pages)
     pool.keep_prefix(KEYS, prompt)
@@ -111,7 +111,7 @@ def test_a_prompt_is_found_until_its_pages_are_taken(pool: PagePool) -> None:
     assert pool.reserve(again, 20, 32) and again.pages != pages[:1], "a page with a key is not written"
 
 
-def test_the_end_of_a_prompt_makes_room_before_its_beginning(pool: PagePool) -> None:
+def test_pages_at_the_end_of_a_prompt_are_evicted_first(pool: PagePool) -> None:
     prompt = grown(pool, 80)
     first = prompt.pages[0]
     pool.keep_prefix(KEYS, prompt)
@@ -122,7 +122,7 @@ def test_the_end_of_a_prompt_makes_room_before_its_beginning(pool: PagePool) -> 
     assert found.pages == [first]
 
 
-def test_what_may_not_be_finite_is_zeroed_before_anybody_gets_it(pool: PagePool) -> None:
+def test_pages_that_may_hold_nan_are_zeroed_before_reuse(pool: PagePool) -> None:
     prompt = grown(pool, 80)
     pool.keep_prefix(KEYS, prompt)
     sample = pool.fork(prompt, 0)
@@ -135,7 +135,7 @@ def test_what_may_not_be_finite_is_zeroed_before_anybody_gets_it(pool: PagePool)
     assert sorted(pool.pop_copies()) == [PageCopy(0, page) for page in sorted(written)]
 
 
-def test_a_scope_that_failed_is_forgotten_and_zeroed(pool: PagePool) -> None:
+def test_failed_scope_is_forgotten_and_zeroed(pool: PagePool) -> None:
     prompt = grown(pool, 80)
     pages = list(prompt.pages)
     pool.keep_prefix(KEYS, prompt)
@@ -147,7 +147,7 @@ def test_a_scope_that_failed_is_forgotten_and_zeroed(pool: PagePool) -> None:
     assert pool.find_prefix(KEYS).pages == []
 
 
-def test_pages_of_one_sequence_lie_in_one_shard() -> None:
+def test_pages_of_one_sequence_are_in_one_shard() -> None:
     pool = PagePool(4, shards=2, page=32)
     assert pool.capacity == 96
     here = grown(pool, 64, shard=1)
@@ -162,7 +162,7 @@ def test_pages_of_one_sequence_lie_in_one_shard() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["grow", "fork", "end", "fail", "keep"]), st.integers(0, 200)), max_size=60))
-def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
+def test_pages_are_neither_lost_nor_allocated_twice(steps: list[tuple[str, int]]) -> None:
     pool, tables, reach = PagePool(9, shards=2, page=32), [PageTable(0), PageTable(1)], {}
     for what, number in steps:
         table = tables[number % len(tables)]
@@ -188,7 +188,7 @@ def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
     assert pool.free(0) == pool.free(1) == 8
 
 
-def test_a_page_that_is_to_be_zeroed_gets_no_key(pool: PagePool) -> None:
+def test_page_to_be_zeroed_gets_no_key(pool: PagePool) -> None:
     one = grown(pool, 80)
     pool.keep_prefix(KEYS, one)
     two = pool.find_prefix(KEYS)

@@ -28,9 +28,7 @@ def hugging_face(folder: Any, prompt: list[int], tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 130, 300])
-def test_greedy_is_token_for_token_what_hugging_face_generates(
-    tiny: Any, ask: Any, run_all: Any, prompt: Any, length: int
-) -> None:
+def test_greedy_tokens_equal_those_of_hugging_face(tiny: Any, ask: Any, run_all: Any, prompt: Any, length: int) -> None:
     tokens = prompt(length)
     (sequence,) = run_all(tiny.sampler(), ask("a", tokens, 40))["a"].sequences
     assert sequence.tokens_T.tolist() == hugging_face(tiny.folder, tokens, 40)
@@ -39,7 +37,7 @@ def test_greedy_is_token_for_token_what_hugging_face_generates(
 
 @pytest.mark.parametrize("length", [1, 40, 200])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_logprobs_are_those_of_the_training_forward(
+def test_sampled_logprobs_equal_the_training_forward(
     tiny: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, training_logprobs: Any, length: int, adapted: bool
 ) -> None:
     sampler, spec = tiny.sampler(), LoraSpec(rank=5)

@@ -46,7 +46,7 @@ def assert_same(result: SampleResult, other: SampleResult) -> None:
         np.testing.assert_array_equal(one.logprobs_T, same.logprobs_T)
 
 
-def test_prompts_that_part_share_what_comes_before(qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
+def test_prompts_with_a_common_prefix_share_its_pages(qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
     sampler, common = qwen.sampler(), prompt(200)
     assert hit(sampler, ask("a", common + prompt(100, 1), 2)) == 0
     other = ask("b", common + prompt(150, 2), 5)
@@ -55,7 +55,7 @@ def test_prompts_that_part_share_what_comes_before(qwen: Any, ask: Any, run_all:
     assert hit(sampler, ask("d", prompt(300, 4), 2)) == 0
 
 
-def test_long_prompts_asked_one_by_one_are_computed_once(
+def test_equal_long_prompts_of_a_batch_are_computed_once(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, computed_sizes: Any
 ) -> None:
     group = [ask(str(seed), prompt(250), 4, temperature=1.0, seed=seed) for seed in range(4)]
@@ -65,7 +65,9 @@ def test_long_prompts_asked_one_by_one_are_computed_once(
     assert len({tuple(result.sequences[0].tokens_T.tolist()) for result in results.values()}) == 4
 
 
-def test_only_the_same_weights_and_the_same_owner_share(published: Sampler, ask: Any, prompt: Any, hit: Any) -> None:
+def test_only_requests_of_the_same_weights_and_owner_share_a_prefix(
+    published: Sampler, ask: Any, prompt: Any, hit: Any
+) -> None:
     asked = ask("a", prompt(250), 2)
     for owner in ("one", "other"):
         for snapshot in (None, "one", "two"):
@@ -73,7 +75,9 @@ def test_only_the_same_weights_and_the_same_owner_share(published: Sampler, ask:
             assert [hit(published, mine), hit(published, mine)] == [0, 249]
 
 
-def test_what_is_wanted_of_a_prompt_is_computed(qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
+def test_cached_prefix_does_not_suppress_requested_prompt_logprobs(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any
+) -> None:
     tokens = prompt(300)
     plain, scored = ask("a", tokens, 2), ask("a", tokens, 2, prompt_logprobs=True)
     last = replace(scored, prompt=PromptWishes(last_n=40))
@@ -89,7 +93,7 @@ def test_what_is_wanted_of_a_prompt_is_computed(qwen: Any, ask: Any, run_all: An
     assert hit(sampler, plain) == 299
 
 
-def test_pages_that_were_not_used_for_longest_make_room(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
+def test_least_recently_used_pages_are_evicted(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
     sampler = qwen.sampler(pages=6)  # two for each prompt, and one for its decoded tokens
     a, b, c = (ask(str(seed), prompt(250, seed), 2) for seed in range(3))
     assert [hit(sampler, one) for one in (a, b, a, c)] == [0, 0, 249, 0]
@@ -99,7 +103,7 @@ def test_pages_that_were_not_used_for_longest_make_room(qwen: Any, ask: Any, pro
     assert [hit(small, one) for one in (long, long, a, long)] == [0, 499, 0, 256]  # a used the last of the four pages
 
 
-def test_pages_go_with_their_snapshot(
+def test_pages_are_dropped_with_their_snapshot(
     qwen: Any, published: Sampler, ask: Any, run_all: Any, prompt: Any, hit: Any, random_lora: Any
 ) -> None:
     one = ask("a", prompt(250), 12, snapshot_id="one")
@@ -119,7 +123,7 @@ def test_pages_go_with_their_snapshot(
     assert hit(published, one) == 0
 
 
-def test_a_prompt_begun_with_weights_that_were_replaced_is_not_kept(
+def test_prefix_of_replaced_weights_is_not_kept(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any, random_lora: Any
 ) -> None:
     sampler = qwen.sampler(prefill_budget=128)  # one piece for each step
@@ -135,7 +139,7 @@ def test_a_prompt_begun_with_weights_that_were_replaced_is_not_kept(
     assert_same(after, newer)
 
 
-def test_nothing_is_kept_of_what_failed(
+def test_failed_requests_leave_no_prefix_in_the_cache(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, computed_sizes: Any, hit: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -158,7 +162,7 @@ def test_nothing_is_kept_of_what_failed(
     assert hit(sampler, good) == 0  # the failed batch lost the pages
 
 
-def test_hits_compile_nothing_once_each_length_of_cache_was_met(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
+def test_prefix_hits_compile_nothing_after_the_first_of_each_length(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
     sampler, whole = qwen.sampler(), prompt(500)
     for length in (100, 129, 300, 100, 129, 300):
         hit(sampler, ask("a", whole[:length], 4))

@@ -28,7 +28,7 @@ def log_probs(qwen: Any) -> Any:
     return run
 
 
-def test_all_of_it_is_what_the_plain_forward_says_and_does_not_depend_on_the_batch(
+def test_prompt_scores_match_the_plain_forward_and_do_not_depend_on_the_batch(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, log_probs: Any
 ) -> None:
     tokens, last_n, k, temperature = prompt(40), 30, 5, 0.7
@@ -66,7 +66,7 @@ def test_all_of_it_is_what_the_plain_forward_says_and_does_not_depend_on_the_bat
         assert drawn.shape == (39, 2) and len(np.unique(drawn)) > 10
         close_logprobs(result.alternatives.logprobs_Nk, np.take_along_axis(rows, drawn, 1), ulps=1024)
         weights = np.exp(rows / temperature)
-        assert _in_their_share(weights, drawn, uniforms)
+        assert _draws_match_distribution(weights, drawn, uniforms)
         # sampled tokens
         (one,) = result.sequences
         assert one.top is not None and one.top.tokens_Nk.shape == (8, 4)
@@ -77,7 +77,7 @@ def test_all_of_it_is_what_the_plain_forward_says_and_does_not_depend_on_the_bat
     np.testing.assert_array_equal(alone.alternatives.tokens_Nk, crowd["a"].alternatives.tokens_Nk)
 
 
-def _in_their_share(weights_NV: Any, drawn_Nk: Any, uniforms_Nk: Any) -> bool:
+def _draws_match_distribution(weights_NV: Any, drawn_Nk: Any, uniforms_Nk: Any) -> bool:
     """Whether each draw inverts the distribution at its number, in the sampler's order (by column of 128, then row)."""
     padded = np.pad(weights_NV, ((0, 0), (0, -weights_NV.shape[1] % 128)))
     order = np.arange(padded.shape[1]).reshape(-1, 128).T.reshape(-1)

@@ -59,7 +59,7 @@ def random_routes(example: Example, layers: int, seed: int) -> Example:
         *map(OTHERS, ("gpt_oss", "gemma4", "deepseek_v3", "minimax_m2")),
     ],
 )
-def test_own_experts_replayed_change_no_bit(moe, executor, tmp_path, family, adapter, ask, run_all, forward, gradients):
+def test_replayed_own_experts_change_no_bit(moe, executor, tmp_path, family, adapter, ask, run_all, forward, gradients):
     """One family of each kind of router; some have a layer without experts. CI has each router in `test_routers.py`."""
     if family != "qwen3_moe":
         moe = build(tmp_path, family, tied=False)
@@ -99,7 +99,7 @@ def test_own_experts_replayed_change_no_bit(moe, executor, tmp_path, family, ada
     assert any(np.abs(slope).max() > 0 for slope in slopes[1].values())
 
 
-def test_planted_experts_as_torch_computes_them(moe, executor, examples, forward, gradients):
+def test_planted_experts_equal_torch(moe, executor, examples, forward, gradients):
     """Logprobs, and gradients of every adapter, with a gate that takes the given experts."""
     data = tuple(random_routes(one, 2, seed) for seed, one in enumerate(examples((7, 30))))
     state = executor.execute(ExportAdapter("a", optimizer=False))
@@ -157,7 +157,7 @@ def planted_logprobs(model: Any, named: dict[str, torch.Tensor], example: Exampl
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
 
 
-def test_other_experts_on_a_shared_beginning_are_not_merged(executor, examples, forward):
+def test_prompts_with_different_experts_are_not_merged(executor, examples, forward):
     """Together, in a row with a shared beginning, each example has the logprobs that it has alone."""
     (one,) = examples((40,))
     first, second = random_routes(one, 2, 1), random_routes(one, 2, 2)

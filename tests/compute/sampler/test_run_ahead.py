@@ -38,7 +38,7 @@ def ahead(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def test_the_results_are_those_of_a_sampler_that_reads_every_chunk_first(
+def test_run_ahead_gives_the_results_of_reading_every_chunk_first(
     qwen: Any, ahead: Any, ask: Any, run_all: Any, prompt: Any, tmp_path: Path
 ) -> None:
     save_tokenizer(tmp_path)
@@ -64,7 +64,7 @@ def test_the_results_are_those_of_a_sampler_that_reads_every_chunk_first(
             close_logprobs(mine.logprobs_T, theirs.logprobs_T, ulps=128)
 
 
-def test_a_chunk_is_asked_for_before_the_last_one_is_read(
+def test_next_chunk_is_started_before_the_last_one_is_read(
     ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
@@ -85,7 +85,7 @@ def test_a_chunk_is_asked_for_before_the_last_one_is_read(
     assert happened == ["decode_chunk", "read_chunk"] * 3, "penalties count tokens, so the host must read them"
 
 
-def test_a_step_that_is_to_wait_leaves_no_chunk_unread(
+def test_waiting_step_leaves_no_chunk_unread(
     ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, request, happened = ahead(), ask("a", prompt(20), 12), list[str]()
@@ -100,7 +100,7 @@ def test_a_step_that_is_to_wait_leaves_no_chunk_unread(
     assert result.sequences[0].tokens_T.tolist() == expected.tokens_T.tolist()
 
 
-def test_sequences_that_ended_unread_keep_no_state_from_the_next_ones(
+def test_sequences_that_ended_unread_leave_no_state(
     ask: Any, run_all: Any, prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hybrid, slots = make_tiny(tmp_path, "qwen3_5"), 64  # fewer than two states for each sequence
@@ -111,7 +111,7 @@ def test_sequences_that_ended_unread_keep_no_state_from_the_next_ones(
     assert sampler.pages.used == 0
 
 
-def test_who_is_cancelled_frees_its_pages_at_once_and_disturbs_nobody(
+def test_cancelled_request_frees_its_pages_and_disturbs_no_other(
     ahead: Any, ask: Any, run_all: Any, prompt: Any
 ) -> None:
     sampler, kept = ahead(), ask("kept", prompt(20), 24, temperature=1.0)
@@ -126,7 +126,7 @@ def test_who_is_cancelled_frees_its_pages_at_once_and_disturbs_nobody(
     assert result["kept"].sequences[0].tokens_T.tolist() == expected.tokens_T.tolist()
 
 
-def test_the_warm_up_compiles_what_running_ahead_needs(
+def test_warm_up_compiles_the_programs_of_run_ahead(
     ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, real, compiled = ahead(), SamplerModel.decode_chunk, list[int]()
@@ -146,7 +146,7 @@ def test_the_warm_up_compiles_what_running_ahead_needs(
     assert len(compiled) > 8 and not any(compiled)
 
 
-def test_where_the_host_decides_the_results_are_the_same_and_everything_was_warm(
+def test_host_side_decisions_keep_results_and_compile_nothing(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, sampled = {"temperature": 1.0, "seed": 7}, ("decode_chunk", "prefill_piece")

@@ -46,7 +46,7 @@ def test_a_snapshot_does_not_change_when_its_adapter_is_trained(
         sampler.publish("first", trained, spec)
 
 
-def test_a_dropped_snapshot_still_serves_whom_it_was_promised(
+def test_dropped_snapshot_serves_the_requests_admitted_before(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
     sampler, spec = qwen.sampler(), LoraSpec(4)
@@ -60,9 +60,7 @@ def test_a_dropped_snapshot_still_serves_whom_it_was_promised(
     assert result["b"].error is not None and "'snap'" in result["b"].error
 
 
-def test_a_request_that_cannot_be_served_fails_alone_and_by_name(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any
-) -> None:
+def test_request_without_its_snapshot_fails_alone(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler, good = qwen.sampler(), ask("good", prompt(5), 10)
     expected = run_all(sampler, good)["good"]
     results = run_all(sampler, ask("bad", [1, 2], snapshot_id="nope"), good, ask("worse", [1], snapshot_id="none"))
@@ -73,14 +71,14 @@ def test_a_request_that_cannot_be_served_fails_alone_and_by_name(
         assert f"snapshot {snapshot!r}" in (results[name].error or "")
 
 
-def test_length_is_bounded_by_max_tokens_and_by_the_context(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_answer_length_is_bounded_by_max_tokens_and_the_context(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     results = run_all(qwen.sampler(), ask("a", prompt(580), 1_000_000), ask("b", prompt(3), 1))
     (a,), (b,) = results["a"].sequences, results["b"].sequences
     assert (len(a.tokens_T), a.stop_reason) == (20, "length")
     assert (len(b.tokens_T), b.stop_reason) == (1, "length")
 
 
-def test_a_stop_token_is_the_last_token_once(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_stop_token_is_returned_once_as_the_last_token(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler = qwen.sampler()
     free = tokens_of(run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4))["a"].sequences[0])
     stop = free[20]
@@ -120,7 +118,7 @@ def test_cancelling_frees_the_slots(qwen: Any, ask: Any, run_all: Any, prompt: A
     assert "busy" not in run_all(sampler)
 
 
-def test_a_cancelled_prompt_leaves_nothing_behind(qwen: Any, ask: Any, prompt: Any, random_lora: Any) -> None:
+def test_cancelled_prompt_leaves_no_pages_or_requests(qwen: Any, ask: Any, prompt: Any, random_lora: Any) -> None:
     sampler, spec = qwen.sampler(max_context=2000, sample_slots=4), LoraSpec(4)
     lora = random_lora(qwen.cfg, spec, 0)
     for pair in lora.layers.values():
@@ -140,7 +138,7 @@ def test_a_cancelled_prompt_leaves_nothing_behind(qwen: Any, ask: Any, prompt: A
     assert {one.request_id: one.error for one in finished} == {"beside it": None, "next": None}
 
 
-def test_a_long_request_that_is_over_costs_nobody_a_slot(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_finished_long_request_leaves_its_slots_to_short_ones(qwen: Any, ask: Any, prompt: Any) -> None:
     sampler = qwen.sampler(pages=25, max_context=2000, sample_slots=16)
     names = (f"short {number}" for number in itertools.count())
     progress = sampler.step(SampleStep((ask("long", prompt(700), 10), ask(next(names), prompt(10), 32))))
@@ -155,7 +153,7 @@ def test_a_long_request_that_is_over_costs_nobody_a_slot(qwen: Any, ask: Any, pr
 
 
 @pytest.mark.parametrize("given", [{"temperature": 1e-40}, {"temperature": 1e-38}, {"top_p": 1e-40}, {"top_p": 1e-50}])
-def test_what_float32_takes_for_zero_draws_the_most_likely(
+def test_temperature_that_underflows_in_float32_samples_greedily(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, given: dict[str, float]
 ) -> None:
     tiny = ask("tiny", prompt(8), 6, **{"temperature": 1.0, **given})
@@ -164,9 +162,7 @@ def test_what_float32_takes_for_zero_draws_the_most_likely(
     assert results["tiny"].sequences[0].tokens_T.tolist() == results["greedy"].sequences[0].tokens_T.tolist()
 
 
-def test_who_wants_little_waits_for_no_slot_and_the_batch_goes_on(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any
-) -> None:
+def test_short_requests_need_no_slot_and_the_batch_continues(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler = qwen.sampler(sample_slots=4)
     little = [ask(f"little{i}", prompt(9, i), 1 + i, num_samples=1 + i, temperature=1.0, seed=i) for i in range(3)]
     expected = {one.request_id: run_all(qwen.sampler(), one)[one.request_id] for one in little}
@@ -188,7 +184,7 @@ def test_who_wants_little_waits_for_no_slot_and_the_batch_goes_on(
     assert tokens_of(found["busy"].sequences[0]) == tokens_of(run_all(qwen.sampler(), busy)["busy"].sequences[0])
 
 
-def test_requests_join_while_others_decode(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_requests_join_a_running_batch(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler = qwen.sampler()
     first, second = ask("first", prompt(5), 60), ask("second", prompt(40), 20)
     expected = run_all(sampler, first) | run_all(sampler, second)
@@ -200,7 +196,7 @@ def test_requests_join_while_others_decode(qwen: Any, ask: Any, run_all: Any, pr
         assert tokens_of(result.sequences[0]) == tokens_of(expected[name].sequences[0])
 
 
-def test_the_batch_waits_for_many_who_are_to_join_but_not_for_one(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_batch_waits_for_several_joining_requests_but_not_for_one(qwen: Any, ask: Any, prompt: Any) -> None:
     sampler = qwen.sampler(prefill_budget=160)  # one prompt for each step
     requests = tuple(ask(f"r{i}", prompt(150, seed=i), 40) for i in range(6))
     steps = [SampleStep(admit=requests), *(SampleStep() for _ in range(8))]
@@ -222,9 +218,7 @@ def test_a_batch_does_not_wait_for_one_long_prompt(qwen: Any, ask: Any, prompt: 
     assert made == [8, 16, 16, 24, 24, 24, 32]
 
 
-def test_a_chunk_ends_where_somebody_reaches_their_limit_but_not_before_its_half(
-    qwen: Any, ask: Any, prompt: Any
-) -> None:
+def test_chunk_ends_at_the_first_limit_after_its_half(qwen: Any, ask: Any, prompt: Any) -> None:
     sampler = qwen.sampler()
     limits = {"a": 9, "b": 16, "c": 40}
     sampler.step(SampleStep(admit=tuple(ask(name, prompt(5), limit) for name, limit in limits.items())))
@@ -235,7 +229,7 @@ def test_a_chunk_ends_where_somebody_reaches_their_limit_but_not_before_its_half
     assert made == [8, 12, 16, 24, 32]
 
 
-def test_a_prompt_that_overflows_fails_alone_and_leaves_nothing_behind(
+def test_overflowing_prompt_fails_alone_and_leaves_no_pages(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
     sampler, spec = qwen.sampler(), LoraSpec(8)
@@ -258,7 +252,7 @@ def test_a_prompt_that_overflows_fails_alone_and_leaves_nothing_behind(
         assert tokens_of(results[name].sequences[0]) == tokens_of(expected[name].sequences[0])
 
 
-def test_a_batch_that_fails_is_answered_and_the_next_one_works(
+def test_failed_batch_is_answered_and_the_next_one_works(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, request = qwen.sampler(), ask("a", prompt(20), 20)
@@ -278,7 +272,7 @@ def test_a_batch_that_fails_is_answered_and_the_next_one_works(
     assert tokens_of(run_all(sampler, request)["a"].sequences[0]) == tokens_of(expected.sequences[0])
 
 
-def test_the_same_traffic_compiles_nothing_the_second_time_and_few_shapes_the_first(
+def test_repeated_traffic_compiles_nothing_and_first_traffic_few_shapes(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
     counter = CompileCounter()
@@ -311,7 +305,7 @@ def test_the_same_traffic_compiles_nothing_the_second_time_and_few_shapes_the_fi
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_short_request_of_more_samples_than_there_are_slots(
+def test_short_request_may_have_more_samples_than_slots(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, slots: int
 ) -> None:
     sampler, short = qwen.sampler(sample_slots=slots), ask("short", prompt(10, 1), 4, num_samples=4, temperature=1.0)
@@ -332,7 +326,7 @@ def test_a_prompt_that_fills_the_pool_is_served(qwen: Any, ask: Any, run_all: An
     assert tokens_of(got) == tokens_of(expected)
 
 
-def test_one_sample_that_is_not_finite_ends_its_request_once_and_no_other(
+def test_non_finite_sample_ends_only_its_request(
     qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, real = qwen.sampler(), SamplerModel.read_chunk
@@ -355,16 +349,14 @@ def test_one_sample_that_is_not_finite_ends_its_request_once_and_no_other(
     assert "not finite" in (finished[0].error or "")
 
 
-def test_a_prompt_for_which_there_are_too_few_pages_is_refused_by_name(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any
-) -> None:
+def test_prompt_longer_than_the_kv_cache_is_refused(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler = qwen.sampler(pages=3)
     results = run_all(sampler, ask("long", prompt(257), 5), ask("fits", prompt(250), 50))
     assert results["long"].error == "prompt: 257 tokens; must be at most 256, the capacity of the KV cache"
     assert len(results["fits"].sequences[0].tokens_T) == 6, "the context has positions for six tokens"
 
 
-def test_what_streams_is_the_result_in_pieces(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_streamed_pieces_add_up_to_the_result(qwen: Any, ask: Any, prompt: Any) -> None:
     """Requests that are preempted or served without the batch stream, too."""
     sampler = qwen.sampler(pages=8)
     wishes = {"temperature": 1.0, "stream": True, "topk_sample": 3}

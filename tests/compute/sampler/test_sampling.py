@@ -61,7 +61,9 @@ def choice(rows: int, temperature: float, top_k: int = -1, top_p: float = 1.0, m
         (1.0, -1, 1.0, 1.0),
     ],
 )
-def test_tokens_are_drawn_as_often_as_they_should(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_sampled_token_frequencies_match_the_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits_V = np.random.default_rng(0).normal(size=VOCAB, scale=2).astype(np.float32)
     expected_V = reference(logits_V, temperature, top_k, top_p, min_p)
     uniform_S = np.concatenate([UniformStream(seed, 0).draw(1) for seed in range(ROWS)])
@@ -79,7 +81,7 @@ def test_tokens_are_drawn_as_often_as_they_should(temperature: float, top_k: int
     close_logprobs(logprobs_S, np.log(reference(logits_V, 1.0, -1, 1.0))[np.asarray(tokens_S)], ulps=16)
 
 
-def test_temperature_zero_takes_the_first_of_the_most_likely() -> None:
+def test_temperature_zero_takes_the_first_of_equal_maxima() -> None:
     logits_SV = np.zeros((ROWS, VOCAB), np.float32)
     logits_SV[:, [17, 40]] = 3
     mixed = choice(ROWS, 0.0, 5, 0.5)
@@ -103,7 +105,9 @@ def test_a_tiny_temperature_is_greedy_and_stays_finite() -> None:
     min_p=st.one_of(st.just(0.0), st.floats(2.0**-13, 1.0, width=32)),
     scale=st.sampled_from([0.1, 1.0, 10.0]),
 )
-def test_filters_keep_what_sorting_would(seed: int, top_k: int, top_p: float, min_p: float, scale: float) -> None:
+def test_filters_keep_the_tokens_that_sorting_keeps(
+    seed: int, top_k: int, top_p: float, min_p: float, scale: float
+) -> None:
     logits_V = np.random.default_rng(seed).normal(size=VOCAB, scale=scale).astype(np.float32)
     weights_V = np.exp(logits_V - logits_V.max())
     kept_V = np.asarray(jitted_filter(weights_V[None], choice(1, 1.0, top_k, top_p, min_p)))[0]
@@ -135,7 +139,7 @@ def test_inversion_never_finds_a_token_of_weight_zero(seed: int, empty: float, u
     assert weights_V[token] > 0
 
 
-def test_a_stream_depends_on_seed_and_index_and_nothing_else() -> None:
+def test_random_stream_depends_only_on_seed_and_index() -> None:
     whole = UniformStream(-5, 3).draw(20)
     assert whole.dtype == np.float32 and ((whole > 0) & (whole < 1)).all()
     parts = UniformStream(2**64 - 5, 3)

@@ -79,7 +79,7 @@ def served(line: Scheduler) -> list[str]:
     return names
 
 
-def test_owners_share_and_one_owners_requests_keep_their_order(line: Scheduler, admit: Any) -> None:
+def test_owners_share_and_requests_of_one_owner_keep_their_order(line: Scheduler, admit: Any) -> None:
     for number in range(6):
         admit(f"a{number}", 300, owner="a")
     first = line.next_group()
@@ -92,7 +92,7 @@ def test_owners_share_and_one_owners_requests_keep_their_order(line: Scheduler, 
     assert served(line) == ["b0", "c0", "a1", "b1", "a2", "a3", "c1", "a4", "a5"]
 
 
-def test_interactive_requests_go_before_their_owners_batch_and_no_other(line: Scheduler, admit: Any) -> None:
+def test_interactive_requests_precede_only_their_own_batch(line: Scheduler, admit: Any) -> None:
     for number in range(4):
         admit(f"a{number}", 300, owner="a", priority="batch")
         admit(f"b{number}", 300, owner="b")
@@ -110,7 +110,7 @@ def test_interactive_requests_go_before_their_owners_batch_and_no_other(line: Sc
     assert names.index("b3") <= names.index("a7") + 1
 
 
-def test_a_batch_request_is_not_overtaken_for_ever(line: Scheduler, admit: Any) -> None:
+def test_batch_request_is_not_overtaken_forever(line: Scheduler, admit: Any) -> None:
     admit("batch", 300, owner="a", priority="batch")
     for number in range(300):
         admit(f"i{number}", 300, owner="a")
@@ -119,7 +119,7 @@ def test_a_batch_request_is_not_overtaken_for_ever(line: Scheduler, admit: Any) 
     assert order[:256] + order[257:] == [f"i{number}" for number in range(300)]
 
 
-def test_one_that_was_preempted_is_not_overtaken(line: Scheduler, admit: Any) -> None:
+def test_preempted_request_is_not_overtaken(line: Scheduler, admit: Any) -> None:
     (sequence,) = admit("batch", 5, owner="a", priority="batch")
     advance(line)
     line.slots.remove(sequence)
@@ -128,7 +128,7 @@ def test_one_that_was_preempted_is_not_overtaken(line: Scheduler, admit: Any) ->
     assert [job.parent.id for job in line.waiting_jobs] == ["batch", "interactive"]
 
 
-def test_who_gave_up_is_not_charged(line: Scheduler, admit: Any) -> None:
+def test_cancelled_request_is_not_charged(line: Scheduler, admit: Any) -> None:
     admit("b0", 300, owner="b")
     for number in range(5):
         admit(f"a{number}", 300, owner="a")
@@ -162,7 +162,7 @@ def test_a_group_waits_staged_until_every_sample_had_a_slot(line: Scheduler, adm
     assert line.group is None
 
 
-def test_nobody_is_prefilled_without_a_slot_for_the_result(line: Scheduler, admit: Any) -> None:
+def test_prompt_is_prefilled_only_with_a_free_slot(line: Scheduler, admit: Any) -> None:
     admit("a", samples=10)
     admit("b")
     advance(line)
@@ -170,7 +170,7 @@ def test_nobody_is_prefilled_without_a_slot_for_the_result(line: Scheduler, admi
     assert (line.active, line.waiting) == (1, 1)
 
 
-def test_a_sequence_ends_by_stop_or_by_length(admit: Any, line: Scheduler) -> None:
+def test_sequence_ends_by_a_stop_or_its_length(admit: Any, line: Scheduler) -> None:
     stopped, full = admit("a", samples=2, limit=3)
     assert not stopped.append([7], [-0.5])
     assert stopped.append([99, 8], [-0.25, -1.0])
@@ -203,7 +203,7 @@ def test_removing_frees_slots_queue_group_and_pages(line: Scheduler, admit: Any,
     assert pool.used == 0
 
 
-def test_a_group_of_which_nobody_is_left_is_gone(line: Scheduler, admit: Any) -> None:
+def test_group_without_requests_is_dropped(line: Scheduler, admit: Any) -> None:
     admit("a", 300)
     line.next_group()
     line.remove_request("a")
@@ -240,7 +240,7 @@ def admit_into(line: Scheduler, request: SampleRequest) -> ActiveRequest:
     return parent
 
 
-def test_without_pages_the_youngest_waits_and_then_keeps_all_that_it_may_need(ask: Any) -> None:
+def test_youngest_sequence_yields_its_pages_and_then_reserves_its_maximum(ask: Any) -> None:
     pool = PagePool(7, page=32)
     line = Scheduler(SHAPES, 10, pool)
     parents = [admit_into(line, ask(name, range(20), 64)) for name in "abc"]
@@ -261,7 +261,7 @@ def test_without_pages_the_youngest_waits_and_then_keeps_all_that_it_may_need(as
     assert again.table.pages == pages and pool.pop_copies() == [], "it needs no further page"
 
 
-def test_a_prompt_waits_until_all_who_decode_could_take_a_page(ask: Any) -> None:
+def test_prompt_waits_until_each_running_sequence_can_take_a_page(ask: Any) -> None:
     pool = PagePool(6, page=32)
     line = Scheduler(SHAPES, 10, pool)
     admit_into(line, ask("a", range(33), 60))
@@ -272,7 +272,7 @@ def test_a_prompt_waits_until_all_who_decode_could_take_a_page(ask: Any) -> None
     assert line.next_group() is not None
 
 
-def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line: Scheduler, admit: Any) -> None:
+def test_reported_cache_hits_are_those_of_the_first_prefill(line: Scheduler, admit: Any) -> None:
     admit("before", 129, limit=2)
     advance(line)
     (sequence,) = admit("a", 200, limit=2)
@@ -285,7 +285,7 @@ def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line:
     assert result.prompt_cache_hit_tokens == 128
 
 
-def test_only_a_prompt_computed_in_shapes_of_its_own_is_shared(line: Scheduler, ask: Any, admit: Any) -> None:
+def test_prefix_is_shared_only_if_the_prompt_is_prefilled_alone(line: Scheduler, ask: Any, admit: Any) -> None:
     admit("one", 5)
     alone = line.next_group()
     assert alone is not None and alone.scope == PrefixScope("owner", None)
@@ -302,7 +302,7 @@ def test_only_a_prompt_computed_in_shapes_of_its_own_is_shared(line: Scheduler, 
     assert draws is not None and draws.scope is None
 
 
-def test_who_wants_little_overtakes_whoever_does_not(line: Scheduler, admit: Any) -> None:
+def test_short_requests_overtake_longer_ones(line: Scheduler, admit: Any) -> None:
     admit("little", 5, limit=2)
     assert line.next_short_group(4, 8) is None  # there is no other request, so they use the batch
     admit("long", 5, limit=100)
@@ -330,7 +330,7 @@ def test_jobs_of_a_group_and_samples_of_a_prompt_spread_over_the_shards(ask: Any
     assert sorted(sequence.table.shard for sequence in line.slots.sequences) == [0, 0, 1, 1]
 
 
-def test_a_prompt_as_long_as_the_pool_is_computed_in_part_when_no_page_is_left_to_copy_to(ask: Any) -> None:
+def test_prompt_as_long_as_the_pool_is_partly_reused(ask: Any) -> None:
     pool = PagePool(4)
     line = Scheduler(SHAPES, 10, pool)
     admit_into(line, ask("a", range(341), 1))
@@ -358,7 +358,7 @@ def test_pages_of_a_prompt_stay_its_own_until_a_chunk_shows_that_they_are_finite
     assert pool.used == 1
 
 
-def test_what_a_sample_in_another_shard_was_copied_from_is_zeroed_with_it(ask: Any) -> None:
+def test_tainted_pages_of_a_sample_and_its_copy_in_another_shard_are_zeroed(ask: Any) -> None:
     pool = PagePool(50, shards=2)
     line = Scheduler(make_shapes(max_slots=8, fsdp=2), 8, pool)
     request = ask("a", range(20), 8, num_samples=2)
@@ -380,7 +380,7 @@ def test_what_a_sample_in_another_shard_was_copied_from_is_zeroed_with_it(ask: A
     assert pool.used == 0
 
 
-def test_short_requests_beside_the_batch_have_a_slot_each_in_their_shard(ask: Any) -> None:
+def test_short_requests_beside_the_batch_get_one_slot_each_in_their_shard(ask: Any) -> None:
     pool = PagePool(50, shards=4)
     line = Scheduler(make_shapes(max_slots=4, fsdp=4), 4, pool)
     admit_into(line, ask("long", range(20), 100))
@@ -397,7 +397,7 @@ def test_short_requests_beside_the_batch_have_a_slot_each_in_their_shard(ask: An
     assert [slot // (slots // pool.shards) for slot, _ in held] == [one.table.shard for _, one in held]
 
 
-def test_full_pages_stay_busy_and_nobody_is_preempted_twice(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_page_pool_stays_busy_and_preempts_no_request_twice(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,024 requests of 512 tokens and up to 7,680 more, with pages for a sixteenth of their largest size."""
     pool, chunk, most, stop = PagePool(4096), 64, 7680, 99
     line = Scheduler(make_shapes(max_slots=256, fsdp=1, pieces=CUDA.prefill_tokens), 256, pool)

@@ -31,7 +31,7 @@ def pages_of(tokens: int) -> int:
     fsdp=st.sampled_from([1, 2, 3, 4]),
     dear=st.booleans(),
 )
-def test_sizes_hold_everything_and_are_few(max_slots: int, fsdp: int, dear: bool) -> None:
+def test_batch_sizes_are_few_and_cover_all_requests(max_slots: int, fsdp: int, dear: bool) -> None:
     shapes = make_shapes(max_slots=max_slots, fsdp=fsdp, rows_are_dear=dear)
     few = shapes.slots_of_one_token
     assert set(few) <= set(shapes.slots) and few[-1] == shapes.slots[-1] and 2 * len(few) <= len(shapes.slots) + 1
@@ -59,7 +59,7 @@ def test_pieces_cover_a_prompt_within_its_pages(length: int, rows: int, sizes: t
 @pytest.mark.parametrize(
     ("dear", "expected"), [(True, [1, 1, 1, 4, 4, 4, 4, 4, 16]), (False, [1, 2, 3, 4, 5, 8, 11, 12, 16])]
 )
-def test_few_rows_lie_idle_where_they_are_dear(dear: bool, expected: list[int]) -> None:
+def test_prefill_pads_few_rows_where_rows_are_dear(dear: bool, expected: list[int]) -> None:
     shapes = make_shapes(max_slots=64, fsdp=1, rows_are_dear=dear)
     assert [shapes.together(prompts) for prompts in (1, 2, 3, 4, 5, 8, 11, 12, 30)] == expected
 
@@ -77,7 +77,7 @@ def test_few_rows_lie_idle_where_they_are_dear(dear: bool, expected: list[int]) 
         (2560, [128] * 16 + [512]),
     ],
 )
-def test_a_prompt_is_cut_where_it_costs_least(tokens: int, pieces: list[int]) -> None:
+def test_prompt_is_cut_at_the_cheapest_place(tokens: int, pieces: list[int]) -> None:
     assert prefill_pieces(CPU.prefill_tokens, tokens, 8192) == pieces
 
 

@@ -21,7 +21,7 @@ def snapshots(qwen: Any, request: pytest.FixtureRequest) -> SnapshotCache:
     return SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=request.param)
 
 
-def test_each_row_sees_its_own_adapter(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_each_row_uses_its_adapter(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     specs = {
         "a": LoraSpec(3),
         "b": LoraSpec(12, train_mlp=False),
@@ -46,7 +46,7 @@ def test_each_row_sees_its_own_adapter(qwen: Any, snapshots: SnapshotCache, rand
             close(got[row], np.broadcast_to(expected, got[row].shape), ulps=64, scale=1.0)
 
 
-def test_the_base_model_alone_can_do_without_a_stack(qwen: Any, random_lora: Any) -> None:
+def test_base_model_alone_needs_no_adapter_stack(qwen: Any, random_lora: Any) -> None:
     snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, plain=True)
     snapshots.use([])
     assert (snapshots.width, snapshots.lora) == (0, Lora(layers={}, unembed=None))
@@ -70,7 +70,7 @@ def test_a_snapshot_is_a_copy(qwen: Any, snapshots: SnapshotCache, random_lora: 
     np.testing.assert_array_equal(snapshots.find("a").lora.layers["q"].A, before)
 
 
-def test_those_used_longest_ago_wait_on_the_host(qwen: Any, random_lora: Any) -> None:
+def test_least_recently_used_snapshots_move_to_the_host(qwen: Any, random_lora: Any) -> None:
     snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, most_resident=2)
     specs = {"a": LoraSpec(8), "b": LoraSpec(16), "c": LoraSpec(8), "d": LoraSpec(8)}
     wanted = {}
@@ -105,7 +105,7 @@ def test_those_used_longest_ago_wait_on_the_host(qwen: Any, random_lora: Any) ->
     assert snapshots.columns(dropped).end > 0
 
 
-def test_the_stack_takes_of_the_bytes_that_snapshots_may_take(qwen: Any, random_lora: Any) -> None:
+def test_adapter_stack_counts_against_the_snapshot_bytes(qwen: Any, random_lora: Any) -> None:
     snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, most_resident=9, most_bytes=10**9)
     for name in "abc":
         snapshots.publish(name, random_lora(qwen.cfg, LoraSpec(32), 0), LoraSpec(32))
@@ -140,7 +140,7 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
     assert repr(results(1)) == repr(results(None))
 
 
-def test_an_id_names_one_snapshot_for_good(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_published_snapshot_id_cannot_be_published_again(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     spec = LoraSpec(8)
     snapshots.publish("a", random_lora(qwen.cfg, spec, 0), spec)
     with pytest.raises(ConflictError, match="'a' exists already"):
@@ -151,7 +151,7 @@ def test_an_id_names_one_snapshot_for_good(qwen: Any, snapshots: SnapshotCache, 
         snapshots.find("a")
 
 
-def test_weights_that_are_not_finite_are_refused(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_non_finite_weights_are_refused(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     spec = LoraSpec(8)
     lora = random_lora(qwen.cfg, spec, 0)
     lora.layers["up"].B[1, 2, 3] = np.inf
@@ -178,7 +178,7 @@ def test_columns_are_reused_and_cleaned(qwen: Any, snapshots: SnapshotCache, ran
     assert snapshots.width == 0 and not snapshots.lora.layers
 
 
-def test_an_id_may_pass_to_another_snapshot(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_snapshot_id_may_move_to_another_snapshot(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     spec = LoraSpec(8)
     for seed, name in enumerate(("old", "new")):
         snapshots.publish(name, random_lora(qwen.cfg, spec, seed), spec)

@@ -71,7 +71,7 @@ def alone(qwen: Any) -> dict[str, Any]:
         *(pytest.param(*mesh, marks=pytest.mark.thorough) for mesh in ((2, 1, 1, 2, False), (1, 4, 4, 1, True))),
     ],
 )
-def test_a_mesh_changes_nothing(
+def test_mesh_does_not_change_samples(
     qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int, ahead: bool
 ) -> None:
     results = group(qwen.folder, processes=processes, devices=devices, fsdp=fsdp, tensor=tensor, ahead=ahead)

@@ -33,7 +33,7 @@ def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
     return lambda sampler, request: int(run_all(sampler, request)[request.request_id].prompt_cache_hit_tokens)
 
 
-def test_a_conversation_goes_on_from_a_state_and_nothing_changes(
+def test_conversation_continues_from_a_cached_state_bit_for_bit(
     hybrid: Tiny, ask: Any, run_all: Any, prompt: Any
 ) -> None:
     whole, warm, hits = prompt(480), hybrid.sampler(), []
@@ -48,9 +48,7 @@ def test_a_conversation_goes_on_from_a_state_and_nothing_changes(
     assert warm.pages.used == 0
 
 
-def test_where_prompts_part_a_state_is_kept_for_the_third(
-    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any, hit: Any
-) -> None:
+def test_state_is_kept_where_two_prompts_diverge(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
     sampler, common = hybrid.sampler(), prompt(200)
     assert hit(sampler, ask("a", common + prompt(100, 1), 2)) == 0
     assert hit(sampler, ask("b", common + prompt(150, 2), 2)) == 0  # pages are cached, but no state to continue from
@@ -60,9 +58,7 @@ def test_where_prompts_part_a_state_is_kept_for_the_third(
     assert_same(result, run_all(hybrid.sampler(), third)["c"])
 
 
-def test_states_make_room_for_others_and_what_is_gone_is_computed_again(
-    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any, hit: Any
-) -> None:
+def test_evicted_states_are_computed_again(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
     sampler = hybrid.sampler()
     assert sampler.pages.states is not None
     first = ask("first", prompt(140, 99), 3)
@@ -75,7 +71,7 @@ def test_states_make_room_for_others_and_what_is_gone_is_computed_again(
     assert_same(again, cold)
 
 
-def test_samples_of_one_prompt_go_their_own_ways(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_samples_of_one_prompt_diverge(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any) -> None:
     """Each has a copy of the prompt's state, whether the prompt was cached, long, short or of one token."""
     for length in (1, 200):
         tokens, sampler = prompt(length, length), hybrid.sampler()
@@ -89,7 +85,7 @@ def test_samples_of_one_prompt_go_their_own_ways(hybrid: Tiny, ask: Any, run_all
             assert one.tokens_T.tolist() == alone.tokens_T.tolist()
 
 
-def test_the_same_commands_give_the_same_bits(hybrid: Tiny, ask: Any, prompt: Any) -> None:
+def test_equal_commands_give_equal_bits(hybrid: Tiny, ask: Any, prompt: Any) -> None:
     """A restarted worker group computes the same, with requests that come, end and are cancelled."""
 
     def played() -> list[Any]:
@@ -140,7 +136,7 @@ def test_numbers_of_states_go_to_the_rows(hybrid: Tiny) -> None:
     assert np.all([plan.free(shard) for shard in range(plan.shards)] == np.array([plan.pages - 1]))
 
 
-def test_who_gave_up_while_others_of_the_group_are_computed_leaves_no_state(
+def test_cancelled_request_of_a_running_group_leaves_no_state(
     hybrid: Tiny, ask: Any, run_all: Any, prompt: Any
 ) -> None:
     sampler = hybrid.sampler(prefill_budget=32)
@@ -153,7 +149,7 @@ def test_who_gave_up_while_others_of_the_group_are_computed_leaves_no_state(
 
 
 @pytest.mark.parametrize("kernel", [delta_gpu, pytest.param(delta_tpu, marks=pytest.mark.thorough)], ids=["GPU", "TPU"])
-def test_states_that_kernels_change_in_their_pool_are_those_that_are_taken_out(
+def test_states_updated_in_the_pool_equal_states_taken_out_of_it(
     hybrid: Tiny, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row continues from a state, a second reuses the place of a finished sequence, and one slot is empty."""

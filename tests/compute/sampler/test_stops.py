@@ -33,7 +33,7 @@ def test_a_stop_token_ends_the_sequence_when_it_comes() -> None:
     assert ended_at([4, 5], frozenset({6}), ()) is None
 
 
-def test_without_stops_nothing_ends_it_and_no_decoder_is_needed() -> None:
+def test_stop_detector_without_stops_needs_no_decoder() -> None:
     watch = StopDetector(frozenset(), (), None)
     assert not any(watch.ends_with(token) for token in range(250))
 
@@ -51,7 +51,7 @@ def test_a_character_spread_over_tokens_is_seen_whole() -> None:
     assert ended_at(spell(b"\xe2", b"\x82", b"\xac", b"b"), frozenset(), ("\u20acb",)) == 4
 
 
-def test_text_before_a_stop_that_nearly_came_is_not_counted_twice() -> None:
+def test_text_before_a_partial_stop_string_is_counted_once() -> None:
     assert ended_at(spell(b"a", b"b", b"a", b"bc"), frozenset(), ("abc",)) == 4
 
 
@@ -61,7 +61,7 @@ def test_text_before_a_stop_that_nearly_came_is_not_counted_twice() -> None:
     ),
     strings=st.lists(st.text("abc \u20ac", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_it_ends_where_the_whole_text_first_holds_a_string(tokens: list[int], strings: list[str]) -> None:
+def test_sequence_ends_where_the_whole_text_first_contains_a_stop_string(tokens: list[int], strings: list[str]) -> None:
     prefixes = (count for count in range(1, len(tokens) + 1) if any(s in decode(tokens[:count]) for s in strings))
     assert ended_at(tokens, frozenset(), tuple(strings)) == next(prefixes, None)
 
@@ -86,7 +86,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strings", [(), ("never",)])
-def test_the_end_is_found_in_several_tokens_at_once(strings: tuple[str, ...]) -> None:
+def test_stop_is_found_among_several_tokens(strings: tuple[str, ...]) -> None:
     detector = StopDetector(frozenset({7}), strings, lambda tokens: "x" * len(tokens))
     assert detector.end_of([1, 2, 3]) is None
     assert detector.end_of([4, 7, 7]) == 2

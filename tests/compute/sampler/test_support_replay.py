@@ -108,7 +108,7 @@ def masked_loss(model: Any, named: Any, data: Any, loss: str, config: Any) -> tu
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "gspo"])
 @pytest.mark.parametrize("policy", ["a", "b"])
-def test_losses_and_gradients_are_those_of_masked_logits_in_float64(
+def test_losses_and_gradients_equal_masked_logits_in_float64(
     qwen3, executor, ask, run_all, forward, gradients, loss, policy
 ):
     """Samples of adapter a train a copy of it, and another policy."""
@@ -130,7 +130,7 @@ def test_losses_and_gradients_are_those_of_masked_logits_in_float64(
         assert np.abs(wanted).max() > 0
 
 
-def test_all_parameters_train_with_supports(executor, qwen3, ask, run_all, forward, gradients):
+def test_full_training_supports_masked_vocabularies(executor, qwen3, ask, run_all, forward, gradients):
     data = data_of(sampled(executor, ask, run_all))
     executor.execute(CreateAdapter("all", LoraSpec(0), 0))
     result = forward(executor, "all", data, "importance_sampling", backward=True)
@@ -145,7 +145,7 @@ def test_all_parameters_train_with_supports(executor, qwen3, ask, run_all, forwa
         assert np.abs(array - wanted[name]).max() < 2e-3 * max(1.0, np.abs(wanted[name]).max()), name
 
 
-def test_other_supports_on_a_shared_beginning_are_not_merged(executor, ask, run_all, forward):
+def test_prompts_with_different_supports_are_not_merged(executor, ask, run_all, forward):
     """Together, in a row with a shared beginning, each example has the loss that it has alone."""
     one = datum(sampled(executor, ask, run_all, 1)[0])
     counts_N = one.supports.counts_N.copy()

@@ -201,7 +201,7 @@ class Traffic:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("seed", range(12))
-def test_each_request_gets_the_result_of_an_idle_sampler(seed: int, shards: int, modeled: Any) -> None:
+def test_requests_under_traffic_get_the_results_of_an_idle_sampler(seed: int, shards: int, modeled: Any) -> None:
     traffic = Traffic(seed, shards, modeled)
     traffic.play()
     traffic.check()

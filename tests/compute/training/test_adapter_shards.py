@@ -52,7 +52,7 @@ def fetched(executor, pieces) -> AdapterState:
     return executor.execute(ExportAdapter("again", optimizer=True))
 
 
-def test_pieces_that_were_read_are_the_adapter_again(shared_executor, pieces):
+def test_read_pieces_form_the_adapter_again(shared_executor, pieces):
     assert {name.partition("/")[0] for name in pieces} == {"weights", "mu", "nu", "grad"}
     assert sorted(shared_executor.needed_tensors(STORED, {name: a.shape for name, a in pieces.items()})) == sorted(
         pieces
@@ -65,7 +65,7 @@ def test_pieces_that_were_read_are_the_adapter_again(shared_executor, pieces):
         shared_executor.execute(ImportAdapter("again", STORED))
 
 
-def test_pieces_of_another_mesh_and_through_the_driver_are_the_same_adapter(shared_executor, pieces):
+def test_adapter_survives_another_mesh_and_the_driver(shared_executor, pieces):
     halves = {}
     for name, array in pieces.items():
         middle, (array_name, _, starts) = array.shape[-1] // 2, name.partition("@")
@@ -76,7 +76,7 @@ def test_pieces_of_another_mesh_and_through_the_driver_are_the_same_adapter(shar
     assert same(again, shared_executor.execute(ExportAdapter("source", optimizer=True)))
 
 
-def test_a_piece_that_is_missing_or_foreign_is_named(shared_executor, pieces):
+def test_missing_or_foreign_piece_is_named(shared_executor, pieces):
     name = "weights/q.A@0,0,0"
     without = {piece: array for piece, array in pieces.items() if piece != name}
     with pytest.raises(UserError, match=r"saved tensor 'weights/q\.A' of shape .* is missing or cut"):
@@ -86,7 +86,7 @@ def test_a_piece_that_is_missing_or_foreign_is_named(shared_executor, pieces):
             fetched(shared_executor, pieces | {wrong: pieces[name]})
 
 
-def test_what_was_fetched_outlives_an_earlier_snapshots_drop_and_a_late_fetch(shared_executor, pieces):
+def test_fetched_state_survives_dropping_an_earlier_snapshot(shared_executor, pieces):
     before = shared_executor.execute(ExportAdapter("source", optimizer=False))
     shared_executor.keep_fetched(FetchState("sampled", STORED), before.weights)
     shared_executor.keep_fetched(FetchState("sampled", STORED.copy_with(folder="late")), {})
@@ -97,7 +97,7 @@ def test_what_was_fetched_outlives_an_earlier_snapshots_drop_and_a_late_fetch(sh
     shared_executor.execute(DropSnapshot("sampled"))
 
 
-def test_what_is_kept_is_given_once_and_to_its_own_folder(shared_executor, pieces):
+def test_kept_copy_is_taken_once_and_for_its_own_folder_only(shared_executor, pieces):
     with pytest.raises(ServerError, match="no copy"):
         shared_executor.take_kept(WriteState("source", "folder"))
     shared_executor.execute(ExportAdapter("source", optimizer=True, keep="older"))

@@ -29,7 +29,7 @@ def test_names_and_back(qwen3, state):
     assert all((array == state.weights[name]).all() for name, array in again.items())
 
 
-def test_a_part_is_the_same_whatever_else_is_adapted(qwen3):
+def test_initial_adapter_part_does_not_depend_on_other_adapted_parts(qwen3):
     cfg = load_config(qwen3.folder)
     whole, part = (to_peft(cfg, init_lora(cfg, LoraSpec(4, train_mlp=mlp), seed=9)) for mlp in (True, False))
     assert len(part) < len(whole)
@@ -46,7 +46,7 @@ def test_training_leaves_an_imported_state_alone(shared_executor, state, example
     assert all((array == before[name]).all() for name, array in state.weights.items())
 
 
-def test_without_moments_the_optimizer_starts_fresh(shared_executor, state, examples, forward):
+def test_optimizer_starts_fresh_without_moments(shared_executor, state, examples, forward):
     """And is exported as what it then is: the step is the number that AdamW corrects its moments by."""
     ends = []
     shared_executor.execute(ImportAdapter("late", state.copy_with(moments={}, step=100)))

@@ -40,7 +40,7 @@ def seen_from(ends, positions, window):
 
 @of_every_kind
 @pytest.mark.parametrize("block", [16, 32, 64])
-def test_a_token_sees_its_example_up_to_itself(monkeypatch, block, window, sinks):
+def test_token_attends_to_its_example_causally(monkeypatch, block, window, sinks):
     monkeypatch.setattr(attention, "_BLOCK", block)
     rng = np.random.default_rng(0)
     B, T, H, G, d = 2, 64, 4, 2, 8
@@ -57,7 +57,7 @@ def test_a_token_sees_its_example_up_to_itself(monkeypatch, block, window, sinks
 
 @of_every_kind
 @pytest.mark.parametrize("block", [16, 64])
-def test_its_derivative_is_that_of_what_it_computes(monkeypatch, block, window, sinks):
+def test_attention_gradient_matches_the_plain_formula(monkeypatch, block, window, sinks):
     monkeypatch.setattr(attention, "_BLOCK", block)
     rng = np.random.default_rng(1)
     q, k, v, slope = (jnp.asarray(rng.normal(size=(2, 64, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))

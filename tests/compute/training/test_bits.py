@@ -6,7 +6,7 @@ from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, Impor
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 
-def test_a_neighbour_changes_no_bit(shared_executor, examples, forward):
+def test_neighbouring_rows_change_no_bit(shared_executor, examples, forward):
     executor = shared_executor
 
     def run(name: str, between) -> list[bytes]:
@@ -30,7 +30,7 @@ def test_a_neighbour_changes_no_bit(shared_executor, examples, forward):
     assert run("alone", lambda step: None) == run("beside", other)
 
 
-def test_continuing_from_an_export_is_bitwise_the_same(shared_executor, examples, forward):
+def test_continuing_from_an_export_is_bitwise_equal(shared_executor, examples, forward):
     executor = shared_executor
     executor.execute(CreateAdapter("first", LoraSpec(4), 2))
     for step in range(2):

@@ -45,7 +45,7 @@ def train(folder: Path, *meshes: str) -> dict[str, np.ndarray]:
         pytest.param("glm4_moe_lite", ("8x1x1",), marks=pytest.mark.thorough),
     ],
 )
-def test_pieces_of_a_row_give_the_numbers_of_one_device(model, meshes, tmp_path):
+def test_row_pieces_equal_one_device(model, meshes, tmp_path):
     """Two key-value heads, trees, all parameters; windows, sinks, an axis of experts, latent attention."""
     shape = {**SHAPE, **FAMILY_SHAPE.get(model, {}), "num_attention_heads": 8, "tie_word_embeddings": False}
     shape |= {"num_key_value_heads": 8} if model == "glm4_moe_lite" else {}
@@ -69,7 +69,7 @@ def test_pieces_of_a_row_give_the_numbers_of_one_device(model, meshes, tmp_path)
         (8, (8, 1, 2), "its product with tensor_parallel 2 must divide the 8 attention heads"),
     ],
 )
-def test_devices_or_heads_that_cannot_be_split_are_refused_by_name(size, axes, rule):
+def test_unsplittable_devices_or_heads_are_refused(size, axes, rule):
     cfg, (fsdp, expert, tensor) = config_like(QWEN3_0_6B, num_attention_heads=8), axes
     plain = GroupConfig("m", "float32", fsdp, tensor, 512, 0, 4, 4, "", expert=expert)
     check_context_parallel(cfg, plain, fsdp * expert)
@@ -78,7 +78,7 @@ def test_devices_or_heads_that_cannot_be_split_are_refused_by_name(size, axes, r
     assert caught.value.message == f"base model 'm': context_parallel {size}; {rule}"
 
 
-def test_models_with_linear_attention_are_refused():
+def test_context_parallel_refuses_linear_attention():
     plain = GroupConfig("m", "float32", 2, 1, 512, 0, 4, 4, "")
     with pytest.raises(UserError, match="context_parallel 2; must be 1 for models with linear attention"):
         check_context_parallel(config_of("fd"), replace(plain, context_parallel=2), 2)

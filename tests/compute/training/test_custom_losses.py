@@ -125,7 +125,7 @@ def compute(loss: CustomLoss, examples: tuple[Example, ...], logprobs: list[np.n
 
 
 @pytest.mark.parametrize("fn", [ppo, gspo, masked, reductions, shapes, elementwise], ids=lambda fn: fn.__name__)
-def test_value_slope_and_metrics_are_torchs(fn):
+def test_custom_loss_equals_torch_in_value_slope_and_metrics(fn):
     examples = data(LENGTHS[1:] if fn in (reductions, shapes) else LENGTHS)  # a std of one value is no number
     rng = np.random.default_rng(1)
     logprobs = [-rng.exponential(1.5, e.targets_TK.shape).astype(np.float32) for e in examples]
@@ -173,7 +173,7 @@ def test_every_name_that_may_be_called_has_an_op():
         (lambda logprobs, old, advantages: (logprobs[(None,) * 8].sum(), {}), "9 dimensions: must be at most 8"),
     ],
 )
-def test_what_cannot_be_computed_is_named_before_anything_is_computed(fn, error):
+def test_uncomputable_loss_is_refused_before_computing(fn, error):
     with pytest.raises(UserError, match=error):
         loss_seconds(trace(fn, logprobs=1, old=1, advantages=1), data((5,)))
 
@@ -184,7 +184,7 @@ def test_a_boolean_index_is_named_when_it_is_computed():
         custom_loss(loss, data((5,))[0], -np.ones((5, 1), np.float32))
 
 
-def test_the_server_trains_as_the_client_would(shared_executor, examples, adapter, forward, gradients):
+def test_server_trains_with_a_custom_loss_like_the_client(shared_executor, examples, adapter, forward, gradients):
     """The SDK trains with a local callable in three steps: forward, the loss's slope, and weighted cross entropy."""
     executor = shared_executor
     adapter(executor, "custom")
@@ -207,7 +207,7 @@ def test_the_server_trains_as_the_client_would(shared_executor, examples, adapte
     assert max(np.abs(ours[n] - theirs[n]).max() for n in theirs) < 1e-4 * scale
 
 
-def test_a_slope_that_is_no_number_changes_nothing(shared_executor, examples, adapter, gradients):
+def test_nan_slope_changes_nothing(shared_executor, examples, adapter, gradients):
     executor = shared_executor
     adapter(executor, "nan")
     loss = trace(lambda logprobs: (torch.sqrt(logprobs).sum(), {}), logprobs=1)

@@ -72,7 +72,7 @@ def test_steps_with_changing_parameters(shared_executor, examples, forward, grad
         weights = {n: w.astype(np.float64) for n, w in state.weights.items()}
 
 
-def test_a_saved_state_goes_on_as_if_never_saved(shared_executor, examples, forward):
+def test_restored_state_continues_bit_for_bit(shared_executor, examples, forward):
     executor, params = shared_executor, DimuonParams(learning_rate=1e-2)
     executor.execute(CreateAdapter("on", LoraSpec(4), 3, "dimuon"))
     forward(executor, "on", examples((9,)), backward=True)
@@ -87,7 +87,7 @@ def test_a_saved_state_goes_on_as_if_never_saved(shared_executor, examples, forw
     assert all((first.moments[n] == m).all() for n, m in second.moments.items())
 
 
-def test_optimizers_do_not_mix(shared_executor, examples, forward):
+def test_optimizers_cannot_be_mixed(shared_executor, examples, forward):
     executor = shared_executor
     executor.execute(CreateAdapter("a", LoraSpec(4), 3, "adamw"))
     executor.execute(CreateAdapter("d", LoraSpec(4), 3, "dimuon"))

@@ -40,7 +40,7 @@ def bits(state: AdapterState) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # with a tied unembedding, and with biases and its own
-def test_ten_steps_are_those_of_a_torch_loop(family, request, shared_executor, examples, forward):
+def test_ten_full_training_steps_equal_torch(family, request, shared_executor, examples, forward):
     reference = request.getfixturevalue(family)
     executor = shared_executor if family == "qwen3" else reference.executor()
     model = copy.deepcopy(reference.model)
@@ -70,7 +70,7 @@ def loss_of(model: Any, example: Any) -> torch.Tensor:
     return -(picked * torch.tensor(example.weights_TK)).sum()
 
 
-def test_what_is_kept_in_pieces_or_exported_goes_on_bit_for_bit(shared_executor, examples, forward):
+def test_full_state_resumes_bit_for_bit_from_pieces_and_from_an_export(shared_executor, examples, forward):
     shared_executor.execute(CreateAdapter("a", ALL, 0))
     for _ in range(2):
         forward(shared_executor, "a", examples((9, 14)), backward=True)
@@ -96,7 +96,7 @@ def test_what_is_kept_in_pieces_or_exported_goes_on_bit_for_bit(shared_executor,
     assert all(end == ends[0] for end in ends[1:])
 
 
-def test_adapters_and_the_base_model_stay_what_they_are(shared_executor, examples, adapter, forward):
+def test_full_training_does_not_change_adapters_or_the_base_model(shared_executor, examples, adapter, forward):
     adapter(shared_executor, "beside")
     before = forward(shared_executor, "beside", examples((9,))).loss_sum
     shared_executor.execute(CreateAdapter("w", ALL, 0))
@@ -111,7 +111,7 @@ def test_adapters_and_the_base_model_stay_what_they_are(shared_executor, example
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
-def test_other_losses_train_all_parameters_too(shared_executor, examples, forward, gradients, loss):
+def test_other_losses_also_train_all_parameters(shared_executor, examples, forward, gradients, loss):
     shared_executor.execute(CreateAdapter("l", ALL, 0))
     forward(shared_executor, "l", examples((9, 14)), loss=loss, backward=True)
     found = gradients(shared_executor, "l")
@@ -119,7 +119,7 @@ def test_other_losses_train_all_parameters_too(shared_executor, examples, forwar
     assert all(np.isfinite(array).all() and array.any() for array in found.values())
 
 
-def test_without_moments_the_optimizer_starts_fresh_and_a_wrong_tensor_is_named(shared_executor):
+def test_full_optimizer_starts_fresh_without_moments_and_invalid_tensors_are_named(shared_executor):
     shared_executor.execute(CreateAdapter("s", ALL, 0))
     state = shared_executor.execute(ExportAdapter("s", optimizer=False))
     shared_executor.execute(ImportAdapter("t", state.copy_with(step=0)))
@@ -136,7 +136,7 @@ def test_without_moments_the_optimizer_starts_fresh_and_a_wrong_tensor_is_named(
             shared_executor.execute(ImportAdapter("bad", state.copy_with(weights=weights)))
 
 
-def test_what_cannot_be_trained_whole_is_refused_by_name(shared_executor):
+def test_unsupported_options_of_full_training_are_refused(shared_executor):
     with pytest.raises(UserError, match=r"rank 0 trains all parameters.* dimuon steps the matrices of adapters alone"):
         shared_executor.execute(CreateAdapter("x", ALL, 0, "dimuon"))
     with pytest.raises(UserError, match=r"rank 0 trains all parameters: train_attn, train_mlp and train_unembed must"):
@@ -158,7 +158,7 @@ def test_memory_is_counted_and_leaves_room_for_adapters(qwen3):
         executor.execute(CreateAdapter("never", ALL, 0))
 
 
-def test_loading_a_state_takes_no_more_than_is_counted(shared_executor, monkeypatch):
+def test_loading_a_state_takes_at_most_the_counted_memory(shared_executor, monkeypatch):
     def held() -> dict[int, jax.Array]:
         gc.collect()
         return {one.unsafe_buffer_pointer(): one for one in jax.live_arrays()}  # reading makes another one

@@ -91,7 +91,7 @@ def test_chunks_change_nothing(data, most, adapted, target):
 @pytest.mark.parametrize(
     ("most", "target"), [(B * V * 8, CPU), (V * 16, CUDA), (V * 16, TPU)], ids=lambda x: getattr(x, "name", x)
 )
-def test_the_gradient_by_the_unembedding_is_that_of_the_plain_formula(data, most, target):
+def test_unembedding_gradient_equals_the_plain_formula(data, most, target):
     params, _, *rest = data
 
     def loss(head):
@@ -186,7 +186,7 @@ def difference(found: Any, expected: Any) -> float:
 @pytest.mark.parametrize(
     ("rank", "cap"), [(4, 5.0), *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((80, 5.0), (0, 0.0)))]
 )
-def test_kernels_give_what_whole_logits_give(target, rank, cap):
+def test_fused_kernels_match_whole_logits(target, rank, cap):
     """Tiles that neither rows, ranks nor the vocabulary fill; ranks within a kernel and beyond it; capped logits."""
     data = drawn(rank, cap)
     expected = compiled(logprobs.score_and_grads, *data)

@@ -89,7 +89,7 @@ def test_value_and_slope(loss, own, configured):
         close(found, expected * wide["weights"])
 
 
-def test_a_slope_of_a_loss_that_is_not_chosen_may_be_no_number():
+def test_unchosen_loss_branch_may_have_a_nan_slope():
     lp, inputs = draw((3, 2), own=False)
     inputs["logprobs"][:] = -1e4  # the ratios of the others are infinite
     loss, slope = losses_and_slopes(choose("cross_entropy", {}), lp, inputs)
@@ -104,7 +104,7 @@ def test_a_masked_token_with_an_infinite_ratio_has_no_slope():
         assert not found[0].any() and np.isfinite(found).all() and found[1:].any()
 
 
-def test_a_logprob_that_is_no_number_is_not_masked():
+def test_nan_logprob_is_not_masked():
     lp, inputs = draw((3, 2), own=False)
     lp[0] = np.nan
     loss, _ = losses_and_slopes(choose("importance_sampling", {"mask_high_threshold": 2.0}), lp, inputs)

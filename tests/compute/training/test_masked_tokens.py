@@ -98,7 +98,7 @@ def test_the_inputs_of_a_masked_token_change_no_bit(spec, mask, places, fillers)
 @pytest.mark.parametrize("spec", PER_TOKEN, ids=lambda spec: spec.name)
 @settings(max_examples=60)
 @given(st.lists(st.tuples(numbers, st.sampled_from([-1.0, 0.0, 1e-3, 2.0])), min_size=T, max_size=T), st.booleans())
-def test_tokens_that_count_have_the_formulas_slope_unless_that_overflows(spec, tokens, own):
+def test_counted_tokens_have_the_slope_of_the_formula_unless_it_overflows(spec, tokens, own):
     """PPO's clipped branch, for one, is flat however large the ratio is."""
     example, logprobs_T = draw()
     old, advantages = (np.array(column, np.float32)[:, None] for column in zip(*tokens, strict=True))
@@ -123,7 +123,7 @@ def test_tokens_that_count_have_the_formulas_slope_unless_that_overflows(spec, t
 CLIPS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5}
 
 
-def test_a_sequence_loss_is_flat_where_its_ratio_is_clipped_however_large_it_is():
+def test_sequence_loss_is_flat_where_its_ratio_is_clipped():
     example, logprobs_T = draw()
     far = np.full((T, 1), -9999, np.float32)
     advantages = np.abs(example.inputs["advantages"])
@@ -220,7 +220,7 @@ def test_a_traced_loss_may_mask_tokens_as_it_likes(fn, places, old, advantage):
     assert metrics == pytest.approx(expected_metrics, rel=1e-5)
 
 
-def test_an_example_without_tokens_that_count_trains_nothing():
+def test_example_without_counted_tokens_trains_nothing():
     def averaged(logprobs, weights):
         return (logprobs * weights).sum() / weights.sum(), {"custom/mean:mean": weights.sum() / weights.sum()}
 
@@ -231,7 +231,7 @@ def test_an_example_without_tokens_that_count_trains_nothing():
 
 
 @pytest.mark.parametrize("fn", [ppo, gspo, masked, reductions, shapes, elementwise], ids=lambda fn: fn.__name__)
-def test_the_careful_program_gives_what_the_usual_one_gives(fn):
+def test_careful_program_matches_the_usual_one(fn):
     loss, (example, logprobs_T) = trace(fn, logprobs=1, old=1, advantages=1), draw()
     graph = orjson.loads(loss.nodes)
     values = (logprobs_T, *(column[:, 0] for column in example.inputs.values()))
@@ -245,7 +245,7 @@ def test_the_careful_program_gives_what_the_usual_one_gives(fn):
 
 
 # ------------------------------------------------------------------ through a model
-def test_a_gradient_survives_placeholders_whatever_the_loss(shared_executor, examples, adapter, gradients):
+def test_placeholders_keep_gradients_finite_in_every_loss(shared_executor, examples, adapter, gradients):
     executor, (example,) = shared_executor, examples((9,))
     example = replace(example, weights_TK=np.abs(example.weights_TK))
     traced = trace(weighted, logprobs=1, old=1, advantages=1, weights=1)

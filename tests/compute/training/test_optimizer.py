@@ -66,7 +66,7 @@ def test_step_clears_the_gradients(shared_executor, examples, forward, gradients
     assert gradients(executor, "clear") == {}
 
 
-def test_a_norm_that_is_not_finite_changes_nothing(shared_executor, examples, forward, gradients):
+def test_non_finite_norm_changes_nothing(shared_executor, examples, forward, gradients):
     executor = shared_executor
     executor.execute(CreateAdapter("nan", LoraSpec(4), 0))
     (example,) = examples((9,))
@@ -93,12 +93,12 @@ def test_a_norm_that_is_not_finite_changes_nothing(shared_executor, examples, fo
         DimuonParams(1e-3, beta1=1 - 1e-9),
     ],
 )
-def test_what_would_divide_by_zero_in_float32_is_refused(params: AdamParams | DimuonParams) -> None:
+def test_adam_parameters_that_divide_by_zero_in_float32_are_refused(params: AdamParams | DimuonParams) -> None:
     with pytest.raises(UserError, match=r"optim_step: (eps|beta1|beta2) is .+, which is [01] in float32"):
         optimizer_of(params).vector(params)
 
 
-def test_every_optimizer_has_parameters_of_its_own() -> None:
+def test_optimizers_must_have_distinct_parameter_classes() -> None:
     again = replace(OPTIMIZERS["adamw"], name="again")
     with pytest.raises(TypeError, match="optimizer again: AdamParams is also what adamw calls its parameters"):
         check_classes({**OPTIMIZERS, "again": again})
@@ -123,7 +123,7 @@ REFERENCE = {  # of every optimizer: a step on one matrix, and parameters other 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_steps_are_the_references(name, clip):
+def test_optimizer_steps_equal_the_references(name, clip):
     spec, (reference, values) = OPTIMIZERS[name], REFERENCE[name]
     rng = np.random.default_rng(0)
     wide = rng.normal(size=(4, 24))
@@ -148,7 +148,7 @@ def test_steps_are_the_references(name, clip):
     ("name", "parameter"), [(name, parameter) for name, spec in OPTIMIZERS.items() for parameter in spec.bounds]
 )
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_refused_by_field_value_and_rule(name, parameter, value):
+def test_non_finite_optimizer_values_are_refused_with_field_value_and_rule(name, parameter, value):
     spec = OPTIMIZERS[name]
     given = {**asdict(spec.example), parameter: value}
     rule = re.escape(f"{parameter} is {value!r}: must be {spec.bounds[parameter].rule}")

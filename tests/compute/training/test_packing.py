@@ -96,7 +96,7 @@ def test_micro_batches_can_be_counted_before(sizes, budget, devices, few):
     assert {batch.tokens_BT.shape for batch in batches} <= set(Grid(budget, *devices, few).shapes(300))
 
 
-def test_a_micro_batch_that_is_not_full_is_one_long_row_where_shapes_are_few():
+def test_partial_micro_batch_is_one_long_row_where_shapes_are_few():
     grid = Grid(4096, few=True)
     assert grid.shapes(8192) == [
         (1, 256), (1, 512), (1, 1024), (4, 1024), (1, 2048), (2, 2048), (1, 4096), (1, 8192)
@@ -107,7 +107,7 @@ def test_a_micro_batch_that_is_not_full_is_one_long_row_where_shapes_are_few():
     assert [batch.tokens_BT.shape for batch in pack(data[:1], microbatch_tokens=4096, few_shapes=True)] == [(1, 1024)]
 
 
-def test_an_input_of_a_traced_loss_that_is_called_weights_is_not_the_weights():
+def test_traced_loss_input_named_weights_is_not_the_token_weights():
     named = replace(example(0, 6, 1), inputs={"weights": np.full(6, 5.0, np.float32)})
     (batch,) = pack([named], microbatch_tokens=64)
     assert batch.inputs_BTK["weights"][0, :6].ravel().tolist() == [1.0] * 6

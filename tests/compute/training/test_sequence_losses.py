@@ -103,7 +103,7 @@ def test_gspo_takes_a_datums_own_thresholds_and_mask(examples):
     check("gspo", {}, wide, logprobs)
 
 
-def test_a_prompt_without_advantage_is_no_part_of_the_ratio(examples):
+def test_prompt_tokens_without_advantage_are_left_out_of_the_ratio(examples):
     """RL data has logprob 0 and advantage 0 on the prompt, so the ratio must count sampled tokens only."""
     (example,) = examples((8,))
     old, advantages = (example.inputs[name].copy() for name in ("logprobs", "advantages"))
@@ -134,7 +134,7 @@ def test_training_is_the_same_packed_and_alone(shared_executor, examples, adapte
     assert max(np.abs(first[n] - second[n]).max() for n in first) < 1e-3 * scale
 
 
-def test_what_is_not_finite_is_refused_by_datum():
+def test_non_finite_gspo_loss_names_its_datum():
     ones = np.ones((2, 1), np.float32)
     far = Example(
         np.zeros(2, np.int32), np.zeros((2, 1), np.int32), ones, inputs={"logprobs": ones * -3e4, "advantages": ones}

@@ -91,7 +91,7 @@ def test_a_tree_gives_the_log_probabilities_and_gradients_of_its_examples(
     assert max(np.abs(gradient).max() for gradient in expected.values()) > 1e-2
 
 
-def test_a_setting_turns_it_off(tmp_path, adapter, forward, monkeypatch):
+def test_setting_disables_shared_prefixes(tmp_path, adapter, forward, monkeypatch):
     data = branches(1, [(0, 90), (60, 20), (60, 30), (80, 9)])
     made = []
     monkeypatch.setattr(passes, "pack", lambda *args, **how: made.append(pack(*args, **how)) or made[-1])
@@ -138,7 +138,7 @@ sizes = st.lists(st.tuples(st.integers(0, 80), st.integers(1, 60)), min_size=1, 
     st.sampled_from([SFT, PPO]),
     st.sampled_from([1, 32]),
 )
-def test_every_example_keeps_its_tokens_and_its_loss(sizes, seed, budget, multiple, loss, chunk):
+def test_each_example_keeps_its_tokens_and_its_loss(sizes, seed, budget, multiple, loss, chunk):
     data = branches(seed, sizes, targets=2)
     how = {"microbatch_tokens": budget, "row_multiple": multiple, "branch_tokens": chunk}
     batches = pack(data, **how, loss=loss)
@@ -188,12 +188,12 @@ def test_tokens_that_two_examples_train_differently_are_not_shared():
     assert second.shared == 49
 
 
-def test_beginnings_are_not_shared_where_the_rows_would_be_as_many():
+def test_prefixes_are_not_shared_where_they_save_no_rows():
     data = branches(0, [(0, 40), (20, 50)])
     assert placed(data) == sum(len(one.tokens_T) for one in data)
 
 
-def test_a_tree_that_is_longer_than_a_row_is_divided():
+def test_tree_longer_than_a_row_is_divided():
     data = branches(0, [(0, 150), *[(100, 50)] * 7])
     batches = pack(data, microbatch_tokens=256, branch_tokens=1)
     assert all(batch.tokens_BT.size <= 256 for batch in batches)

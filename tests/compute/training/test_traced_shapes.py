@@ -145,7 +145,7 @@ def test_every_op_has_the_shape_that_workers_compute(op):
         assert jax.tree.leaves(found) == jax.tree.leaves(expected), given_args
 
 
-def test_every_number_of_math_is_computed():
+def test_every_math_function_is_computed():
     assert {f"math.{name}" for name in MATH} <= OPS.keys()
     assert shape_of("math.sqrt", (16,), {}) == 4
     assert shape_of("operator.floordiv", (7, 2), {}) == 3
@@ -168,7 +168,7 @@ def test_every_number_of_math_is_computed():
         ("exp", (2.0,)),
     ],
 )
-def test_what_does_not_fit_is_an_error(op, args):
+def test_invalid_arguments_of_an_op_raise_an_error(op, args):
     with pytest.raises((TypeError, ValueError, IndexError)):
         shape_of(op, args, {})
 
@@ -182,7 +182,7 @@ ITEMS = st.one_of(
 
 
 @given(st.lists(st.integers(2, 4), min_size=1, max_size=4), st.lists(ITEMS, min_size=1, max_size=4), st.booleans())
-def test_an_index_has_the_shape_that_numpy_gives(sizes, items, ellipsis):
+def test_index_has_the_shape_of_numpy(sizes, items, ellipsis):
     items = [*items, ...] if ellipsis else items
     abstract = tuple(Shaped(item.shape) if isinstance(item, np.ndarray) else item for item in items)
     try:

@@ -22,7 +22,7 @@ LENGTHS = (3, 40, 17, 100, 5, 64, 31)
 
 
 @pytest.mark.parametrize("loss", UNTRACED)
-def test_packed_examples_do_not_see_each_other(shared_executor, examples, adapter, forward, loss):
+def test_packed_examples_are_independent(shared_executor, examples, adapter, forward, loss):
     executor = shared_executor
     adapter(executor, "pack")
     data = examples(LENGTHS, targets=2)
@@ -34,7 +34,7 @@ def test_packed_examples_do_not_see_each_other(shared_executor, examples, adapte
     assert together.loss_sum == pytest.approx(sum(b.loss_sum for b in alone), rel=1e-4)
 
 
-def test_two_halves_make_the_whole(shared_executor, examples, adapter, forward, gradients):
+def test_two_halves_accumulate_to_the_whole(shared_executor, examples, adapter, forward, gradients):
     executor = shared_executor
     data = examples(LENGTHS)
     adapter(executor, "whole")
@@ -58,7 +58,7 @@ def test_same_seed_same_adapter(shared_executor):
     assert all((w == 0).all() for n, w in states[0].items() if "lora_B" in n)
 
 
-def test_parts_that_are_off_have_no_weights(shared_executor):
+def test_disabled_parts_have_no_weights(shared_executor):
     shared_executor.execute(CreateAdapter("attn", LoraSpec(3, train_mlp=False, train_unembed=False), 0))
     names = shared_executor.execute(ExportAdapter("attn", False)).weights
     assert names
@@ -81,7 +81,7 @@ def test_impossible_specs_are_named(shared_executor):
         shared_executor.execute(CreateAdapter("bad", LoraSpec(2, False, False, False), 0))
 
 
-def test_nothing_recompiles_after_warm_up(shared_executor, examples, adapter, forward):
+def test_warm_executor_does_not_recompile(shared_executor, examples, adapter, forward):
     executor = shared_executor
     adapter(executor, "warm")
 

@@ -47,7 +47,7 @@ def test_shapes_without_adapters_lose_their_programs(shapes: list[LoraSpec]) -> 
     assert steps.steps_of(shapes[0]) is kept
 
 
-def test_while_memory_maps_are_few_shapes_with_adapters_lose_theirs(shapes: list[LoraSpec]) -> None:
+def test_shapes_with_adapters_lose_programs_while_memory_maps_are_scarce(shapes: list[LoraSpec]) -> None:
     used = iter((0.9, 0.8, 0.7))
     gone: list[LoraSpec] = []
     steps = StepsByShape(make, lambda: next(used), gone.append)
@@ -61,7 +61,7 @@ def test_while_memory_maps_are_few_shapes_with_adapters_lose_theirs(shapes: list
     assert gone == shapes[:2]
 
 
-def test_models_of_several_ranks_that_come_and_go_in_turn_find_their_programs() -> None:
+def test_models_that_alternate_between_ranks_reuse_their_programs() -> None:
     ranks = [LoraSpec(2**power) for power in range(9)]
     steps = StepsByShape(make, lambda: 0.0, lambda spec: None)
     first = [steps.steps_of(spec) for spec in ranks]

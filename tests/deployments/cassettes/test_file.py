@@ -52,7 +52,7 @@ def test_a_killed_recorder_leaves_all_it_wrote(file: Path) -> None:
     assert (found.exchanges, list(found.results), found.whole) == (RECORDS[:2], ["r"], False)
 
 
-def test_a_cut_file_is_refused_or_a_beginning(file: Path) -> None:
+def test_truncated_file_is_refused_or_read_as_a_prefix(file: Path) -> None:
     whole, seen = file.read_bytes(), set()
     for size in range(len(whole)):
         file.write_bytes(whole[:size])
@@ -89,7 +89,7 @@ def test_a_flipped_bit_changes_no_content(file: Path) -> None:
         (b"tinkerflow cassette 1\nmore", "x.cassette is damaged after record 0"),
     ],
 )
-def test_another_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+def test_file_of_another_kind_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x.cassette"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):

@@ -82,7 +82,7 @@ def test_a_run_becomes_a_cassette_that_answers_its_loop(server: Any, command: An
     fails(lambda service: loop(service, sample=True), recording, "asample of sampler 0, .*is not in the rec", **named)
 
 
-def test_a_result_that_is_another_one_today_leaves_no_file(
+def test_changed_result_leaves_no_cassette(
     server: Any, engine: Engine, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id, _ = run(server.url, loop)

@@ -74,7 +74,7 @@ def test_a_program_is_recorded_and_replayed(service: str, tmp_path: Path, capfd:
     assert "adam_params.learning_rate is 0.2" in capfd.readouterr().out
 
 
-def test_the_status_is_that_of_the_program(service: str, tmp_path: Path) -> None:
+def test_recorder_returns_the_exit_status_of_its_program(service: str, tmp_path: Path) -> None:
     status, said = record(service, tmp_path / "a.cassette", *program(end="3"))
     assert (status, said[-1]) == (3, "the program ended with status 3: so will its replay")
     assert replay(tmp_path / "a.cassette", *program(end="3"))[0] == 3
@@ -89,7 +89,7 @@ def test_the_status_is_that_of_the_program(service: str, tmp_path: Path) -> None
         ("localhost", ["true"], "the URL of the service is 'localhost': must be an http or https URL"),
     ],
 )
-def test_what_cannot_be_recorded_leaves_no_file(
+def test_failed_recording_leaves_no_file(
     server: str, command: list[str], message: str, service: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):

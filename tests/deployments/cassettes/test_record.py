@@ -47,7 +47,7 @@ def test_no_key_is_written(record, tmp_path: Path) -> None:
     assert not any(word in everything for word in (b"tml-", b"eyJ"))
 
 
-def test_only_final_answers_are_results(record, recorded, engine) -> None:
+def test_recorded_results_are_final_answers_only(record, recorded, engine) -> None:
     with record() as tape, httpx.Client(base_url=f"{tape.url}/api/v1", headers={"X-API-Key": KEY}, timeout=30) as http:
         session = http.post("create_session", json={"tags": [], "sdk_version": "0"}).json()["session_id"]
         engine.paused = True
@@ -80,7 +80,7 @@ def test_links_lead_through_the_recorder(between) -> None:
     assert moved.location == f"{HERE}/there"
 
 
-def test_a_compressed_body_is_kept_plain(between) -> None:
+def test_compressed_body_is_recorded_decompressed(between) -> None:
     async def handler(request: Request) -> Response:
         return JSONResponse({"encoding": request.headers["content-encoding"], "bytes": len(await request.body())})
 
@@ -102,7 +102,7 @@ def test_answers_that_clients_ask_for_again_are_not_recorded(between) -> None:
     assert [one.status for one in found.compared] == [404]
 
 
-def test_a_poll_ends_with_its_client(tmp_path: Path) -> None:
+def test_poll_ends_when_its_client_leaves(tmp_path: Path) -> None:
     """A recorder does not wait for polls of a program that has ended."""
     held, let_go = threading.Event(), threading.Event()
 
@@ -126,7 +126,7 @@ def test_a_poll_ends_with_its_client(tmp_path: Path) -> None:
         assert let_go.wait(30)
 
 
-def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
+def test_unreachable_service_is_named(tmp_path: Path) -> None:
     with CassetteWriter(tmp_path / "r.cassette") as writer:
         with serving(Recorder("http://127.0.0.1:1", writer).app()) as url:
             answer = httpx.get(f"{url}/api/v1/sessions")

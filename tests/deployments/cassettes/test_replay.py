@@ -103,7 +103,7 @@ def test_a_replay_equals_the_service(record, recorded) -> None:
         assert replay.script.report() == []
 
 
-def test_a_loop_that_differs_fails_with_the_field(record, recorded) -> None:
+def test_different_loop_fails_with_the_field(record, recorded) -> None:
     with record() as tape:
         run(tape.url, training())
     cases = [
@@ -128,7 +128,7 @@ def test_a_loop_that_differs_fails_with_the_field(record, recorded) -> None:
         fails(loop, recorded(), text)
 
 
-def test_requests_beyond_the_end_and_requests_that_are_missing_are_named(record, recorded) -> None:
+def test_surplus_and_missing_requests_are_named(record, recorded) -> None:
     def steps(count: int) -> Loop:
         def loop(service: tinker.ServiceClient) -> None:
             model = service.create_lora_training_client(BASE, rank=8, seed=1).result()
@@ -146,7 +146,7 @@ def test_requests_beyond_the_end_and_requests_that_are_missing_are_named(record,
     assert "(optim_step of model 0) is in the recording and was never made; 2 requests of the recording were" in text
 
 
-def test_a_session_that_differs_is_refused(record, recorded) -> None:
+def test_different_session_is_refused(record, recorded) -> None:
     with record() as tape:
         run(tape.url, lambda service: service.holder, user_metadata={"lr": "1"})
     with (
@@ -213,7 +213,7 @@ def test_clients_that_run_together_and_their_copies(record, recorded) -> None:
     assert replay.script.report() == []
 
 
-def test_a_tokenizer_that_is_not_here_is_unpacked() -> None:
+def test_missing_tokenizer_is_unpacked_from_the_cassette() -> None:
     info = b'{"model_id": "m", "model_data": {"tokenizer_id": "/not/here"}}'
     recording = exchanges(("POST", "/api/v1/get_info", b'{"model_id": "m"}', info))
     recording.tokenizers.append(TokenizerFiles("/not/here", {"tokenizer.json": b"{}"}))

@@ -117,7 +117,7 @@ def add_requirements(wanted: Requirement, found: set[str]) -> None:
             add_requirements(need, found)
 
 
-def test_while_it_is_recorded_the_service_answers(cassette, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_block_uses_the_service(cassette, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", "http://service")
     monkeypatch.setenv(RECORDING, str(file))
     with cassette(file) as playing:

@@ -73,7 +73,7 @@ async def test_a_teacher_is_a_model_of_a_server(
     assert closed == connections
 
 
-async def test_a_teacher_with_other_tokens_is_refused(closed: list[str]) -> None:
+async def test_teacher_with_a_different_tokenizer_is_refused(closed: list[str]) -> None:
     with pytest.raises(UserError, match="teacher 'other1': its tokenizer is not the student's"):
         async with distill_module._teacher(TeacherParameters(connection="other1"), RUN):
             pass
@@ -114,7 +114,7 @@ def test_a_teacher_sees_more_of_the_row_than_the_student() -> None:
         (QUESTION, 20, "tokens, must be at most 20, so that the context also holds the answer"),
     ],
 )
-def test_a_row_that_the_teacher_cannot_see_ends_the_run_before_it_trains(row: Row, most: int, error: str) -> None:
+def test_row_unusable_for_the_teacher_ends_the_run_before_training(row: Row, most: int, error: str) -> None:
     with pytest.raises(UserError, match=error):
         distill_module.HintedPrompt(HINT, Shown(), most).check([row])  # type: ignore[arg-type]
     distill_module.HintedPrompt("", Shown(), most).check([row])  # type: ignore[arg-type]
@@ -129,12 +129,12 @@ def test_a_row_that_the_teacher_cannot_see_ends_the_run_before_it_trains(row: Ro
         ({"student": True, "prompt": "{answer}", "weights": "tinker://a/b"}, "leave out connection, base_model"),
     ],
 )
-def test_a_wrong_teacher_is_refused(given: dict[str, Any], error: str) -> None:
+def test_invalid_teacher_is_refused(given: dict[str, Any], error: str) -> None:
     with pytest.raises(ValidationError, match=error):
         TeacherParameters(**given)
 
 
-def test_rows_may_have_fields_for_the_teachers_prompt_alone() -> None:
+def test_rows_may_have_fields_only_for_the_teacher_prompt() -> None:
     plain: dict[str, Any] = {"data": {"url": "rows.jsonl"}}
     assert DistillParameters(**plain).use().extra == {"answer"}
     assert DistillParameters(**plain, teacher={"prompt": HINT}).use().extra is None

@@ -10,7 +10,7 @@ import pytest
 from tinkerflow.flows.pipelines.dpo import dpo_loss
 
 
-def test_it_is_the_formula_of_the_paper() -> None:
+def test_dpo_loss_equals_the_formula_of_the_paper() -> None:
     chosen, rejected, beta = np.array([1.5, -2.0]), np.array([-0.5, 1.0]), 0.3
     found = dpo_loss(chosen, rejected, beta)
     wanted = [-math.log(1 / (1 + math.exp(-beta * margin))) for margin in (2.0, -3.0)]
@@ -23,7 +23,7 @@ def test_it_is_the_formula_of_the_paper() -> None:
     assert (untrained.loss, untrained.metrics["accuracy"]) == (pytest.approx(math.log(2)), 0.0)
 
 
-def test_its_derivative_is_that_of_the_loss() -> None:
+def test_dpo_gradient_matches_finite_differences() -> None:
     rng = np.random.default_rng(0)
     both, beta, step = rng.normal(size=(2, 5)) * 4, 0.7, 1e-6
     found = dpo_loss(both[0], both[1], beta)
@@ -36,7 +36,7 @@ def test_its_derivative_is_that_of_the_loss() -> None:
             assert slopes[i] == pytest.approx(numeric, rel=1e-5, abs=1e-9)
 
 
-def test_far_from_the_reference_nothing_overflows() -> None:
+def test_dpo_loss_does_not_overflow_far_from_the_reference() -> None:
     found = dpo_loss(np.array([1e6, -1e6]), np.array([-1e6, 1e6]), 1.0)
     assert found.loss == pytest.approx(1e6)
     assert found.by_chosen_B.tolist() == pytest.approx([0.0, -0.5])

@@ -49,14 +49,14 @@ async def test_the_end_of_a_pipeline_is_sent_for_its_newest_run(
     assert len(sent) == 1, "no training run was made"
 
 
-def test_means_have_the_order_of_the_names_and_count_0_where_a_step_lacks_a_value() -> None:
+def test_means_follow_the_order_of_names_and_count_missing_values_as_0() -> None:
     first = StepMetrics(step=1, values={"left_out_episodes": 4, "reward": 1.0})
     second = StepMetrics(step=2, values={"reward": 0.0, "loss": 2.0})
     means = _mean([first, second], ("reward", "loss", "left_out_episodes", "unknown"))
     assert list(means.items()) == [("reward", 0.5), ("loss", 1.0), ("left_out_episodes", 2.0)]
 
 
-async def test_an_outcome_that_no_server_takes_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+async def test_refused_outcome_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     reported = ReportedMetrics(ServerClients(None, None, "http://127.0.0.1:1"))  # type: ignore[arg-type]
     await reported.end("run-2", "failed", "why")
     await reported.close()

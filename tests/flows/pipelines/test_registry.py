@@ -23,14 +23,14 @@ from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, NightlyPar
 DATA: dict[str, Any] = {"data": {"url": "rows.jsonl"}}
 
 
-def test_each_is_registered_under_the_name_of_its_module() -> None:
+def test_pipelines_are_registered_under_their_module_names() -> None:
     assert list(pipelines()) == sorted(pipelines())
     for name, pipeline in pipelines().items():
         assert pipeline.flow.fn.__module__ == f"tinkerflow.flows.pipelines.{name}"
         assert pipeline.summary.endswith(".")
 
 
-async def test_a_stopped_flow_is_cancelled_and_says_why() -> None:
+async def test_stopped_flow_is_cancelled_with_its_reason() -> None:
     @cancellable
     async def work(*, stops: bool) -> int:
         if stops:
@@ -42,7 +42,7 @@ async def test_a_stopped_flow_is_cancelled_and_says_why() -> None:
     assert state.is_cancelled() and state.message == "stopped after step 3"
 
 
-async def test_a_signal_before_the_first_step_cancels_the_run() -> None:
+async def test_early_signal_cancels_the_run() -> None:
     @cancellable
     async def work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -107,7 +107,7 @@ async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch
         (DistillParameters, {"reward": "a:b"}, "reward\n  Extra inputs are not permitted"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(model: Any, values: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused_with_their_names(model: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as error:
         model.model_validate(DATA | values)
     assert message in str(error.value)

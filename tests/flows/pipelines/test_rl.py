@@ -125,7 +125,7 @@ async def test_the_loss_is_divided_by_the_number_of_sampled_tokens(tokenizer: An
 
 
 @pytest.mark.parametrize(("picked", "lines"), [([0], 1), ([0, 1], 0)])
-async def test_a_run_warns_when_its_rewards_teach_nothing(
+async def test_run_warns_when_its_rewards_do_not_vary(
     tokenizer: Any, picked: list[int], lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
@@ -139,7 +139,7 @@ async def test_a_run_warns_when_its_rewards_teach_nothing(
     ] * lines
 
 
-async def test_without_another_model_tokens_are_compared_with_the_weights_that_drew_them(
+async def test_drift_reference_is_the_weights_that_sampled_the_tokens(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[tuple[int, list[int]]] = []
@@ -227,13 +227,13 @@ async def test_a_step_picks_from_the_pool(tokenizer: Any) -> None:
     assert values["curriculum_rows"] == 1 and all("varied" in prompt for prompt in kept["prompts"])
 
 
-async def test_where_no_group_varies_the_step_has_no_advantages(tokenizer: Any) -> None:
+async def test_step_without_varying_groups_has_no_advantages(tokenizer: Any) -> None:
     _, inputs, _, kept = await step_of(tokenizer, [0], resample=0)
     assert len(inputs) == 3 and not any(np.any(one["advantages"]) for one in inputs)
     assert all("equal" in prompt for prompt in kept["prompts"])
 
 
-async def test_lost_conversations_are_counted_and_count_for_nothing(tokenizer: Any) -> None:
+async def test_lost_conversations_are_counted_and_not_trained_on(tokenizer: Any) -> None:
     left = 2
 
     def make(facts: Facts) -> Any:
@@ -260,7 +260,7 @@ async def test_lost_conversations_are_counted_and_count_for_nothing(tokenizer: A
     assert advantages == [-0.25, 0.25], "divided by the two tokens that are left"
 
 
-async def test_the_rollouts_of_a_step_are_recorded_with_those_that_it_dropped(
+async def test_recorded_rollouts_include_dropped_ones(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = 1
@@ -317,7 +317,7 @@ class Twice:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-async def test_turns_that_do_not_extend_the_one_before_are_counted(
+async def test_turns_that_do_not_extend_the_previous_one_are_counted(
     tokenizer: Any, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if broken:
@@ -331,7 +331,7 @@ async def test_turns_that_do_not_extend_the_one_before_are_counted(
     assert (values["broken_turns"], len(data)) == ((2, 4) if broken else (0, 2))
 
 
-async def test_long_answers_earn_less(tokenizer: Any) -> None:
+async def test_overlong_answers_are_penalized(tokenizer: Any) -> None:
     values, inputs, _, _ = await step_of(tokenizer, [0], overlong_tokens=4)
     assert values["overlong_penalty"] == 0.25  # an answer has one token of four
     assert not any(np.any(one["advantages"]) for one in inputs)
@@ -353,7 +353,7 @@ def test_every_loss_of_a_policy_may_be_chosen() -> None:
         ({"trust_region": 0.1}, "trust_region 0.1: needs loss: ppo"),
     ],
 )
-def test_wrong_parameters_are_named(wrong: dict[str, Any], text: str) -> None:
+def test_invalid_parameters_are_named(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         RlParameters.model_validate({"name": "a", "data": {"url": "a.jsonl"}, "reward": "a:b", **wrong})
 
@@ -419,7 +419,7 @@ async def test_the_steps_before_interrupted_code_are_kept(tokenizer: Any, lag: i
     assert [one.step for one in made] == [1, 2] and client.version == 2
 
 
-async def test_a_step_whose_sampling_fails_ends_the_segment(tokenizer: Any) -> None:
+async def test_failed_sampling_ends_the_segment(tokenizer: Any) -> None:
     class Broken(Dawdling):
         async def answered(self, text: str) -> Reply:
             raise KeyError("broken")

@@ -22,7 +22,7 @@ def parameters(**grid: Any) -> SweepParameters:
     return SweepParameters.model_validate({"data": rows, "held_out": rows, "grid": grid})
 
 
-def test_every_combination_is_a_point_and_knows_its_place_in_the_picture() -> None:
+def test_sweep_points_are_all_combinations_with_their_place_in_the_picture() -> None:
     found = points(parameters(learning_rate=[0.001, 0.01, 0.001], rank=[8, 16]))
     assert [point.label for point in found] == [
         "learning_rate 0.001, rank 8", "learning_rate 0.001, rank 16",
@@ -33,7 +33,7 @@ def test_every_combination_is_a_point_and_knows_its_place_in_the_picture() -> No
     assert found[1].slug == "0-001-16"
 
 
-def test_what_does_not_vary_is_no_axis() -> None:
+def test_parameter_with_one_value_is_no_axis() -> None:
     found = points(parameters(learning_rate=[0.001], steps=[4, 8]))
     assert [(point.axis, point.x, point.line) for point in found] == [("steps", 4.0, "all"), ("steps", 8.0, "all")]
     assert all(point.changes["training"]["learning_rate"] == 0.001 for point in found)
@@ -48,7 +48,7 @@ def test_what_does_not_vary_is_no_axis() -> None:
         ({"momentum": [0.9]}, "grid.momentum\n  Extra inputs are not permitted"),
     ],
 )
-def test_a_grid_that_makes_no_sense_is_refused(grid: dict[str, Any], message: str) -> None:
+def test_invalid_grid_is_refused(grid: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as error:
         parameters(**grid)
     assert message in str(error.value)
@@ -62,7 +62,7 @@ def test_a_grid_that_makes_no_sense_is_refused(grid: dict[str, Any], message: st
         ({"metric": "reward", "reward": "rewards:right", "group_size": 3}, "reward", "seed 2"),
     ],
 )
-async def test_the_best_point_is_that_of_the_metric(
+async def test_best_sweep_point_is_chosen_by_the_metric(
     given: dict[str, Any], measured: str, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[SftParameters] = []

@@ -42,7 +42,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_as_many_models_as_have_room_are_sampled_and_nobody_is_passed_for_ever() -> None:
+async def test_models_are_sampled_while_they_fit_and_none_starves() -> None:
     line = Line(FullModelQueue(host_bytes=25))
     await line.ask("x1", "x2", "y1", "x3", "z1")
     assert line.begun == ["x1", "x2"], "one model until its size is known; later ones wait behind it"
@@ -55,7 +55,7 @@ async def test_as_many_models_as_have_room_are_sampled_and_nobody_is_passed_for_
     assert await line.end("z1") == ["x4"]
 
 
-async def test_owners_take_turns_by_requests() -> None:
+async def test_owners_take_turns() -> None:
     line = Line(FullModelQueue())
     await line.ask(*(f"{weights}1" for weights in "uvwxy"))
     await line.ask("m1", "n1", owner="b")
@@ -66,7 +66,7 @@ async def test_owners_take_turns_by_requests() -> None:
     assert order == ["u1", "m1", "v1", "n1", "w1", "x1", "y1"]
 
 
-async def test_who_leaves_the_line_or_fails_holds_up_nobody() -> None:
+async def test_cancelled_or_failed_waiter_does_not_block_the_queue() -> None:
     line = Line(FullModelQueue())
     await line.ask("x1", "y1", "z1")
     for name in ("y1", "x1"):

@@ -9,7 +9,7 @@ import pytest
 from tinkerflow.tasks.execution.memory_quota import MemoryQuota
 
 
-async def test_a_project_waits_for_itself_in_order_and_no_other_does() -> None:
+async def test_project_waits_only_for_its_own_reservations_in_order() -> None:
     quota, came, leave = MemoryQuota(10), list[str](), asyncio.Event()
 
     async def hold(owner: str, name: str, size: int) -> None:
@@ -28,7 +28,7 @@ async def test_a_project_waits_for_itself_in_order_and_no_other_does() -> None:
     assert quota.reserved("a") == quota.reserved("c") == 0
 
 
-async def test_who_gives_up_or_fails_leaves_its_room() -> None:
+async def test_cancelled_or_failed_reservation_releases_its_memory() -> None:
     quota, stay = MemoryQuota(10), asyncio.Event()
 
     async def hold(size: int) -> None:

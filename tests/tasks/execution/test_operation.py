@@ -45,7 +45,7 @@ def test_every_kind_of_a_model_has_an_operation() -> None:
     assert set(OPERATIONS.execute) > SAVES
 
 
-async def test_operations_are_answered_and_what_changes_the_model_is_replayed(
+async def test_operations_are_answered_and_model_changes_are_replayed(
     context: Any, client: Any, pool: Any, execute: Any
 ) -> None:
     model, created = client.submit_create()
@@ -87,9 +87,7 @@ async def test_commands_are_sent_inside_the_trace_of_their_request(
     assert seen["OptimStep"] is None
 
 
-async def test_an_operation_whose_group_ends_is_not_answered_and_neither_are_later_ones(
-    client: Any, pool: Any, execute: Any
-) -> None:
+async def test_operations_of_a_lost_group_are_not_answered(client: Any, pool: Any, execute: Any) -> None:
     model, _ = client.submit_create()
     await execute(model)
     waiting = [client.optim_step(model), client.forward_backward(model, [1])]
@@ -116,7 +114,7 @@ async def test_a_published_save_is_stored_after_its_answer(context: Any, client:
         (RuntimeError("no such thing"), "server", 0, "ERROR"),
     ],
 )
-def test_a_failure_names_what_happened(
+def test_failure_has_the_category_and_effects_of_its_error(
     context: Any, client: Any, caplog: Any, error: Exception, category: str, effects: int, level: str
 ) -> None:
     model, _ = client.submit_create()
@@ -131,7 +129,7 @@ def test_a_failure_names_what_happened(
 
 
 # ------------------------------------------------------------------ the context of operations
-async def test_a_journal_that_is_away_is_read_again(context: Any) -> None:
+async def test_journal_reads_are_retried_after_an_outage(context: Any) -> None:
     away = 2
 
     def ask(name: str) -> str:
@@ -150,7 +148,7 @@ async def test_large_payloads_are_decoded_in_a_thread(context: Any) -> None:
     assert await context.decode("ann", INLINE_BYTES + 1, threading.get_ident) != here
 
 
-async def test_a_reply_of_another_type_is_a_defect(context: Any, pool: Any) -> None:
+async def test_reply_of_the_wrong_type_is_a_defect(context: Any, pool: Any) -> None:
     with pytest.raises(TypeError, match="DropAdapter was answered by Done, not SnapshotHeld"):
         await context.send(DropAdapter("model"), SnapshotHeld)
 
@@ -164,7 +162,7 @@ async def test_a_bound_context_commands_its_own_worker_group_alone(context: Any,
     await context.send(DropAdapter("model"), Done)
 
 
-async def test_a_bound_context_says_how_long_a_sequence_its_worker_group_takes(context: Any, pool: Any) -> None:
+async def test_bound_context_has_the_maximum_length_of_its_worker_group(context: Any, pool: Any) -> None:
     pool.info = replace(pool.info, context=7, context_rule="what fits")
     card = context.bound_to(pool.generation).card
     assert (card.max_context, card.context_rule) == (7, "what fits")
@@ -174,7 +172,7 @@ async def test_a_bound_context_says_how_long_a_sequence_its_worker_group_takes(c
 @pytest.mark.parametrize(
     ("command", "changes"), [(OptimStep("model", AdamParams()), True), (ExportAdapter("model", optimizer=True), False)]
 )
-async def test_an_execution_knows_when_it_began_and_whether_it_changes_the_model(
+async def test_execution_records_its_start_and_whether_it_changes_the_model(
     context: Any, client: Any, command: Command, changes: bool
 ) -> None:
     model, _ = client.submit_create()
@@ -209,7 +207,7 @@ def request_(context: Any, client: Any) -> Any:
         (SuspectError("rank 0 ended itself: RESOURCE_EXHAUSTED: out of memory"), 1),
     ],
 )
-async def test_a_request_is_failed_by_name_when_it_ended_too_many_groups(
+async def test_request_that_ended_too_many_groups_fails(
     context: Any, request_: Any, error: GroupFailedError, times: int
 ) -> None:
     for _ in range(times - 1):
@@ -220,7 +218,7 @@ async def test_a_request_is_failed_by_name_when_it_ended_too_many_groups(
     assert f"{times} times" in str(outcome.error) and error.message in str(outcome.error)
 
 
-async def test_a_group_that_ended_beside_a_request_blames_nobody(context: Any, request_: Any) -> None:
+async def test_group_that_ended_beside_a_request_blames_no_request(context: Any, request_: Any) -> None:
     for _ in range(MOST_DEATHS + 1):
         assert await attribute_crash(context, [request_], GroupFailedError("it was stopped")) == {}
         assert await attribute_crash(context, [], SuspectError("it crashed", crashed=True)) == {}
@@ -231,7 +229,7 @@ def outcome(name: str) -> Outcome:
     return Outcome(name, result=b"{}")
 
 
-async def test_what_comes_while_one_is_written_shares_the_next_transaction() -> None:
+async def test_answers_that_arrive_during_a_write_share_the_next_transaction() -> None:
     go = threading.Event()
     written: list[list[str]] = []
 
@@ -251,7 +249,7 @@ async def test_what_comes_while_one_is_written_shares_the_next_transaction() -> 
     assert written == [["a"], ["b", "c", "d"]]
 
 
-async def test_one_that_cannot_be_stored_becomes_a_named_failure_and_hurts_nobody_else() -> None:
+async def test_unstorable_answer_becomes_a_failure_and_affects_no_other() -> None:
     stored: dict[str, Outcome] = {}
 
     def finish(outcomes: Sequence[Outcome]) -> None:
@@ -268,7 +266,7 @@ async def test_one_that_cannot_be_stored_becomes_a_named_failure_and_hurts_nobod
 
 
 @pytest.mark.parametrize("error", [OperationalError("finish", {}, Exception("locked")), JournalBusyError("no slot")])
-async def test_a_database_that_is_away_for_a_moment_is_waited_for(error: Exception) -> None:
+async def test_short_database_outage_is_waited_for(error: Exception) -> None:
     tries = []
 
     def finish(outcomes: Sequence[Outcome]) -> None:
@@ -282,7 +280,7 @@ async def test_a_database_that_is_away_for_a_moment_is_waited_for(error: Excepti
     assert tries == [1, 1, 1]
 
 
-async def test_a_database_that_stays_away_is_an_error() -> None:
+async def test_long_database_outage_is_an_error() -> None:
     def finish(outcomes: Sequence[Outcome]) -> None:
         raise OperationalError("finish", {}, Exception("gone"))
 

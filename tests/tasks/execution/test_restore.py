@@ -41,7 +41,7 @@ async def model(client: Any, execute: Any) -> str:
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-async def test_a_model_is_made_again_as_its_answers_left_it(
+async def test_model_is_restored_as_its_answers_left_it(
     context: Any, client: Any, pool: Any, execute: Any, model: str, snapshot: bool
 ) -> None:
     if snapshot:
@@ -59,7 +59,7 @@ async def test_a_model_is_made_again_as_its_answers_left_it(
 
 
 @pytest.mark.parametrize("error", [StoreAwayError, StoreError, NotFoundError])
-async def test_what_a_process_cannot_read_the_engine_reads(
+async def test_engine_reads_a_snapshot_that_a_process_cannot_read(
     context: Any, client: Any, pool: Any, model: str, error: type[TinkerflowError]
 ) -> None:
     async def transfer(job: Any, *, generation: int | None = None) -> None:
@@ -118,13 +118,13 @@ async def test_saves_that_are_not_stored_are_copied_at_their_place(
     assert again.copies == {}, "it is being written already"
 
 
-async def test_a_group_that_ends_meanwhile_is_named(context: Any, pool: Any, model: str) -> None:
+async def test_restore_on_an_ended_group_raises_group_failed_error(context: Any, pool: Any, model: str) -> None:
     pool.die()
     with pytest.raises(GroupFailedError):
         await restore(context.bound_to(pool.generation - 1), model, OPERATIONS)
 
 
-async def test_a_model_without_a_snapshot_that_can_be_read_cannot_be_restored(
+async def test_model_without_a_readable_snapshot_cannot_be_restored(
     context: Any, client: Any, pool: Any, execute: Any, model: str
 ) -> None:
     slots = Sequencer(model, context.saves)
@@ -139,7 +139,7 @@ async def test_a_model_without_a_snapshot_that_can_be_read_cannot_be_restored(
         await restore(context.bound_to(pool.generation), model, OPERATIONS)
 
 
-async def test_a_snapshot_that_other_programs_computed_is_named(
+async def test_snapshot_of_other_programs_is_named(
     context: Any, pool: Any, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken = await take_snapshot(context, model, 4, Sequencer(model, context.saves).slot())

@@ -9,7 +9,7 @@ from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves
 
 
-async def test_those_who_load_at_the_same_time_share_one_load() -> None:
+async def test_concurrent_loads_of_a_snapshot_share_one_load() -> None:
     snapshots, loads = Snapshots(Saves()), 0
 
     async def load() -> SnapshotHeld:
@@ -23,7 +23,7 @@ async def test_those_who_load_at_the_same_time_share_one_load() -> None:
     assert loads == 1 and snapshots.held("a")
 
 
-async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
+async def test_failed_load_fails_all_waiters_and_is_retried() -> None:
     snapshots = Snapshots(Saves())
     failing = True
 
@@ -40,7 +40,7 @@ async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
     assert snapshots.held("a")
 
 
-async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
+async def test_cancelled_waiter_does_not_cancel_a_shared_load() -> None:
     snapshots, go = Snapshots(Saves()), asyncio.Event()
 
     async def load() -> SnapshotHeld:
@@ -56,7 +56,7 @@ async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
         await first
 
 
-def test_only_what_the_journal_knows_can_be_dropped() -> None:
+def test_only_recorded_snapshots_can_be_dropped() -> None:
     snapshots = Snapshots(Saves())
     snapshots.published("a", SnapshotHeld(7))
     snapshots.recorded("gone")
@@ -67,7 +67,7 @@ def test_only_what_the_journal_knows_can_be_dropped() -> None:
     assert snapshots.droppable == frozenset() and not snapshots.held("a")
 
 
-def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
+def test_surplus_snapshots_are_stored_idle_and_least_recently_used() -> None:
     saves = Saves()
     snapshots = Snapshots(saves)
     saves.begin("not stored yet", "model", 1)
@@ -88,7 +88,7 @@ def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
     assert "c" not in snapshots.surplus(1, 0)
 
 
-def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
+def test_host_keeps_surplus_snapshots_up_to_its_bytes() -> None:
     saves = Saves()
     snapshots = Snapshots(saves)
     saves.begin("newer, not stored", "model", 1)
@@ -109,7 +109,7 @@ def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
     assert snapshots.surplus(2, 59) == ["a"]
 
 
-def test_where_devices_are_the_host_it_keeps_no_others() -> None:
+def test_cpu_platform_keeps_no_surplus_snapshots() -> None:
     snapshots = Snapshots(Saves())
     for name in "abcd":
         snapshots.published(name, SnapshotHeld(None))
@@ -118,7 +118,7 @@ def test_where_devices_are_the_host_it_keeps_no_others() -> None:
         assert snapshots.surplus(1, 10**9) == ["a", "c"]
 
 
-def test_those_that_are_always_on_the_host_count_there_but_for_the_last_used_one() -> None:
+def test_host_only_snapshots_count_there_except_the_last_used_one() -> None:
     snapshots = Snapshots(Saves())
     for name, size in {"a": 10, "b": 20, "whole a": 50, "whole b": 60, "c": 30, "whole c": 70}.items():
         snapshots.published(name, SnapshotHeld(size, on_host=name.startswith("whole")))
@@ -128,7 +128,7 @@ def test_those_that_are_always_on_the_host_count_there_but_for_the_last_used_one
     assert snapshots.surplus(1, 0) == ["a", "b", "whole a", "whole b"]
 
 
-def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:
+def test_moving_snapshot_is_kept_until_the_journal_records_its_new_owner() -> None:
     snapshots = Snapshots(Saves())
     snapshots.published("shared", SnapshotHeld(7))
     snapshots.recorded("shared")

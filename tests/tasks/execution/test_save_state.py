@@ -33,7 +33,7 @@ def test_a_detached_save_is_listed_until_it_ends(state: SaveState) -> None:
         (SaveState.LOST, True, True),
     ],
 )
-def test_what_was_answered_is_unstored_until_the_store_has_it(end: SaveState, answered: bool, unstored: bool) -> None:
+def test_answered_save_is_unstored_until_the_store_has_it(end: SaveState, answered: bool, unstored: bool) -> None:
     saves = Saves()
     saves.end(saves.begin("request", "model", 1), end, answered=answered)
     assert saves.is_unstored("request") is unstored
@@ -41,7 +41,7 @@ def test_what_was_answered_is_unstored_until_the_store_has_it(end: SaveState, an
     assert not saves.is_unstored("request")
 
 
-def test_a_save_that_began_anew_is_not_ended_by_its_first_life() -> None:
+def test_restarted_save_is_not_ended_by_its_first_attempt() -> None:
     saves = Saves()
     first = saves.begin("request", "model", 1)
     second = saves.begin("request", "model", 2)
@@ -51,7 +51,7 @@ def test_a_save_that_began_anew_is_not_ended_by_its_first_life() -> None:
     assert not saves.is_unstored("request")
 
 
-def test_the_store_fails_for_a_model_until_it_takes_one_of_its_saves() -> None:
+def test_store_counts_as_failing_for_a_model_until_it_stores_a_save() -> None:
     saves = Saves()
     for number, name in enumerate("ab"):
         saves.begin(name, "model", number).state = SaveState.STORING

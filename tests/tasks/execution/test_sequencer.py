@@ -13,7 +13,7 @@ from tinkerflow.tasks.execution.sequencer import MOST_DETACHED, Saves, SaveState
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(["works", "fails early", "fails sending", "slow answer"]), max_size=12), st.integers())
-def test_whatever_happens_sending_and_answering_stay_in_order(fates: list[str], seed: int) -> None:
+def test_operations_are_sent_and_answered_in_order(fates: list[str], seed: int) -> None:
     sent: list[int] = []
     answered: list[int] = []
     shuffled = random.Random(seed)
@@ -51,7 +51,7 @@ def test_whatever_happens_sending_and_answering_stay_in_order(fates: list[str], 
 
 @settings(max_examples=50)
 @given(st.lists(st.booleans(), max_size=12), st.integers())
-def test_those_who_step_aside_are_settled_in_order_and_hold_up_nobody_else(saves: list[bool], seed: int) -> None:
+def test_detached_saves_settle_in_order_and_do_not_block_others(saves: list[bool], seed: int) -> None:
     answered: list[int] = []
     settled: list[int] = []
     shuffled = random.Random(seed)
@@ -99,7 +99,7 @@ def test_those_who_step_aside_are_settled_in_order_and_hold_up_nobody_else(saves
     asyncio.run(main())
 
 
-async def test_an_interruption_leaves_detached_saves_alone_and_the_next_line_waits_for_them() -> None:
+async def test_interruption_leaves_detached_saves_running_and_the_next_line_waits_for_them() -> None:
     saves = Saves()
     sequencer = Sequencer("model", saves)
     first = sequencer.slot("save")

@@ -76,9 +76,7 @@ async def test_a_group_that_does_not_reach_the_store_gets_the_whole_state(contex
     assert not (await bring(context, "adapter", saved, optimizer=False))[0].moments  # type: ignore[union-attr]
 
 
-async def test_a_group_that_reaches_it_gets_names_and_has_read_before_the_command_comes(
-    context: Any, saved: str
-) -> None:
+async def test_group_that_reaches_the_store_gets_names_and_reads_ahead(context: Any, saved: str) -> None:
     whole, _ = context.store.load(saved)
     pool = ReachingPool(whole)
     state, _ = await bring(replace(context, pool=pool), "adapter", saved)
@@ -87,7 +85,7 @@ async def test_a_group_that_reaches_it_gets_names_and_has_read_before_the_comman
     assert set(context.store.stored(saved, optimizer=False)[0].files) < set(state.files)
 
 
-async def test_a_copy_whose_group_ends_while_it_writes_leaves_no_snapshot(context: Any, saved: str) -> None:
+async def test_copy_is_discarded_if_its_group_ends_during_the_write(context: Any, saved: str) -> None:
     whole, _ = context.store.load(saved)
     pool = ReachingPool(whole, fails=True)
     copy = Copy(replace(context, pool=pool), "model", "s1")
@@ -110,7 +108,7 @@ async def test_a_snapshot_is_in_the_store_and_in_the_journal(context: Any, clien
     }
 
 
-async def test_a_snapshot_that_fails_costs_a_longer_replay_and_nothing_else(
+async def test_failed_snapshot_only_lengthens_the_replay(
     context: Any, client: Any, pool: Any, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequencer = Sequencer(model, context.saves)

@@ -61,7 +61,7 @@ async def test_long_runs_have_every_few_steps_in_their_table(put: list[tuple[str
     assert [row["step"] for row in table[1]] == [*range(1, 502, 3), 501]  # the last step is always there
 
 
-async def test_answers_of_the_first_and_the_last_segments_stand_side_by_side(put: list[tuple[str, Any]]) -> None:
+async def test_answers_of_first_and_last_segments_are_compared(put: list[tuple[str, Any]]) -> None:
     segments = [
         SegmentRecord(first_step=i, last_step=i, state="s", steps=[], samples=[Sample(prompt="p", answer=f"a{i}")])
         for i in range(1, 8)
@@ -72,11 +72,11 @@ async def test_answers_of_the_first_and_the_last_segments_stand_side_by_side(put
     assert len(put) == 1
 
 
-async def test_outside_of_a_flow_run_nothing_is_written() -> None:
+async def test_artifacts_are_not_written_outside_a_flow_run() -> None:
     await RunArtifacts("x").text("report", "# text", "title")
 
 
-def test_a_note_goes_to_the_code_that_follows_the_run_or_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_note_goes_to_the_code_behind_the_run_or_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     shown: list[str] = []
     token = module.notes.set(shown.append)
     module.show_note("data a.csv: 2 row(s): empty")
@@ -86,7 +86,7 @@ def test_a_note_goes_to_the_code_that_follows_the_run_or_to_the_log(caplog: pyte
     assert "data a.csv" in caplog.text and len(shown) == 1
 
 
-def test_data_cannot_break_a_table() -> None:
+def test_cell_content_cannot_break_a_table() -> None:
     assert cell("a|b\n<i>\\") == "a\\|b &lt;i>\\\\"
     report = DataReport(
         url="rows.jsonl",

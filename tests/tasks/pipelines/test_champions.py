@@ -26,7 +26,7 @@ def test_the_last_promoted_is_the_champion(work: str) -> None:
     assert champion(work, "other") is None
 
 
-def test_of_two_that_beat_the_same_champion_one_is_promoted(work: str) -> None:
+def test_one_of_two_challengers_of_a_champion_is_promoted(work: str) -> None:
     promote.fn(work, "colours", one(1, "tinker://a"))
     promote.fn(work, "colours", one(1, "tinker://a"))  # a retry
     with pytest.raises(ConflictError, match="champion 'colours': run r was promoted meanwhile"):
@@ -38,7 +38,7 @@ def test_of_two_that_beat_the_same_champion_one_is_promoted(work: str) -> None:
         champion(work, "../x")
 
 
-def test_better_is_less_loss_or_more_matches_by_more_than_the_margin() -> None:
+def test_champion_is_beaten_only_beyond_the_margin_of_loss_or_matches() -> None:
     old = Scores(rows=2, loss=1.0, exact_match=0.5, samples=[])
     new = Scores(rows=2, loss=0.8, exact_match=0.5, samples=[])
     assert new.beats(old, "loss", 0.1)

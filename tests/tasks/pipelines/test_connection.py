@@ -26,7 +26,7 @@ class StuckService:
         return Future()
 
 
-async def test_a_session_that_cannot_be_closed_does_not_keep_a_pipeline(
+async def test_session_that_cannot_be_closed_does_not_block_a_pipeline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tinker, "ServiceClient", StuckService)

@@ -16,7 +16,7 @@ from tinkerflow.tasks.pipelines.control import Control, StoppedError, controlled
 from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError, call_in_loop
 
 
-def test_cancel_stops_it() -> None:
+def test_cancel_stops_the_run() -> None:
     control = Control()
     obey(control, [Running(), Cancelling()])
     assert control.stopping
@@ -24,7 +24,7 @@ def test_cancel_stops_it() -> None:
         control.stopped("stopped after step 3")
 
 
-async def test_a_pause_holds_it_until_it_runs_again() -> None:
+async def test_pause_holds_the_run_until_it_is_resumed() -> None:
     control = Control()
     obey(control, [Paused(timeout_seconds=60)])
     assert control.paused and not control.stopping
@@ -32,7 +32,7 @@ async def test_a_pause_holds_it_until_it_runs_again() -> None:
     assert await control.may_go_on()
 
 
-async def test_suspend_ends_it_here_so_that_another_process_goes_on() -> None:
+async def test_suspend_ends_the_process_so_that_another_one_continues() -> None:
     control, state = Control(), Suspended(timeout_seconds=60)
     obey(control, [Running(), state])
     assert not await control.may_go_on()
@@ -71,7 +71,7 @@ def test_a_part_can_be_stopped_alone() -> None:
     outer.stop()  # nothing is left to stop
 
 
-async def test_work_before_the_first_step_is_interrupted_and_a_block_that_ends_itself_is_not() -> None:
+async def test_work_before_the_first_step_is_interrupted_unless_it_ends_itself() -> None:
     steps = []
     with pytest.raises(StoppedError, match="nothing is saved"):
         async with stoppable("nothing is saved"):

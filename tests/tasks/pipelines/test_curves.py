@@ -10,7 +10,7 @@ from tinkerflow.tasks.pipelines.curves import HEIGHT, WIDTH, data_url, picture
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_each_line_is_drawn_inside_its_panel() -> None:
+def test_curve_lines_stay_inside_their_panel() -> None:
     falling = [(step, 1 / step) for step in range(1, 50)]
     svg = picture({"loss <&>": {"train": falling, "held out": [(10, 0.5)]}, "rate": {"rate": [(1, 3.0), (2, 3.0)]}})
     root = ElementTree.fromstring(base64.b64decode(data_url(svg).partition(",")[2]))
@@ -26,7 +26,7 @@ def test_each_line_is_drawn_inside_its_panel() -> None:
     assert heights == sorted(heights)  # falling on the screen, where y grows downwards
 
 
-def test_what_is_not_a_number_is_left_out() -> None:
+def test_non_finite_values_are_left_out_of_the_picture() -> None:
     svg = picture({"loss": {"loss": [(1, float("nan")), (2, float("inf"))]}})
     assert "no values yet" in svg
     assert "nan" not in svg

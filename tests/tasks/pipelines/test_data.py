@@ -59,7 +59,7 @@ def saved_to_disk(folder: Path, rows: list[dict[str, Any]]) -> None:
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
 
 
-def write_everywhere(folder: Path) -> dict[str, tuple[str, str]]:
+def write_every_format(folder: Path) -> dict[str, tuple[str, str]]:
     """The same rows in every kind of file: name -> (url, split)."""
     files: dict[str, bytes] = {
         "rows.jsonl": b"\xef\xbb\xbf" + LINES.encode() + b"\n",
@@ -94,7 +94,7 @@ def write_everywhere(folder: Path) -> dict[str, tuple[str, str]]:
 def test_the_same_rows_have_the_same_digest_in_every_kind_of_file(
     tmp_path: Path, work: str, renderer: Renderer
 ) -> None:
-    places = write_everywhere(tmp_path)
+    places = write_every_format(tmp_path)
     reports = {
         name: check_source(DataSource(url=url, split=split), work, renderer, SFT)
         for name, (url, split) in places.items()
@@ -162,7 +162,7 @@ BAD: dict[str, Any] = {
 
 @pytest.mark.parametrize("badness", BAD)
 @pytest.mark.parametrize("at", [0, 4, 8])
-def test_one_bad_row_never_fails_a_check_that_allows_it(
+def test_one_bad_row_never_fails_a_tolerant_check(
     check: Check, work: str, tokenizer: Any, badness: str, at: int
 ) -> None:
     rows: list[Any] = [*GOOD[:at], BAD[badness], *GOOD[at:]]
@@ -276,7 +276,7 @@ def test_rows_that_are_left_out_are_summed_up_on_one_line(check: Check) -> None:
     assert PreparedRun.used_rows.fget(run).startswith("4 rows; held_out: 4 rows, 1 left out (rows.jsonl:5")  # type: ignore[attr-defined]
 
 
-def test_a_csv_file_of_a_spreadsheet_in_another_language(tmp_path: Path, work: str, renderer: Renderer) -> None:
+def test_spreadsheet_csv_in_another_language_is_read(tmp_path: Path, work: str, renderer: Renderer) -> None:
     lines = ["prompt;completion", '"a; b, c, d";x', "f;y"]
     for separator in ";,\t":
         (tmp_path / "rows.csv").write_text("\n".join(lines).replace(";", separator))
@@ -298,9 +298,7 @@ def test_a_csv_file_of_a_spreadsheet_in_another_language(tmp_path: Path, work: s
             check_source(DataSource(url=str(tmp_path / "rows.csv")), work, renderer, SFT)
 
 
-def test_held_out_rows_are_written_as_the_data_unless_they_say_otherwise(
-    tmp_path: Path, work: str, renderer: Renderer
-) -> None:
+def test_held_out_rows_use_the_format_of_the_data_by_default(tmp_path: Path, work: str, renderer: Renderer) -> None:
     data = {"url": "a.csv", "columns": {"prompt": "q", "completion": "a"}, "ignore": ["id"]}
     held_out = SftParameters.model_validate({"data": data, "held_out": {"url": "b.csv"}}).held_out
     assert held_out is not None and (held_out.columns, held_out.ignore) == (data["columns"], ["id"])
@@ -369,8 +367,8 @@ def test_duplicates_are_counted_a_limit_is_kept_and_good_rows_may_be_required(ch
     assert check(partial, ANY, max_bad_fraction=1).form == "prompt_completion"
 
 
-def test_an_error_names_the_file_that_cannot_be_read(tmp_path: Path, work: str, renderer: Renderer) -> None:
-    places = write_everywhere(tmp_path)
+def test_unreadable_file_is_named(tmp_path: Path, work: str, renderer: Renderer) -> None:
+    places = write_every_format(tmp_path)
     files = {
         "rows.xml": b"<a/>",
         "bad.jsonl.gz": gzip.compress(LINES.encode())[:-20],

@@ -98,9 +98,7 @@ async def test_a_task_is_solved_in_a_terminal(tokenizer: Any, renderer: Renderer
 
 
 @needs_namespaces
-async def test_commands_of_models_without_tools_and_wrong_calls(
-    tokenizer: Any, renderer: Renderer, tmp_path: Path
-) -> None:
+async def test_plain_commands_and_invalid_calls_are_handled(tokenizer: Any, renderer: Renderer, tmp_path: Path) -> None:
     wrong = bash("ls").replace('"bash"', '"python"'), bash("ls").replace('"command"', '"code"')
     fenced = "```bash\necho 3 > lines.txt\n```\nand\n```sh\nls /missing\n```"
     episode, _ = await worked(tokenizer, renderer, write_task(tmp_path), *wrong, fenced, "Done.")
@@ -113,7 +111,7 @@ async def test_commands_of_models_without_tools_and_wrong_calls(
 
 
 @needs_namespaces
-async def test_outputs_are_shortened_and_time_ends(
+async def test_outputs_are_truncated_and_time_is_limited(
     tokenizer: Any, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harbor, "_SECONDS", 0.5)
@@ -146,7 +144,7 @@ async def test_rewards_are_written_as_text_or_json(
 @pytest.mark.parametrize(
     ("written", "why"), [("echo no curl >&2; exit 1", "no curl"), ("echo nan > /logs/verifier/reward.txt", "nan")]
 )
-async def test_tests_without_a_reward_are_no_reward_of_zero(
+async def test_tests_without_a_reward_count_as_lost(
     tokenizer: Any, renderer: Renderer, tmp_path: Path, written: str, why: str
 ) -> None:
     write_task(tmp_path, tests__test_sh=written)
@@ -158,7 +156,7 @@ async def test_tests_without_a_reward_are_no_reward_of_zero(
 
 
 @needs_namespaces
-async def test_a_killed_sandbox_is_no_reward_of_zero(tokenizer: Any, renderer: Renderer, tmp_path: Path) -> None:
+async def test_killed_sandbox_counts_as_lost(tokenizer: Any, renderer: Renderer, tmp_path: Path) -> None:
     killing = asyncio.create_task(kill_sandbox(mark := new_mark()))
     lost = list[Lost]()
     with pytest.raises(EnvironmentUnavailableError):
@@ -199,7 +197,7 @@ def test_a_folder_has_many_tasks(tmp_path: Path) -> None:
         ({"environment__Dockerfile": "WORKDIR /usr/src"}, r"WORKDIR '/usr/src': must not be a folder of the system"),
     ],
 )
-def test_a_task_that_cannot_be_used_is_named(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+def test_unusable_task_is_named(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     (tmp_path.parent / "secret").write_text("secret")
     with pytest.raises(UserError, match=message) as error:
         rows_of(write_task(tmp_path, **changes))
@@ -216,13 +214,13 @@ def test_an_image_has_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (named.image, named.workdir) == ("one/two:3", "/there")
 
 
-async def test_other_programs_have_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_image_placeholder_is_refused_for_plain_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COMMAND, "docker run --rm -i {image} python3")
     with pytest.raises(UserError, match=r"\{image\} is only for tasks that name an image"):
         await run_python("")
 
 
-def test_wrong_folders_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_folders_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"must be harbor:///PATH, a folder of tasks of Harbor; .* has none"):
         rows_of(tmp_path)
     with pytest.raises(UserError, match=r"data\.split 'eval': "):

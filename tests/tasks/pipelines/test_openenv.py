@@ -119,13 +119,13 @@ async def test_an_answer_is_a_step(renderer: Renderer, tokenizer: Any, serve: An
     assert (episode.reward, episode.ended) == (6.0, True)
 
 
-async def test_each_conversation_of_a_group_has_its_session(renderer: Renderer, tokenizer: Any, serve: Any) -> None:
+async def test_each_conversation_of_a_group_has_a_session(renderer: Renderer, tokenizer: Any, serve: Any) -> None:
     make = environment_maker("", f"openenv:{serve().url}/")
     (group,) = await Rollouts(renderer, make, 3, 4, 9).groups(Echo(tokenizer), [ROW], [1])
     assert [(len(episode.turns), episode.reward) for episode in group] == [(3, 3.0), (1, 1.0), (3, 3.0)]
 
 
-async def test_an_action_of_several_fields_is_json(renderer: Renderer, tokenizer: Any, serve: Any) -> None:
+async def test_action_with_several_fields_is_json(renderer: Renderer, tokenizer: Any, serve: Any) -> None:
     episode = await talk(renderer, tokenizer, serve(Move).url, '{"x": 2, "y": 1}', "left", "[1]", '{"x": "a"}',
                          '{"x": 0, "y": 5}')  # fmt: skip
     assert episode.reward == 8.0
@@ -134,14 +134,12 @@ async def test_an_action_of_several_fields_is_json(renderer: Renderer, tokenizer
     assert left.startswith("The action must be a JSON object: ") and "x" in wrong and "y" in wrong
 
 
-async def test_a_mistake_of_the_environment_fails_its_row(renderer: Renderer, tokenizer: Any, serve: Any) -> None:
+async def test_environment_error_fails_its_row(renderer: Renderer, tokenizer: Any, serve: Any) -> None:
     with pytest.raises(UserError, match="a mistake of the environment"):
         await talk(renderer, tokenizer, serve().url, "break")
 
 
-async def test_a_server_that_is_away_or_full_is_no_reward_of_zero(
-    renderer: Renderer, tokenizer: Any, serve: Any
-) -> None:
+async def test_unavailable_or_full_server_counts_as_lost(renderer: Renderer, tokenizer: Any, serve: Any) -> None:
     lost, served = list[Lost](), serve(most=1)
     make = environment_maker("", f"openenv:{served.url}")
     first = make({"prompt": ROW.prompt})
@@ -158,7 +156,7 @@ async def test_a_server_that_is_away_or_full_is_no_reward_of_zero(
     assert served.url in lost[-1].reason
 
 
-def test_wrong_uses_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_uses_of_openenv_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"environment 'openenv:echo': must be openenv:http://HOST:PORT"):
         environment_maker("", "openenv:echo")
     with pytest.raises(UserError, match=r"data\.url 'openenv://a': .* has no rows"):

@@ -124,7 +124,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OutlierWatch, "check_history", checked)
 
 
-async def test_the_worst_rows_are_left_out_and_the_others_train_on(work: str) -> None:
+async def test_worst_rows_are_left_out_and_the_rest_trains(work: str) -> None:
     rows = [1.0 + number % 3 / 4 for number in range(STEPS * SIZE)]
     rows[12 * SIZE + 1], rows[12 * SIZE + 3] = 90.0, 400.0  # both spoil step 13
     rows[14 * SIZE] = float("inf")  # step 15
@@ -138,7 +138,7 @@ async def test_the_worst_rows_are_left_out_and_the_others_train_on(work: str) ->
     assert "## Step 13\n\nLeft out from now on: rows 49, 51 of the data." in pages[-1] and "## Step 15" in pages[-1]
 
 
-async def test_a_harmless_row_that_looks_worse_than_the_culprit_is_put_back(work: str) -> None:
+async def test_harmless_row_that_looks_worse_than_the_culprit_is_restored(work: str) -> None:
     rows = [1.0 + number % 3 / 4 for number in range(STEPS * SIZE)]
     harmless, culprit = 12 * SIZE, 12 * SIZE + 2
     rows[harmless], rows[culprit] = 1e6, 90.0
@@ -150,14 +150,14 @@ async def test_a_harmless_row_that_looks_worse_than_the_culprit_is_put_back(work
     assert model.weight == clean.weight
 
 
-async def test_a_step_whose_rows_are_all_large_is_made_as_it_is(work: str) -> None:
+async def test_step_with_only_large_rows_is_kept(work: str) -> None:
     rows = [1.0] * STEPS * SIZE
     rows[12 * SIZE : 13 * SIZE] = [40.0, 50.0, 60.0, 30.0]
     model, segment, pages = await trained(work, rows, "large")
     assert segment.left_out == [] and model.weight == sum(rows) and "No row was left out." in pages[0]
 
 
-async def test_a_step_that_is_not_finite_is_named_without_a_watch(work: str) -> None:
+async def test_non_finite_step_is_named_without_a_watch(work: str) -> None:
     rows = [1.0] * STEPS * SIZE
     rows[20] = float("nan")
     with pytest.raises(ServerError, match="step 6: the norm of its gradients is not finite; `tinkerflow blame run-0"):

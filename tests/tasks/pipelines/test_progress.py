@@ -14,7 +14,7 @@ def segment(first: int, last: int, loss: float = 1.0) -> SegmentRecord:
     return SegmentRecord(first_step=first, last_step=last, state=f"tinker://m/weights/step-{last}", steps=steps)
 
 
-def test_segments_are_read_in_order_by_whoever_goes_on(work: str) -> None:
+def test_segments_are_read_in_order_by_the_next_process(work: str) -> None:
     progress = RunProgress(work, "run", "plan")
     progress.add(segment(1, 9))
     progress.add(segment(10, 10))
@@ -23,14 +23,14 @@ def test_segments_are_read_in_order_by_whoever_goes_on(work: str) -> None:
     assert RunProgress(work, "other", "plan").segments() == []
 
 
-def test_of_two_processes_one_goes_on(work: str) -> None:
+def test_one_of_two_processes_continues_a_run(work: str) -> None:
     RunProgress(work, "run", "plan").add(segment(1, 5))
     for late in (segment(1, 5, loss=2.0), segment(1, 3)):
         with pytest.raises(UserError, match="step 1 was made by another process"):
             RunProgress(work, "run", "plan").add(late)
 
 
-def test_another_plan_or_a_strange_name_is_refused(work: str) -> None:
+def test_different_plan_or_invalid_name_is_refused(work: str) -> None:
     RunProgress(work, "run", "plan")
     with pytest.raises(UserError, match="resume 'run': this run was begun with other parameters or data"):
         RunProgress(work, "run", "other plan")
@@ -42,7 +42,7 @@ def test_another_plan_or_a_strange_name_is_refused(work: str) -> None:
         RunProgress(work, "../x", "plan")
 
 
-def test_a_missing_piece_is_noticed(work: str) -> None:
+def test_missing_piece_is_detected(work: str) -> None:
     progress = RunProgress(work, "run", "plan")
     for one in (segment(1, 5), segment(6, 9)):
         progress.add(one)
@@ -51,7 +51,7 @@ def test_a_missing_piece_is_noticed(work: str) -> None:
         progress.segments()
 
 
-def test_what_is_kept_is_the_first_ones(work: str) -> None:
+def test_first_kept_value_wins(work: str) -> None:
     progress = RunProgress(work, "run", "plan")
     assert progress.kept("reference") is None
     assert progress.keep("reference", b"one") == b"one"

@@ -21,12 +21,12 @@ from tinkerflow.tasks.pipelines.rated import rated_rows
         "journal://block/path?rated=true",
     ],
 )
-def test_a_wrong_url_says_what_it_may_be(url: str) -> None:
+def test_invalid_journal_url_lists_the_accepted_forms(url: str) -> None:
     with pytest.raises(UserError, match=r"^data\.url is 'journal://"):
         list(rated_rows(url, "auto"))
 
 
-def test_all_pages_are_read_and_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_are_read_and_a_refusal_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", "http://service/prefix")
     monkeypatch.setenv("TINKER_API_KEY", "tml-key")
     one = {"prompt": "p", "answer": "a", "reward": None, "label": "good", "text": None}

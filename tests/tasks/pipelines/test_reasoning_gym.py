@@ -26,7 +26,7 @@ def rows(url: str) -> list[Any]:
     return [item.value for item in read_rows(DataSource(url=url)) if isinstance(item, RawRow)]
 
 
-def test_equal_urls_have_equal_questions() -> None:
+def test_equal_urls_give_equal_questions() -> None:
     first = rows(URL)
     assert first == rows(URL) and len(first) == 3
     assert first[0]["reasoning_gym"] == {"url": URL, "index": 0}
@@ -44,7 +44,7 @@ def test_equal_urls_have_equal_questions() -> None:
         ("reasoning-gym://composite", "at least one dataset"),
     ],
 )
-def test_a_wrong_url_is_refused_by_name(url: str, text: str) -> None:
+def test_invalid_url_is_named_in_the_error(url: str, text: str) -> None:
     with pytest.raises(UserError) as error:
         rows(url)
     assert repr(url) in error.value.message and text in error.value.message

@@ -80,7 +80,7 @@ DROPPED: dict[str, tuple[Row, str]] = {
 
 @pytest.mark.parametrize("format_", ["chat", "text"])
 @pytest.mark.parametrize("field", DROPPED)
-def test_a_field_that_the_template_does_not_show_is_refused_by_name(tokenizer: Any, field: str, format_: Any) -> None:
+def test_field_that_the_template_drops_is_refused_with_its_name(tokenizer: Any, field: str, format_: Any) -> None:
     row, message = DROPPED[field]
     with template(tokenizer, PLAIN), pytest.raises(RowError, match=message if format_ == "chat" else "has no place"):
         Renderer(tokenizer, format_).examples(row)
@@ -97,7 +97,7 @@ def test_a_field_that_the_template_does_not_show_is_refused_by_name(tokenizer: A
         ("{{ m['content'] }}{{ m.surprise.of.it }}", r"the chat template refuses them: .*no attribute 'surprise'"),
     ],
 )
-def test_a_template_that_drops_or_refuses_messages_refuses_the_row(tokenizer: Any, shows: str, message: str) -> None:
+def test_row_is_refused_if_the_template_drops_or_refuses_messages(tokenizer: Any, shows: str, message: str) -> None:
     text = PLAIN.replace("{{ m['content'] }}", shows)
     row = Row(({"role": "system", "content": "Be brief"}, USER), ({**ANSWER, "content": "<think>a\nb</think>9"},))
     with template(tokenizer, text), pytest.raises(RowError, match=message):

@@ -130,7 +130,7 @@ class Stopping(Counting):
         return Reply(100.0, (), {"turns": 0.5})
 
 
-async def test_an_environment_rewards_a_conversation_that_it_did_not_end(tokenizer: Any, renderer: Renderer) -> None:
+async def test_environment_rewards_an_unfinished_conversation(tokenizer: Any, renderer: Renderer) -> None:
     rollouts = Rollouts(renderer, Stopping, group_size=3, max_tokens=4, max_turns=2)
     (group,) = await rollouts.groups(Echo(tokenizer), [ROW], [1])
     assert [one.reward for one in group] == [103.0, 1.0, 103.0]  # "1" ends the second one
@@ -141,7 +141,7 @@ FIRST = SampledTurn([5, 6, 7], [8, 9], np.array([-0.5, -1.5]), "req-1-0")
 SECOND = SampledTurn([5, 6, 7, 8, 9, 4], [3], np.array([-2.5]), "req-2-0")
 
 
-def test_only_the_answer_is_learnt() -> None:
+def test_loss_covers_only_answer_tokens() -> None:
     datum = Trajectory([FIRST]).datum(np.array([2.0, -2.0]))
     inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
     assert datum.model_input.to_ints() == [5, 6, 7, 8]
@@ -174,7 +174,7 @@ def test_data_name_the_samples_of_all_their_tokens() -> None:
     assert both.loss_fn_input_spans == [new(FIRST, 1, 2), answered(FIRST, 2), new(SECOND, 5, 1), answered(SECOND, 1)]
 
 
-def test_a_turn_whose_prompt_drops_tokens_begins_a_datum() -> None:
+def test_turn_whose_prompt_drops_tokens_starts_a_new_datum() -> None:
     dropped = SampledTurn([5, 6, 7, 9, 4], [3], np.array([-2.5]), "req-2-0")
     longer = SampledTurn([5, 6, 7, 9, 4, 3, 1], [2], np.array([-1.0]), "req-3-0")
     found = Episode(turns=[FIRST, dropped, longer]).trajectories()
@@ -240,7 +240,7 @@ class Pair(Counting):
         return 0.5, True
 
 
-async def test_methods_of_a_wrong_form_are_named(tokenizer: Any, renderer: Renderer) -> None:
+async def test_methods_with_a_wrong_signature_are_named(tokenizer: Any, renderer: Renderer) -> None:
     with pytest.raises(UserError, match=rf"^`begin` of {__name__}:Plain must be `async def`$"):
         environment_maker("", f"{__name__}:Plain")
     with pytest.raises(UserError, match=rf"^{__name__}:Echo has no method `async def begin`$"):
@@ -258,9 +258,7 @@ FAULTS = {"make": "KeyError: 'answer'", "answered": "ValueError: no", "message":
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_row_that_fails_is_left_out_while_the_data_allows_it(
-    tokenizer: Any, renderer: Renderer, fault: Any
-) -> None:
+async def test_failing_row_is_left_out_while_the_data_allows_it(tokenizer: Any, renderer: Renderer, fault: Any) -> None:
     bad = Row(({"role": "user", "content": "Bad"},), extra={"fault": fault})
     rollouts = Rollouts(renderer, Failing, 2, 4, max_bad_fraction=0.5)
     groups = await rollouts.groups(Echo(tokenizer), [ROW, bad], [1])
@@ -292,7 +290,7 @@ def scored_by(reward: Any, **changes: Any) -> dict[str, Any]:
     return {"make": lambda facts: Asked(facts, reward), "judge": f"reward {__name__}:{reward.__name__}"} | changes
 
 
-async def test_an_error_of_a_reward_names_its_place_and_the_answer(
+async def test_reward_error_names_its_place_and_the_answer(
     tokenizer: Any, renderer: Renderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
@@ -322,7 +320,7 @@ async def test_plain_rewards_are_called_in_threads_in_the_order_of_samples(token
     assert threading.main_thread() not in threads
 
 
-async def test_a_reward_over_its_limit_is_named_with_the_limit(
+async def test_slow_reward_is_named_with_its_limit(
     tokenizer: Any, renderer: Renderer, caplog: pytest.LogCaptureFixture
 ) -> None:
     over = threading.Event()
@@ -370,7 +368,7 @@ async def test_code_that_blocks_the_event_loop_is_named_and_interrupted(
     assert "0.2 s, and blocked the event loop" in interrupted
 
 
-async def test_no_reward_is_asked_after_its_row_has_failed(tokenizer: Any, renderer: Renderer) -> None:
+async def test_reward_is_not_called_after_its_row_failed(tokenizer: Any, renderer: Renderer) -> None:
     asked = []
 
     async def reward(facts: Facts, text: str) -> float:
@@ -417,7 +415,7 @@ class Unavailable(Counting):
 
 
 @pytest.mark.parametrize("deaths", [["make"], ["begin"], ["answered"], ["slow"], ["answered", "slow"]])
-async def test_a_conversation_whose_environment_is_lost_is_begun_again(
+async def test_conversation_with_a_lost_environment_is_restarted(
     tokenizer: Any, renderer: Renderer, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Unavailable, "left", [*deaths])

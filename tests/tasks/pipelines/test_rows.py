@@ -48,7 +48,7 @@ def read(raw: Any, form: str = "", **options: Any) -> Row:
     return RowReader(form or guess_form(raw), **options).parse(raw)  # type: ignore[arg-type]
 
 
-def test_each_form_gives_a_prompt_and_its_continuation() -> None:
+def test_each_form_gives_prompt_and_continuation() -> None:
     reasons = {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [CALL], "weight": 0}
     system = {"role": "system", "content": "Be brief."}
     asks = {"role": "user", "content": "hi", "name": "Ann"}
@@ -81,7 +81,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(("form", "path"), [(form, path) for form, raw in FORMS.items() for path in paths(raw)])
-def test_an_unknown_field_at_any_level_is_refused_by_name_and_may_be_ignored(form: str, path: tuple[Any, ...]) -> None:
+def test_unknown_field_is_named_at_any_level_and_may_be_ignored(form: str, path: tuple[Any, ...]) -> None:
     raw = copy.deepcopy(FORMS[form])
     at: Any = raw
     for key in path:
@@ -112,7 +112,7 @@ def test_a_misspelled_required_field_gets_a_suggestion() -> None:
             read({"massages": [U, A]}, "chat", forms=forms)
 
 
-def test_all_unused_fields_of_a_row_are_named_at_once() -> None:
+def test_all_unused_fields_of_a_row_are_named_together() -> None:
     with pytest.raises(
         RowError, match=r"^id, source: are not used by sft; add 'id', 'source' to data\.ignore to leave them out"
     ):
@@ -148,7 +148,7 @@ def test_columns_are_mapped_to_fields() -> None:
     assert swapped == Row((U,), (A,))
 
 
-def test_calls_tools_and_answers_may_be_written_in_other_ways() -> None:
+def test_calls_tools_and_answers_have_alternative_spellings() -> None:
     flat = {"name": "add", "arguments": '{"a": 1}', "id": "c1"}
     assert read({"messages": [U, {**CALLS, "tool_calls": [flat]}, RESULT, A]}).chosen[0]["tool_calls"] == [CALL]
     assert read({"messages": [U, A], "tools": [TOOL["function"]]}).tools == (TOOL,)
@@ -216,7 +216,7 @@ def test_an_error_names_the_field_the_value_and_the_rule(raw: Any, form: str, me
     assert str(error.value).startswith(message)
 
 
-def test_a_row_of_no_form_is_refused_with_the_forms() -> None:
+def test_row_of_unknown_form_is_refused_with_the_forms() -> None:
     with pytest.raises(RowError, match=r"row: \['question'\]: .*alpaca: instruction, output.*data\.columns maps"):
         guess_form({"question": "x"})
 
@@ -240,7 +240,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @EVERY
-def test_any_value_at_any_place_gives_a_row_or_a_row_error(form: str) -> None:
+def test_any_value_gives_a_row_or_a_row_error(form: str) -> None:
     for *parents, key in filter(None, places(FORMS[form])):
         for odd in ODD:
             for name in (key, "from", "function", "\ud800"):

@@ -67,7 +67,7 @@ async def test_a_program_has_no_more_than_its_limits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("command", [["no-such-program"], ["python", "-c", "a\0b"], ["python", "-c", "#" * 2**18]])
-async def test_a_program_that_cannot_be_started_is_not_the_sandboxs_fault(kind: str, command: list[str]) -> None:
+async def test_unstartable_program_ends_with_status_127(kind: str, command: list[str]) -> None:
     ran = await run_program(command)
     assert (ran.status, ran.timed_out, ran.output) == (127, False, "") and ran.errors
 
@@ -82,14 +82,14 @@ async def test_commands_of_a_sandbox_share_its_files(kind: str) -> None:
         assert ran.output == "/ 1\n"
 
 
-async def test_a_program_does_not_see_our_variables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_program_does_not_see_the_environment_of_the_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
     ran = await run_python("import os; print(sorted(os.environ))")
     assert ran.output == "['HOME', 'LANG', 'PATH', 'TMPDIR']\n"
 
 
 @needs_namespaces
-async def test_a_program_reaches_no_network_no_process_and_no_file() -> None:
+async def test_program_cannot_reach_network_processes_or_files() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ran = await run_python(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
@@ -115,7 +115,7 @@ async def test_a_program_cannot_write_its_own_result() -> None:
 
 
 @needs_namespaces
-async def test_all_that_a_program_started_ends_with_it() -> None:
+async def test_sandbox_ends_all_processes_of_its_program() -> None:
     code = f"import os; os.fork() or (os.setsid(), os.execlp('sleep', {(mark := new_mark())!r}, '600'))"
     assert (await run_python(code)).status == 0
     assert not [each for each in psutil.process_iter(["cmdline"]) if mark in (each.info["cmdline"] or ())]
@@ -140,7 +140,7 @@ async def kill_sandbox(mark: str) -> None:
         program.kill()
 
 
-async def test_a_sandbox_that_is_killed_is_not_the_programs_fault(kind: str) -> None:
+async def test_killed_sandbox_is_not_a_program_error(kind: str) -> None:
     killing = asyncio.create_task(kill_sandbox(mark := new_mark()))
     with pytest.raises(EnvironmentUnavailableError, match="the sandbox ended before its program"):
         await run_program([*SLEEP, "1", mark], {})
@@ -159,9 +159,7 @@ async def test_a_cancelled_program_is_ended() -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize("kills", [2, 99])
-async def test_a_conversation_whose_sandbox_is_killed_is_begun_again(
-    tokenizer: Any, renderer: Renderer, kills: int
-) -> None:
+async def test_conversation_with_a_killed_sandbox_is_restarted(tokenizer: Any, renderer: Renderer, kills: int) -> None:
     """Two kills cost a group of three nothing. After a kill at each attempt, there is no group, and no reward of 0."""
     killing = list[asyncio.Task[None]]()
 
@@ -186,7 +184,7 @@ async def test_a_conversation_whose_sandbox_is_killed_is_begun_again(
     await asyncio.gather(*killing)
 
 
-async def test_a_machine_that_cannot_isolate_programs_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_machine_without_isolation_refuses_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(COMMAND, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     sandbox._refusal.cache_clear()

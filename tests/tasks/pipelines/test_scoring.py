@@ -82,7 +82,7 @@ class Graded:
         return Reply(factor * float(text), parts={"form": 1.0} if text == "1" else {})
 
 
-async def test_a_reward_has_an_error_of_the_means_of_rows(tokenizer: Any, renderer: Renderer) -> None:
+async def test_reward_has_the_standard_error_of_row_means(tokenizer: Any, renderer: Renderer) -> None:
     rows = [parse({"prompt": f"Colour of {name}?", "colour": c}) for name, c in
             (("grass", "green"), ("coal", "black"), ("sky", "blue"))]  # fmt: skip
     sampler: Any = Varied(tokenizer)
@@ -101,7 +101,7 @@ async def test_a_reward_has_an_error_of_the_means_of_rows(tokenizer: Any, render
         scores.beats(scores, "loss", 0.0)
 
 
-def test_better_is_more_reward_by_more_than_the_margin() -> None:
+def test_champion_is_beaten_only_beyond_the_margin_of_reward() -> None:
     low, high = (Scores(rows=2, reward=mean, samples=[]) for mean in (0.25, 0.5))
     assert high.beats(low, "reward", 0.2) and not high.beats(low, "reward", 0.3) and not low.beats(high, "reward", 0)
 

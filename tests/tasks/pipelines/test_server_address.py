@@ -24,7 +24,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True)
-def no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def unset_server_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
 
@@ -34,7 +34,7 @@ def test_the_service_of_the_data_dir_is_used_at_its_own_port(tmp_path: Path, por
         assert server_from_environment(Settings(data_dir=tmp_path, port=port)) == ("http://127.0.0.1:8137", "tml-local")
 
 
-def test_the_service_of_another_data_dir_is_refused_unless_it_is_named(
+def test_service_of_another_data_dir_is_refused_unless_named(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, url = Settings(data_dir=tmp_path, port=port), f"http://127.0.0.1:{port}"
@@ -53,7 +53,7 @@ def test_a_service_that_runs_as_parts_beats_in_the_journal(tmp_path: Path, port:
     assert server_from_environment(settings)[0] == f"http://127.0.0.1:{port}"
 
 
-def test_where_nothing_answers_the_address_is_that_of_the_settings(tmp_path: Path) -> None:
+def test_server_address_falls_back_to_the_settings(tmp_path: Path) -> None:
     idle = free_port()
     assert server_from_environment(Settings(data_dir=tmp_path, port=idle))[0] == f"http://127.0.0.1:{idle}"
     on_ipv6 = Settings(data_dir=tmp_path, host="::1", port=idle)

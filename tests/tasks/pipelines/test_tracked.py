@@ -48,7 +48,7 @@ def shown(files: Sequence[Path]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-async def test_a_run_that_is_continued_shows_each_step_once(folder: Path) -> None:
+async def test_continued_run_shows_each_step_once(folder: Path) -> None:
     one = run(tracking="tensorboard", training={"steps": 5})
     with pytest.raises(StoppedError):
         async with tracked(one, "night-1", []) as steps:
@@ -67,7 +67,7 @@ async def test_a_run_that_is_continued_shows_each_step_once(folder: Path) -> Non
     assert "| name | lesson night-1 |" in text and "| training.steps | 5 |" in text and "| data.url |" in text
 
 
-async def test_a_tracker_that_fails_is_tried_again_and_never_stops_training(
+async def test_failing_tracker_is_retried_and_never_stops_training(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.parent.mkdir(parents=True)
@@ -83,7 +83,7 @@ async def test_a_tracker_that_fails_is_tried_again_and_never_stops_training(
     assert shown(sorted(folder.glob("*.tfevents.*"))) == {"loss": [(1, 0.25)]}
 
 
-async def test_without_trackers_nothing_is_written(folder: Path) -> None:
+async def test_run_without_trackers_writes_nothing(folder: Path) -> None:
     async with tracked(run(), "night-1", []) as steps:
         steps.add([made(1)])
     assert not folder.exists()

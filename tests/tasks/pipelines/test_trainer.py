@@ -123,13 +123,13 @@ async def test_segments_are_made_recorded_and_continued_by_another_process(work:
     assert [(one.first_step, one.last_step) for one in second.progress.segments()] == [(1, 3), (4, 6)]
 
 
-async def test_a_start_from_other_weights(work: str) -> None:
+async def test_run_starts_from_other_weights(work: str) -> None:
     client: Any = await trainer(work, Recipe(), start_from="tinker://a/weights/b").at(0)
     assert client.origin == "weights of tinker://a/weights/b"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-async def test_so_many_steps_are_submitted_ahead(work: str, ahead: int) -> None:
+async def test_configured_number_of_steps_is_submitted_ahead(work: str, ahead: int) -> None:
     recipe = Recipe(ahead)
     segment = await train_segment.fn(trainer(work, recipe), 1, 6, Control(), lambda _: None)
     assert segment is not None and [step.step for step in segment.steps] == [1, 2, 3, 4, 5, 6]
@@ -137,7 +137,7 @@ async def test_so_many_steps_are_submitted_ahead(work: str, ahead: int) -> None:
     assert recipe.begun == [0]
 
 
-async def test_a_stop_ends_with_the_step_that_is_being_made_and_measures_nothing(work: str) -> None:
+async def test_stop_finishes_the_current_step_without_a_measurement(work: str) -> None:
     control = Control()
     stopped = await train_segment.fn(trainer(work, Recipe()), 1, 6, control, lambda made: control.stop())
     assert stopped is not None
@@ -145,7 +145,7 @@ async def test_a_stop_ends_with_the_step_that_is_being_made_and_measures_nothing
     assert await train_segment.fn(trainer(work, Recipe()), 2, 6, control, lambda _: None) is None
 
 
-async def test_a_failure_leaves_no_record_and_no_live_model(work: str) -> None:
+async def test_failure_leaves_neither_record_nor_live_model(work: str) -> None:
     recipe = Recipe(ahead=1, fails=1)
     failing = trainer(work, recipe)
     before = await failing.at(0)
@@ -179,6 +179,6 @@ def test_training_data_has_the_name_of_its_file(url: str, name: str) -> None:
         (ConnectionError("away"), True),
     ],
 )
-def test_a_retry_is_made_only_if_it_may_help(error: Exception, may_help: bool) -> None:
+def test_only_retryable_errors_are_retried(error: Exception, may_help: bool) -> None:
     condition: Any = train_segment.retry_condition_fn
     assert condition(train_segment, None, SimpleNamespace(data=error)) == may_help

@@ -34,7 +34,7 @@ def refused(path: str) -> str:
     return raised.value.message
 
 
-def test_a_wrong_path_is_answered_with_near_names_and_the_folders(folder: Path) -> None:
+def test_invalid_path_is_answered_with_similar_names_and_folders(folder: Path) -> None:
     assert callable(import_named("reward", "their_rewards:letters"))
     error = refused("their_reward:letters")
     assert error.startswith("reward 'their_reward:letters': there is no module 'their_reward'")
@@ -46,7 +46,7 @@ def test_a_wrong_path_is_answered_with_near_names_and_the_folders(folder: Path) 
     assert refused("their_rewards:leters").endswith(f"{file} has no 'leters' (did you mean 'letters'?)")
 
 
-def test_a_module_that_fails_names_its_line(folder: Path) -> None:
+def test_failing_module_names_its_line(folder: Path) -> None:
     failed = "the module fails when it is imported: "
     assert f"{failed}AttributeError: module 'math' has no attribute 'no' ({folder}/their_broken.py:3)" in refused(
         "their_broken:f"

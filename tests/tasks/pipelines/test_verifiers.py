@@ -143,7 +143,7 @@ async def test_a_rubric_rewards_an_answer(renderer: Renderer, tokenizer: Any) ->
     assert episode.reward == pytest.approx(-0.3)
 
 
-async def test_an_environment_that_verifiers_has_checks_answers(renderer: Renderer, tokenizer: Any) -> None:
+async def test_verifiers_environment_checks_answers(renderer: Renderer, tokenizer: Any) -> None:
     gym = pytest.importorskip("reasoning_gym", reason="no reasoning-gym", exc_type=ImportError)
     right = gym.create_dataset("gcd", size=3, seed=0)[0]["answer"]
     episode, _ = await talk(renderer, tokenizer, "kind=gym", f"<answer>{right}</answer>")
@@ -162,7 +162,7 @@ async def test_an_environment_leads_several_turns(renderer: Renderer, tokenizer:
     assert asked[2].startswith(asked[1]) and sys.modules["guessing_games"].CLEANED[-1:] == ["has_final_env_response"]
 
 
-async def test_a_conversation_that_is_cut_off_has_the_reward_of_its_turns(renderer: Renderer, tokenizer: Any) -> None:
+async def test_truncated_conversation_has_the_reward_of_its_turns(renderer: Renderer, tokenizer: Any) -> None:
     episode, _ = await talk(renderer, tokenizer, "kind=guess", "5", "4", max_turns=2)
     assert (episode.reward, episode.ended) == (0.5, False)
     assert sys.modules["guessing_games"].CLEANED[-1] == "prompt_too_long"
@@ -183,14 +183,14 @@ async def test_tools_are_called(renderer: Renderer, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("query", ["reward=dead", "kind=lost"])
-async def test_lost_infrastructure_is_no_reward_of_zero(renderer: Renderer, tokenizer: Any, query: str) -> None:
+async def test_lost_infrastructure_counts_as_lost_conversation(renderer: Renderer, tokenizer: Any, query: str) -> None:
     lost = list[Lost]()
     with pytest.raises(EnvironmentUnavailableError):
         await talk(renderer, tokenizer, query, "5", lost=lost)
     assert len(lost) == 1 and ("away" in lost[0].reason or "killed" in lost[0].reason)
 
 
-async def test_a_reward_that_fails_is_zero_as_verifiers_defines(renderer: Renderer, tokenizer: Any) -> None:
+async def test_failed_reward_is_zero_as_verifiers_defines(renderer: Renderer, tokenizer: Any) -> None:
     episode, _ = await talk(renderer, tokenizer, "reward=wrong", "1")
     assert episode.parts["wrong"] == 0.0
 
@@ -208,20 +208,20 @@ async def test_changed_messages_are_refused(renderer: Renderer, tokenizer: Any) 
         ("verifiers://guessing-games?reward=alike", "rewards groups of answers"),
     ],
 )
-def test_a_wrong_url_is_refused_by_name(url: str, text: str) -> None:
+def test_invalid_url_is_named_in_the_error(url: str, text: str) -> None:
     with pytest.raises(UserError) as error:
         list(read_rows(DataSource(url=url)))
     assert repr(url) in error.value.message and text in error.value.message
 
 
-def test_an_environment_needs_rows_of_its_own() -> None:
+def test_verifiers_environment_needs_its_own_rows() -> None:
     make = environment_maker("", "verifiers:other")
     for row in (Row(({"role": "user", "content": "?"},)), rows_of()[0]):
         with pytest.raises(UserError, match=r"data\.url must be verifiers://other\?…"):
             make({**row.extra, "prompt": row.prompt})
 
 
-def test_served_files_name_the_environments_that_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_files_name_the_imported_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MAY_IMPORT, "a:B verifiers:guessing-games")
     assert [item for item in read_rows(DataSource(url="verifiers://guessing-games?size=1")) if isinstance(item, RawRow)]
     with pytest.raises(UserError, match=r"data\.url 'verifiers:other': .* add the path to `allowed_code`"):
@@ -230,7 +230,7 @@ def test_served_files_name_the_environments_that_are_imported(monkeypatch: pytes
         environment_maker("", "verifiers:other")
 
 
-def test_signals_stay_those_of_the_flow() -> None:
+def test_environment_keeps_the_signal_handlers_of_the_flow() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     rows_of("size=2&kind=single")
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

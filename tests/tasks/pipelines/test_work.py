@@ -29,19 +29,19 @@ def test_objects_are_written_once(work: str) -> None:
     assert folder.read("c") == b"one"
 
 
-def test_names_of_content_tell_parts_apart() -> None:
+def test_digests_distinguish_content() -> None:
     assert digest("ab", "c") == digest(b"ab", b"c") != digest("a", "bc")
     assert len(digest("a")) == 32
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a" * 129])
-def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
+def test_unsafe_run_name_is_refused(name: str) -> None:
     assert checked_name("run", "run-1.2_x") == "run-1.2_x"
     with pytest.raises(UserError, match="run "):
         checked_name("run", name)
 
 
-def test_the_setting_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_folder_comes_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERFLOW_DATA_DIR", str(tmp_path))
     assert RunParameters().work_url == f"file://{tmp_path}/pipelines"
     monkeypatch.setenv("TINKERFLOW_PIPELINES", "gs://bucket/x")
@@ -49,7 +49,7 @@ def test_the_setting_says_where_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert RunParameters(work="memory://here").work_url == "memory://here"
 
 
-async def test_the_base_model_is_the_wanted_one_or_the_first() -> None:
+async def test_base_model_is_the_requested_one_or_the_first() -> None:
     class Rest:
         async def get_server_capabilities(self) -> Any:
             models = [SimpleNamespace(model_name=name, max_context_length=64) for name in ("", "tiny-a", "tiny-b")]
