@@ -17,7 +17,8 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.layers import GatedDeltaNet
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.spec.commands import BaseWeights, Dtype, GroupConfig
+from tinkerflow.backend.spec.commands import GroupConfig
+from tinkerflow.backend.spec.formats import BaseWeights, Dtype
 
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
