@@ -1,4 +1,4 @@
-"""The compiled programs of the shapes of adapters: warmed up, announced when a request waits for one, and forgotten."""
+"""The compiled programs of each adapter shape: warmed up, announced when a command waits for one, and dropped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinkerflow.backend.supervise.processes import memory_maps_used
 
 
 class AdapterPrograms:
-    """Programs by shape of adapters, for training and for publishing weights."""
+    """The programs of each adapter shape, for training adapters and publishing their weights."""
 
     def __init__(
         self,
@@ -40,12 +40,13 @@ class AdapterPrograms:
         trees: bool,
         config: GroupConfig,
     ) -> None:
-        """Nothing is compiled yet.
+        """Start without any programs.
 
-        cfg, params: of the base model, on the mesh. budget: of training. sampler: publishes weights. tower: of images.
-        warm_up: compiles programs before they are needed. progress: called with a line of text when a command may wait
-        for a compilation. max_context: the longest sequence in tokens. trees: shared beginnings of examples have a
-        program of their own. config: whether experts and supports are recorded, which also have programs of their own.
+        cfg, params: the base model, on the mesh. budget: of training. sampler: publishes weights. tower: encodes
+        images. warm_up: compiles programs before they are needed. progress: called with a line of text when a command
+        may wait for a compilation. max_context: the longest sequence in tokens. trees: whether examples with shared
+        beginnings need their own programs. config: whether experts and supports are recorded, which also need their own
+        programs.
         """
         self._cfg, self._mesh, self._params = cfg, mesh, params
         self._sampler, self._tower, self._warm_up, self._progress = sampler, tower, warm_up, progress
@@ -55,7 +56,7 @@ class AdapterPrograms:
         self._announced: set[tuple[str, LoraSpec, tuple[int, ...]]] = set()
 
     def steps_of(self, spec: LoraSpec) -> Steps:
-        """The jitted steps of adapters of that shape."""
+        """The jitted training steps for adapters of this shape."""
         return self._steps.steps_of(spec)
 
     def trim(self, used: Collection[LoraSpec]) -> None:
@@ -63,7 +64,7 @@ class AdapterPrograms:
         self._steps.trim(used)
 
     def warm_up_for(self, spec: LoraSpec, optimizer: Optimizer) -> None:
-        """Queue the programs of adapters of that shape for the warm-up, once."""
+        """Queue the programs for adapters of this shape for the warm-up, once."""
         if not self._warm_up.on or (spec, optimizer) in self._wanted:
             return
         self._wanted.add((spec, optimizer))
@@ -88,7 +89,7 @@ class AdapterPrograms:
         )
 
     def announce(self, what: str, adapter: Adapter, batch: MicroBatch) -> None:
-        """Report that `what` is compiled for a batch of this shape, at its first use."""
+        """Report at the first batch of this shape that `what` is being compiled for it."""
         key = (what, adapter.spec, batch.targets_BTK.shape)
         if key not in self._announced:
             self._announced.add(key)
@@ -97,7 +98,7 @@ class AdapterPrograms:
             self._progress(f"compiling {what} for {rows}x{tokens} tokens, {shape}")
 
     def _forget(self, spec: LoraSpec) -> None:
-        """Stop the warm-up for adapters of that shape, and announce it when their programs are compiled again."""
+        """Stop the warm-up for adapters of this shape. Later compilations of their programs are announced again."""
         self._warm_up.forget(spec)
         self._wanted = {wanted for wanted in self._wanted if wanted[0] != spec}
         self._announced = {key for key in self._announced if key[1] != spec}

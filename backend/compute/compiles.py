@@ -1,4 +1,4 @@
-"""The number of executables that JAX has made. It must not grow after the warm-up."""
+"""The number of executables that JAX has created. It must not grow after the warm-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EVENT = "/jax/core/compile/backend_compile_duration"  # also recorded for progr
 
 
 class CompileCounter:
-    """Counts the executables that this process makes from now on. JAX never drops the counter."""
+    """Counts the executables that this process creates from now on. JAX keeps a reference to the counter forever."""
 
     def __init__(self) -> None:
         """Start at 0."""
@@ -20,12 +20,12 @@ class CompileCounter:
 
     @property
     def count(self) -> int:
-        """Executables made by all threads."""
+        """Executables created by all threads."""
         return self._by_thread.total()
 
     @property
     def here(self) -> int:
-        """Executables made by the calling thread."""
+        """Executables created by the calling thread."""
         return self._by_thread[threading.get_ident()]
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:

@@ -3,8 +3,8 @@
 Every process of the group executes the same commands in the same order, so nothing here may depend on rank or time.
 
 Training does not wait for the devices: a command starts the computation, and its reply is read from the devices while
-the next command is started (`DeferredReply`). On CPUs the reply is read immediately, because the devices are the host
-itself: waiting would only keep two micro-batches in memory.
+the next command starts (`DeferredReply`). On CPUs the reply is read immediately, because the devices are the host
+itself: deferring it would only keep two micro-batches in memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _COPYING = (CreateAdapter, ImportAdapter, ExportAdapter, PublishSnapshot, LoadSn
 
 
 class Executor:
-    """One base model on the mesh. Errors of `backend/core/errors.py` change nothing unless they report it."""
+    """One base model on the mesh. Errors of `backend/core/errors.py` leave it unchanged unless they state otherwise."""
 
     environment = staticmethod(environment)
     compiled_for = staticmethod(compiled_for)
@@ -85,8 +85,8 @@ class Executor:
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         """Load the model of `config`.
 
-        progress: called with a line of text when something takes long: loading now, compiling later. jax.distributed
-        must be set up when `processes` > 1. UserError when the model cannot be run.
+        progress: called with a line of text before slow work: loading now, compiling later. jax.distributed must be
+        initialized if `processes` > 1. UserError: the model cannot be run.
         """
         self._progress = progress
         self._compiles = CompileCounter()
@@ -141,9 +141,9 @@ class Executor:
                 tower=self._tower,
             )
         )
-        self.attention_tokens = platform().attention_tokens  # of a row, where attention costs as much as all the rest
+        self.attention_tokens = platform().attention_tokens  # of a row whose attention costs as much as all the rest
         self.few_shapes = platform().few_shapes  # of micro-batches (`spec.packing.Grid`)
-        self.ahead = not on_cpu()  # whether a command starts before the devices have finished the last one
+        self.ahead = not on_cpu()  # whether a command starts before the devices have finished the previous one
         self._warm_up.want(self._sampler.adapters.programs())
         self._warm_up.want(() if self._tower is None else self._tower.programs(context))
         self._programs.warm_up_for(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
@@ -173,14 +173,14 @@ class Executor:
 
     @property
     def microbatch_tokens(self) -> int:
-        """The most padded tokens of a micro-batch."""
+        """The maximum number of padded tokens in a micro-batch."""
         return self.plan.budget.microbatch_tokens
 
     @property
     def branch_tokens(self) -> int:
-        """Shared beginnings of examples are multiples of it; 0 = nothing is shared.
+        """The length of a shared beginning of examples is a multiple of this number of tokens; 0 = nothing is shared.
 
-        Linear attention has a state only between chunks.
+        Linear attention has a state only at the borders of chunks.
         """
         if not self._config.share_prefixes:
             return 0
@@ -203,25 +203,25 @@ class Executor:
 
     @property
     def programs(self) -> str:
-        """A text of all inputs of its programs, except the code and the versions of JAX."""
+        """All inputs of the compiled programs as text, except the code and the versions of JAX."""
         config = replace(self._config, model_path="", compile_cache_dir="", store_url="", store_mark="", warm_up=False)
         return f"{self._cfg}; {config}; {self.plan.budget}; {dict(self._mesh.shape)}; {compiled_for()}"
 
     @property
     def memory(self) -> dict[str, int]:
-        """Planned bytes of each device by use."""
+        """The planned bytes of each device, by use."""
         return self.plan.by_use(self._cfg, self._config)
 
     @property
     def compiles(self) -> int:
-        """The number of executables that this process has made."""
+        """The number of executables that this process has created."""
         return self._compiles.count
 
     def execute(self, command: Command) -> Reply | DeferredReply:
-        """Execute a command. NotFoundError names an unknown adapter.
+        """Execute a command. NotFoundError: the adapter is unknown.
 
-        A DeferredReply may be called from another thread while the next commands are executed. It raises a UserError,
-        or a DevicesError, after which the executor is unusable.
+        A DeferredReply may be called from another thread while the next commands are executed. It may raise a
+        UserError, or a DevicesError, after which the executor is unusable.
         """
         if isinstance(command, ReadCompileStatus):
             return _with_sampler(self._warm_up.warmth, self._sampler.adapters)
@@ -253,11 +253,11 @@ class Executor:
         return self._fetched.needed_tensors(state, shapes)
 
     def keep_fetched(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
-        """Keep the tensors read from a state until it is imported, or loaded as a snapshot. Thread-safe."""
+        """Keep the tensors read from a state until the state is imported, or loaded as a snapshot. Thread-safe."""
         self._fetched.keep(fetch, tensors)
 
     def clear(self) -> None:
-        """Forget all adapters, snapshots and requests. The base model and compiled programs stay."""
+        """Forget all adapters, snapshots and requests. The base model and compiled programs remain."""
         self._fetched.clear()
         self._adapters.clear()
         self._quota.clear()
@@ -312,7 +312,7 @@ class Executor:
                 return self._sampler.snapshot_memory(snapshot_id)
             case MoveSnapshot(snapshot_id, to_id, recompute):
                 self._sampler.rename_snapshot(snapshot_id, to_id, recompute=recompute)
-            case DropSnapshot(snapshot_id):  # fetched tensors stay: a fetch may be for the next snapshot of this id
+            case DropSnapshot(snapshot_id):  # keep fetched tensors: they may be for the next snapshot with this id
                 self._sampler.drop_snapshot(snapshot_id)
             case ReadCompileStatus():
                 return _with_sampler(self._warm_up.warmth, self._sampler.adapters)
@@ -337,7 +337,7 @@ def _no_memory(command: Command, error: Exception) -> AllocationError:
 
 def _with_sampler(status: CompileStatus, sampler: Sampler) -> CompileStatus:
     pages, drafts = sampler.pages, sampler.drafts
-    total = (pages.pages - 1) * pages.shards  # the first page of each shard is that of zeros
+    total = (pages.pages - 1) * pages.shards  # the first page of each shard is the page of zeros
     free = sum(pages.free(shard) for shard in range(pages.shards))
     drafted, accepted = (drafts.drafted, drafts.accepted) if drafts else (0, 0)
     return status.copy_with(kv_pages=total, kv_pages_used=total - free, drafted=drafted, drafts_accepted=accepted)

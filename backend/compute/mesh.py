@@ -1,7 +1,7 @@
 """The device mesh of a worker group, and copies of arrays between the host and the mesh.
 
-The mesh may span processes. Host arrays enter through `put`: every process must hold the same values, and gives the
-part for its own devices. Replicated arrays come back through `to_host`, all others through `whole_to_host`.
+The mesh may span processes. `put` copies host arrays to the mesh: every process must hold the same values, and
+transfers the part for its own devices. `to_host` copies replicated arrays back, `whole_to_host` all others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from tinkerflow.backend.core.errors import UserError
 
 FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
-_ORDER = (EXPERT, TENSOR, FSDP)  # of a mesh's axes; TENSOR and FSDP together are a contiguous range of devices
+_ORDER = (EXPERT, TENSOR, FSDP)  # of a mesh's axes; TENSOR and FSDP together form a contiguous range of devices
 WEIGHTS = (TENSOR, FSDP)  # the axes that base matrices are split over
 ROWS = (FSDP, EXPERT)  # the axes that rows of training are split over
 CONTEXT = ("context", "expert_context")  # the axes of `split_rows` that the tokens of a row are split over
@@ -32,7 +32,7 @@ Scalar = jax.Array | np.number[Any] | np.bool
 def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
     """A mesh (fsdp, expert, tensor) over all devices of the group. fsdp: 0 = all devices that the other axes leave.
 
-    UserError when the axes do not divide the devices.
+    UserError: the product of the axes does not equal the number of devices.
     """
     count = jax.device_count()
     if not fsdp and count % (expert * tensor):
@@ -58,8 +58,8 @@ def over(devices: Sequence[jax.Device], fsdp: int, tensor: int, expert: int) -> 
 def sampling_mesh(mesh: Mesh) -> Mesh:
     """The same devices with all of WEIGHTS as the tensor axis, so that decoding gathers no matrices.
 
-    Its tensor axis splits matrices as `params` splits them over WEIGHTS, so both meshes use the same memory. Each token
-    moves activations between devices instead of matrices.
+    The tensor axis splits matrices as `params` splits them over WEIGHTS, so both meshes use the same memory. For each
+    token the devices exchange activations instead of matrices.
     """
     return _reshaped(mesh, 1)
 
@@ -67,7 +67,7 @@ def sampling_mesh(mesh: Mesh) -> Mesh:
 def cache_mesh(mesh: Mesh, kv_heads: int) -> Mesh:
     """The same devices with a tensor axis that divides the key-value heads. Rows are split over the rest of WEIGHTS.
 
-    No two devices of these axes hold the same keys and values.
+    No two devices along these axes hold the same keys and values.
     """
     return _reshaped(mesh, mesh.shape[TENSOR] * mesh.shape[FSDP] // heads_split(mesh, kv_heads))
 
@@ -79,7 +79,7 @@ def heads_split(mesh: Mesh | AbstractMesh, kv_heads: int) -> int:
 
 @functools.cache
 def _reshaped(mesh: Mesh, fsdp: int) -> Mesh:
-    """The devices of a mesh in the same order, with another size of fsdp. The tensor axis has the other devices."""
+    """The mesh with its fsdp axis resized to `fsdp`, and its tensor axis to match. Devices keep their order."""
     if mesh.shape[FSDP] == fsdp:
         return mesh
     return Mesh(mesh.devices.reshape(mesh.shape[EXPERT], -1, fsdp), _ORDER, axis_types=(AxisType.Auto,) * 3)
@@ -97,7 +97,7 @@ def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | tuple[str, ...] | 
 
 
 def by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """`x` with its first dimension split over WEIGHTS, if they divide it."""
+    """`x` with its first dimension split over the axes of WEIGHTS, if they divide it."""
     return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, WEIGHTS))
 
 
@@ -107,10 +107,10 @@ def row_parts(mesh: Mesh) -> int:
 
 
 def in_pieces(mesh: Mesh, rows: int, tokens: int) -> tuple[int, int]:
-    """The number of pieces of these rows of training, and the tokens of a piece.
+    """The number of pieces that these training rows are cut into, and the tokens of each piece.
 
-    Where there are fewer rows than parts, each row is split, so that every part has a piece. Otherwise a piece is a
-    row.
+    If the number of rows divides the number of parts, rows are split so that every part has one piece. Otherwise a
+    piece is a row.
     """
     parts = row_parts(mesh)
     return (rows, tokens) if rows > parts or parts % rows else (parts, tokens * rows // parts)
@@ -118,10 +118,10 @@ def in_pieces(mesh: Mesh, rows: int, tokens: int) -> tuple[int, int]:
 
 @functools.cache
 def split_rows(mesh: Mesh, pieces: int) -> Mesh:
-    """The same devices for rows of `pieces` pieces: ROWS splits the rows, and CONTEXT the tokens of each.
+    """The same devices for rows of `pieces` pieces each: ROWS splits the rows, and CONTEXT the tokens of each row.
 
-    PIECES splits all pieces as ROWS of `mesh` splits so many rows. pieces: divides the size of the expert axis, or is a
-    multiple of it.
+    PIECES splits all pieces as ROWS of `mesh` splits the same number of rows. pieces: divides the size of the expert
+    axis, or is a multiple of it.
     """
     of_experts = math.gcd(pieces, mesh.shape[EXPERT])
     experts, tensor, fsdp = mesh.devices.shape
@@ -138,7 +138,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def put(tree: Tree, shardings: Any) -> Tree:
     """Copy a pytree of host arrays to the devices. `shardings` is one sharding for all leaves, or a pytree of them.
 
-    The result shares no memory with the host arrays. The caller may change these, and jit may donate the result.
+    The result shares no memory with the host arrays. The caller may change the host arrays, and jit may donate the
+    result.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings, may_alias=False)
@@ -150,17 +151,17 @@ def put(tree: Tree, shardings: Any) -> Tree:
 def from_callback(
     shape: tuple[int, ...], where: NamedSharding, read: Callable[[tuple[slice, ...]], npt.NDArray[Any]]
 ) -> jax.Array:
-    """An array of `shape`. `read(index)` returns a part of it on the host, for each of this process's devices."""
+    """An array of `shape`. `read(index)` returns the part for one of this process's devices, as a host array."""
     return jax.make_array_from_callback(shape, where, lambda index: read(tuple(index or ())))
 
 
 def to_host(tree: Tree) -> Tree:
-    """The same pytree as NumPy arrays, in one transfer. Every array must be replicated (or the process's own)."""
+    """The same pytree as NumPy arrays, in one transfer. Every array must be replicated (or local to the process)."""
     return jax.device_get(tree)
 
 
 def whole_to_host(mesh: Mesh, tree: Tree) -> Tree:
-    """The same pytree as NumPy arrays, gathered array by array where other processes hold a part of it.
+    """The same pytree as NumPy arrays, gathered one at a time if other processes hold parts of them.
 
     All processes must call it with the same pytree.
     """

@@ -1,4 +1,4 @@
-"""Profiles of the platforms: CPUs, NVIDIA GPUs, older ones without our kernels, and TPUs."""
+"""Profiles of the platforms: CPUs, NVIDIA GPUs, older NVIDIA GPUs without our kernels, and TPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax
 from tinkerflow.backend.spec.formats import Dtype
 from tinkerflow.backend.spec.packing import ATTENTION_TOKENS
 
-MEMORY_SHARE = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
+MEMORY_SHARE = 0.92  # of a GPU's memory, for all groups on it; CUDA itself, NCCL and the libraries take the rest
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
 SCORED_ROWS = 4096  # rows of each GPU or TPU that are multiplied by the unembedding at a time
 RANK_COLUMNS = 32  # the stack of the sampler's adapters grows by blocks of this many columns
@@ -27,20 +27,23 @@ RANK_COLUMNS = 32  # the stack of the sampler's adapters grows by blocks of this
 class Platform:
     """The profile of a platform.
 
-    name: as for `jit(...).lower(lowering_platforms=...)`.
+    name: as in `jit(...).lower(lowering_platforms=...)`.
     dtype: the dtype of base weights and activations for the setting auto.
-    precision: the precision of float32 matmuls, where the platform would round their inputs. None: it does not round.
+    precision: of float32 matmuls, where the platform would otherwise round their inputs. None: it does not round.
     flags_variable: the environment variable with the compiler's `flags`.
-    kernels: the compiler of our Pallas kernels; None: programs are made of XLA's operations alone.
-    compilers: the shared libraries that read it, as "package/file". They end the process when a flag is unknown.
+    kernels: the compiler of our Pallas kernels; None: programs consist of XLA's operations alone.
+    compilers: the shared libraries that parse the flags, as "package/file". They end the process when a flag is
+    unknown.
     shares_memory: whether a process takes only a part of a device's memory.
-    host_decides: whether the host chooses branches, and how often loops turn. On GPUs, a thread that starts a program
-    would otherwise wait at each of them until the device has decided. Other devices do not make the host wait.
-    few_shapes: whether training has few shapes of micro-batches, because a program takes long to compile and to tune.
-    attention_tokens: the tokens of a row whose attention costs as much as everything else. With the kernels of `flash`
-    and 4B parameters this is about 7,000, if operations of attention run at half the speed of others.
-    prefill_tokens: the sizes of a part of a prompt that the sampler computes, ascending. On CPUs small sizes waste
-    little padding; elsewhere large sizes read the weights less often. The largest size follows enough smaller parts.
+    host_decides: whether the host chooses branches and the number of iterations of loops. On GPUs, the thread that
+    starts a program would otherwise wait at each branch and iteration until the device has decided. On other devices
+    the host does not wait.
+    few_shapes: whether training has few shapes of micro-batches, because programs are slow to compile and to tune.
+    attention_tokens: the length of a row whose attention costs as much as everything else. With the kernels of `flash`
+    and 4B parameters this is about 7,000, if attention runs at half the speed of other operations.
+    prefill_tokens: the sizes of the pieces in which the sampler computes a prompt, ascending. On CPUs small sizes waste
+    little padding; elsewhere large sizes read the weights less often. The largest size is used only after enough tokens
+    in smaller pieces.
     """
 
     name: str
@@ -76,7 +79,7 @@ CUDA = Platform(
         "--xla_gpu_enable_pipelined_reduce_scatter=true",
         "--xla_gpu_enable_while_loop_double_buffering=true",
         "--xla_gpu_exclude_nondeterministic_ops=true",  # a replay gives the same bits
-        "--xla_gpu_shard_autotuning=false",  # no rank waits for another one that had the program in its cache
+        "--xla_gpu_shard_autotuning=false",  # otherwise a rank waits for one that had the program in its cache
     ),
     kernels="triton",
     compilers=(
@@ -87,9 +90,10 @@ CUDA = Platform(
     shares_memory=True,
     host_decides=True,
 )
-# XLA compiles Triton's kernels only for Ampere and newer (jax-ml/jax, issue 26799). Turing's tensor cores have float16
-# and no bfloat16, so XLA would widen the operands of each product to float32. Weights and activations stay in bfloat16,
-# because those of models trained in it exceed the range of float16. `matmul.product` scales the operands instead.
+# XLA compiles Triton's kernels only for Ampere and newer (jax-ml/jax, issue 26799). Turing's tensor cores support
+# float16 but not bfloat16, so XLA would widen the operands of each product to float32. Weights and activations stay in
+# bfloat16, because those of models trained in bfloat16 exceed the range of float16. `matmul.product` scales the
+# operands instead.
 TURING = replace(CUDA, kernels=None)
 _AMPERE = 8  # the major number of the compute capability
 TPU = Platform(
@@ -103,12 +107,12 @@ TPU = Platform(
     compilers=("libtpu/libtpu.so",),
 )
 
-_BY_BACKEND = {"cpu": CPU, "gpu": CUDA, "cuda": CUDA, "tpu": TPU}  # keys are JAX's names of backends
+_BY_BACKEND = {"cpu": CPU, "gpu": CUDA, "cuda": CUDA, "tpu": TPU}  # by JAX's names of backends
 _target: ContextVar[Platform | None] = ContextVar("target platform", default=None)
 
 
 def platform() -> Platform:
-    """The target platform of programs: that of `compiling_for`, otherwise that of JAX's devices."""
+    """The target platform of programs: the one set by `compiling_for`, or else the platform of JAX's devices."""
     return _target.get() or _of_devices()
 
 
@@ -124,7 +128,7 @@ def on_cpu() -> bool:
 
 
 def settle_dtype(dtype: Dtype) -> Dtype:
-    """The dtype for the setting `dtype`. For float32, matmuls are set to the platform's `precision`."""
+    """The dtype for the setting `dtype`. For float32, set JAX's matmuls to the platform's `precision`."""
     chosen = platform().dtype if dtype == "auto" else dtype
     if chosen == "float32" and platform().precision:
         jax.config.update("jax_default_matmul_precision", platform().precision)
@@ -132,16 +136,16 @@ def settle_dtype(dtype: Dtype) -> Dtype:
 
 
 def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str, str]:
-    """The variables to set before JAX opens devices of the platform `name`. Settings of `environ` are kept.
+    """The variables to set before JAX opens devices of the platform `name`. Settings in `environ` take precedence.
 
-    groups: the number of groups that share a device's memory. Flags that an installed compiler does not know are left
-    out, because they would end the process.
+    groups: the number of groups that share a device's memory. Flags unknown to an installed compiler are left out,
+    because they would end the process.
     """
     profile, added = _BY_BACKEND[name], {}
     given = environ.get(profile.flags_variable, "")
     set_already = {flag.partition("=")[0] for flag in given.split()}
     wanted = [flag for flag in profile.flags if flag.partition("=")[0] not in set_already]
-    if given.strip() and not given.strip().startswith("-"):  # a file of flags, which XLA reads only if it stands alone
+    if given.strip() and not given.strip().startswith("-"):  # a file of flags, which XLA reads only if it is alone
         wanted = []
     if ours := [flag for flag, known in zip(wanted, known_flags(wanted, profile.compilers), strict=True) if known]:
         added[profile.flags_variable] = " ".join([*ours, *given.split()])
@@ -151,7 +155,7 @@ def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str,
 
 
 def compiled_for() -> str:
-    """A text of the inputs of compilation besides the program: the devices, their compiler, and its flags."""
+    """The inputs of compilation besides the program, as text: the devices, their compiler, and its flags."""
     device = jax.local_devices()[0]
     flags = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     kind = _processor() if on_cpu() else device.device_kind
@@ -166,7 +170,7 @@ def _processor() -> str:
 
 
 def known_flags(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:
-    """For each flag of XLA, whether every installed one of `compilers` defines it; False if none is installed.
+    """For each XLA flag, whether every installed library of `compilers` defines it; False if none is installed.
 
     compilers: as in `Platform`. XLA aborts the process when a flag is unknown.
     """
@@ -177,7 +181,8 @@ def known_flags(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:
         if (folder / file).exists()
     ]
     known = [bool(paths)] * len(flags)
-    # The name of a flag ends with a NUL. Removed flags survive as fields of a message, without it.
+    # In the libraries, the name of a flag ends with a NUL. Removed flags survive as fields of a message, without the
+    # NUL.
     names = [flag.removeprefix("--").partition("=")[0].encode() + b"\0" for flag in flags]
     for path in paths:
         with path.open("rb") as code, mmap.mmap(code.fileno(), 0, access=mmap.ACCESS_READ) as text:
@@ -188,7 +193,7 @@ def known_flags(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:
 def _folders(package: str) -> list[Path]:
     try:
         spec = find_spec(package)
-    except ModuleNotFoundError:  # its parent is missing
+    except ModuleNotFoundError:  # the parent package is missing
         spec = None
     return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
 
@@ -200,7 +205,7 @@ def compiling_for(target: Platform) -> Iterator[None]:
     token = _target.set(target)
     try:
         if other:
-            jax.clear_caches()  # the keys of traced programs do not contain the platform
+            jax.clear_caches()  # the cache's keys of traced programs do not contain the platform
         yield
     finally:
         _target.reset(token)

@@ -1,7 +1,7 @@
 """Warm-up: a thread compiles the programs that requests may need before any request needs them.
 
-Nothing is run. JAX keeps the result of `jit(f).lower(shapes).compile()` in the cache that a call of `f` reads, and its
-persistent cache keeps it for the next process. The thread compiles one program after the other. It starts none while
+The programs are not run. JAX stores the result of `jit(f).lower(shapes).compile()` in the cache that calls of `f` read,
+and in its persistent cache for the next process. The thread compiles one program at a time. It starts none while
 commands are executed or shortly after. A request that arrives during a compilation shares the machine with it, but does
 not wait for it.
 """
@@ -25,16 +25,16 @@ from tinkerflow.backend.spec.commands import CompileStatus
 
 log = logging.getLogger(__name__)
 
-_CALM_SECONDS = 0.5  # without a command, before the next program is compiled
+_CALM_SECONDS = 0.5  # since the last command, before the next program is compiled
 _MOST_MAPS = 0.5  # of the memory maps; the rest is for programs that commands need
-# Priority of the thread, on systems where threads have priorities. XLA's own threads, which generate code, have that of
-# the process: on a CPU, 98 % of the time of a large program.
+# Niceness of the thread, on systems where threads have priorities. XLA's own threads, which generate code, have the
+# priority of the process. On a CPU they take 98 % of a large program's compile time.
 _NICE = 10
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program to compile: `make` compiles it. Programs with the smallest `distance` come first."""
+    """A program to compile, by calling `make`. Programs with the smallest `distance` are compiled first."""
 
     name: str
     distance: int
@@ -42,15 +42,15 @@ class Program:
 
 
 class WarmUp:
-    """The thread that compiles, its queue and its counts. Without `on` it compiles nothing."""
+    """The compiling thread, its queue and its counts. Unless `on`, nothing is compiled."""
 
     def __init__(
         self, *, on: bool, calm_seconds: float = _CALM_SECONDS, maps_used: Callable[[], float] = lambda: 0.0
     ) -> None:
-        """Start the thread.
+        """Start the thread if `on`.
 
-        calm_seconds: the time after the last command before the thread compiles a program. maps_used: the share of its
-        memory maps that this process uses. Nothing is compiled ahead beyond half of them.
+        calm_seconds: the time after the last command before the thread compiles a program. maps_used(): the used share
+        of this process's memory maps. Beyond half of them, nothing is compiled ahead.
         """
         self.on = on
         self._calm, self._maps_used = calm_seconds, maps_used
@@ -89,7 +89,7 @@ class WarmUp:
 
     @contextmanager
     def pause(self, made: Callable[[], int]) -> Iterator[None]:
-        """Start no compilation within the block, which runs a command.
+        """Start no compilation within the block, which executes a command.
 
         made(): the number of programs that the calling thread has compiled.
         """
@@ -139,7 +139,7 @@ class WarmUp:
 
 
 def result_of(function: Any, *args: Any) -> Any:
-    """Compile a jitted function for `args` (arrays, or shapes). The shapes and shardings of its result."""
+    """Compile a jitted function for `args` (arrays, or shapes). Returns the shapes and shardings of its result."""
     lowered = function.lower(*args)
     compiled = lowered.compile()
     return jax.tree.map(_like, lowered.out_info, compiled.output_shardings)

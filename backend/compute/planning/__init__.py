@@ -1,4 +1,4 @@
-"""The memory plan of a worker group, and the highest speed that the peaks of its devices allow."""
+"""The memory plan of a worker group, and the highest speed that the peak rates of its devices allow."""
 
 __all__ = [
     "adapter_quota",

@@ -1,4 +1,4 @@
-"""The devices' memory for adapters: how much of it each adapter takes, and which further ones fit."""
+"""The devices' memory for adapters: how much of it each adapter takes, and whether another adapter fits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec, Optimizer
 
 
 class AdapterQuota:
-    """Bytes of each device by adapter. Only sums are bounded, so adapters that existed at the same time fit again in
-    any order, as a restored group creates them.
+    """The bytes of each device, by adapter.
+
+    Only the sum is limited, so adapters that existed at the same time fit again in any order, when a restored group
+    creates them.
     """
 
     def __init__(self, cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> None:
-        """No adapter yet. cfg: of the base model. config, plan: of the group."""
+        """Start with no adapters. cfg: of the base model. config, plan: of the group."""
         self._cfg = cfg
         self._config = config
         self._plan = plan
         self._taken: dict[str, tuple[int, bool]] = {}  # bytes, and whether the adapter trains all parameters
 
     def check(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> None:
-        """AllocationError when an adapter does not fit together with the others; UserError when it would not alone.
+        """Check that an adapter fits together with the others. An adapter with the same id counts as replaced.
 
-        An adapter of the same id is counted as replaced.
+        AllocationError: it does not fit. UserError: it trains all parameters and would not fit even alone, or `spec` or
+        `optimizer` is invalid.
         """
         if check_spec(spec).full:
             full_parameters.check_optimizer(optimizer)
@@ -52,15 +55,15 @@ class AdapterQuota:
             )
 
     def count(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> None:
-        """Count an adapter that exists now."""
+        """Count an adapter that was created."""
         self._taken[adapter_id] = self._bytes_of(spec, optimizer), spec.full
 
     def release(self, adapter_id: str) -> None:
-        """Count an adapter no more."""
+        """Stop counting an adapter."""
         self._taken.pop(adapter_id, None)
 
     def clear(self) -> None:
-        """Count no adapter."""
+        """Stop counting all adapters."""
         self._taken.clear()
 
     def _bytes_of(self, spec: LoraSpec, optimizer: Optimizer) -> int:

@@ -1,4 +1,4 @@
-"""The bytes that arrays take of each device, computed from their shapes and shardings, without a device.
+"""The bytes that arrays take on each device, computed from their shapes and shardings, without a device.
 
 Letters: V vocabulary, D hidden.
 """
@@ -22,7 +22,7 @@ from tinkerflow.backend.spec.formats import BaseWeights, Dtype
 
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """The bytes that the base model takes of each device."""
+    """The bytes that the base model takes on each device."""
     return _weight_bytes(cfg, abstract_mesh(config), config.dtype, config.base_weights)
 
 
@@ -32,15 +32,15 @@ def _weight_bytes(cfg: ModelConfig, mesh: Any, dtype: Dtype, base_weights: BaseW
 
 
 def step_weights(cfg: ModelConfig, config: GroupConfig, tokens: int) -> float:
-    """The bytes of the base model that a step for so many tokens reads on each device."""
+    """The bytes of the base model that a step for `tokens` tokens reads on each device."""
     return read_bytes(params_like(cfg, abstract_mesh(config), config.dtype, base_weights=config.base_weights), tokens)
 
 
 def read_bytes(params: Params, tokens: int) -> float:
-    """The bytes of the base weights that a step for so many tokens reads on each device.
+    """The bytes of the base weights that a step for `tokens` tokens reads on each device.
 
-    params: the arrays, or shapes with shardings. A step reads only some rows of embeddings, unless they are also the
-    unembedding.
+    params: the arrays, or shapes with shardings. A step reads only some rows of an embedding table, unless the table is
+    also the unembedding.
     """
     tables = [] if params.unembed_VD is None else [params.embed_VD]
     tables += [] if params.inputs is None else [params.inputs["embed"]]
@@ -48,7 +48,7 @@ def read_bytes(params: Params, tokens: int) -> float:
 
 
 def held_bytes(arrays: Any) -> int:
-    """Bytes that a pytree of arrays takes on one device."""
+    """The bytes that a pytree of arrays takes on one device."""
     leaves = jax.tree.leaves(arrays)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -64,10 +64,10 @@ def row_devices(config: GroupConfig) -> int:
 
 
 def share(size: int, parts: int) -> int:
-    """The part of a dimension that a device holds: all of it if the mesh's axis does not divide it."""
+    """The part of a dimension that a device holds: all of it if `parts` does not divide it."""
     return size // parts if size % parts == 0 else size
 
 
 def state_heads(delta: GatedDeltaNet, config: GroupConfig) -> int:
-    """The number of value heads whose states a device holds. They are split as the key heads are."""
+    """The number of value heads whose states a device holds. They are split like the key heads."""
     return share(delta.key_heads, config.tensor) * (delta.value_heads // delta.key_heads)

@@ -60,15 +60,15 @@ _FULL_MODEL_SEQUENCES = 8  # in the KV cache of a full-parameter model
 # Advice for models in wider base weights.
 _SMALLER = {"full": "TINKERFLOW_BASE_WEIGHTS=int8 or nf4, ", "int8": "TINKERFLOW_BASE_WEIGHTS=nf4, "}
 # Shares of the memory that the weights leave free.
-_SHORT_OF_MEMORY = 0.6  # for a training step, where sequences of `_USUAL` tokens would not fit otherwise
-_ADAPTERS = 0.5  # for `_RESIDENT` adapters, before the sampler gets its part
+_SHORT_OF_MEMORY = 0.6  # for a training step, if sequences of `_USUAL` tokens would not fit otherwise
+_ADAPTERS = 0.5  # for `_RESIDENT` adapters, before the sampler's part is taken
 # Shares of the sampler's part.
 _CACHE = 0.85  # for pages of the KV cache; the rest is for resident snapshots
 
 _MORE_STATES = 10  # of short requests outside the batch, and of the prompt that is being computed
 _LEAST_KEPT_STATES = 4
 _RESIDENT = 16  # adapters of the usual rank that memory is reserved for
-_FEWEST = 2  # of them, where sequences of `_USUAL` tokens would not fit otherwise
+_FEWEST = 2  # of them, if sequences of `_USUAL` tokens would not fit otherwise
 _USUAL = 8192  # tokens; more adapters are worth more than a longer context
 _ADAPTERS_WITH_FULL = 4  # adapters of the usual rank that fit together with full-parameter models
 _FULL_ON_CPUS = 0.5  # of the host's memory, for full-parameter models and the base model's weights
@@ -77,7 +77,7 @@ _LOGITS_AND_TABLES = 20  # bytes per cell: logits before and after adjustments, 
 GB = 10**9
 
 Words = npt.NDArray[np.int32]
-Gather = Callable[[Words], Words]  # from the array of this process to the arrays of all, [processes, ...]
+Gather = Callable[[Words], Words]  # from this process's array to the arrays of all processes, [processes, ...]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MemoryUses:
     of a step, including the gradient that it adds to. kv_cache: the pages and states of all sequences and of cached
     prompts. logits: the logits of a step for all sequences, and the tables that adjust them. snapshots: adapters
     published for sampling, and the stack of adapters being sampled. adapters: weights, gradients and moments of the
-    models in training. full_models: sampling of full-parameter models (`FullModelMemory`). reserve: unused.
+    models in training. full_models: for sampling full-parameter models (`FullModelMemory`). reserve: unused.
     """
 
     weights: int
@@ -103,7 +103,7 @@ class MemoryUses:
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """The sum of all uses."""
         return sum(getattr(self, each.name) for each in fields(self))
 
 
@@ -111,7 +111,7 @@ class MemoryUses:
 class FullModelMemory:
     """Memory to sample one full-parameter model at a time: its weights and a KV cache of its own.
 
-    size: bytes of each device. pages: of each shard of that cache, with the page of zeros.
+    size: bytes of each device. pages: of each shard of that cache, including the page of zeros.
     """
 
     size: int
@@ -122,13 +122,14 @@ class FullModelMemory:
 class MemoryPlan:
     """How a group uses its devices' memory.
 
-    limit: bytes of each device that the group may use; None on CPUs, which share the host's memory. There only `pages`
-    depends on the machine, and the sampler refuses longer prompts. budget: of training. context: the longest sequence
-    that can be trained on and sampled, in tokens. pages: of each shard of the KV cache (`sampling_config`), with the
-    page of zeros. cells: positions in the pages of sequences, over the mesh. uses: None on CPUs. resident_adapters: the
-    number of adapters of rank 32 that fit together; None on CPUs. states: of layers with linear attention, of each
-    shard; 0 without such layers. full: bytes of each device for full-parameter models in training, without their steps.
-    full_model: memory to sample one of these; None if it does not fit together with the training of one.
+    limit: bytes of each device that the group may use; None on CPUs, which share the host's memory. There `pages`,
+    `cells`, `full` and `full_model` depend on the machine, and the sampler refuses prompts that exceed its pages.
+    budget: of training. context: the longest sequence that can be trained on and sampled, in tokens. pages: of each
+    shard of the KV cache (`sampling_config`), including the page of zeros. cells: positions in the pages of sequences,
+    over the mesh. uses: None on CPUs. resident_adapters: the number of adapters of rank 32 that fit together; None on
+    CPUs. states: of layers with linear attention, of each shard; 0 without such layers. full: bytes of each device for
+    full-parameter models in training, without their steps. full_model: memory to sample one of these models; None if it
+    does not fit while one is trained.
     """
 
     limit: int | None
@@ -149,7 +150,7 @@ class MemoryPlan:
 
     @property
     def rule(self) -> str:
-        """The limit that a longer sequence would exceed, for errors."""
+        """The limit that a longer sequence would exceed, for error messages."""
         if self.limit is None:
             return MODEL_CONTEXT
         return f"what fits this group's devices with {self.limit / GB:.3g} GB each"
@@ -177,7 +178,7 @@ class MemoryPlan:
 def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
     """The plan of this process's group. Every process must call it, and all get the same plan.
 
-    config: its fsdp is not 0. Errors are those of `check_context_parallel` and `plan_memory`.
+    config: its fsdp must not be 0. Errors are those of `check_context_parallel` and `plan_memory`.
     """
     check_context_parallel(cfg, config, row_devices(config))
     limit = device_limit(config)
@@ -197,9 +198,9 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
 
 
 def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan:
-    """The plan for devices with `limit` bytes each for the group, made without a device.
+    """The plan for a group that may use `limit` bytes of each device. Made without a device.
 
-    UserError when the weights leave too little memory to train and to sample.
+    UserError: the weights leave too little memory to train and to sample.
     """
     weights, reserve = weight_bytes(cfg, config), int(_RESERVE * limit)
     free = limit - weights - reserve
@@ -214,7 +215,8 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     rest = [context for context in contexts if context <= _USUAL]
     for most, context in (*product([TRAINING], by_choice), *product([_SHORT_OF_MEMORY], rest)):
         step = largest_step(cfg, config, budget, context)
-        # One device of fsdp has all pages of a sequence and a page of zeros. Two sequences must fit for a batch.
+        # One device of the fsdp axis holds all pages of a sequence, and a page of zeros. Two sequences must fit, so
+        # that they can form a batch.
         two = (2 * context // PAGE + 1) * page + states
         set_aside = min(_RESIDENT * reference, int(_ADAPTERS * max(0, free)))
         if context <= _USUAL:
@@ -270,7 +272,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
 def _with_full_model(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> MemoryPlan:
     """The plan with memory to sample full-parameter models, if one can be trained at the same time.
 
-    The memory is taken from that of models in training, so it is available in any order of models and samplers.
+    The memory is taken from the memory of models in training, so it is available in any order of models and samplers.
     """
     least_pages = 2 * pages_for(plan.context), _FULL_MODEL_SEQUENCES * pages_for(min(plan.context, _POSITIONS_A_SLOT))
     pages = 1 + min(plan.pages - 1, max(least_pages))
@@ -289,7 +291,7 @@ def _with_full_model(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) ->
 
 
 def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
-    """The number of states in a shard of the KV cache: of all sequences together, and of prompts that are kept."""
+    """The number of states in a shard of the KV cache: for all sequences at once, and for kept prompts."""
     if cfg.delta is None:
         return 0
     slots = -(-config.sample_slots // sampling_config(cfg, config).fsdp)
@@ -303,7 +305,7 @@ def sampling_config(cfg: ModelConfig, config: GroupConfig) -> GroupConfig:
 
 
 def device_limit(config: GroupConfig) -> int | None:
-    """Bytes of each device of this process that the group may use; None on CPUs, unless the settings have a number.
+    """Bytes of each device of this process that the group may use; None on CPUs, unless the settings give a number.
 
     UserError if the devices do not report their memory.
     """
@@ -327,12 +329,12 @@ def least(value: int, gather: Gather | None = None) -> int:
         if jax.process_count() == 1:
             return value
         gather = multihost_utils.process_allgather
-    words = gather(np.array(divmod(value, 2**31), np.int32))  # two, because JAX makes 32 bits of 64
+    words = gather(np.array(divmod(value, 2**31), np.int32))  # two words, because JAX truncates 64 bits to 32
     return min(int(high) * 2**31 + int(low) for high, low in words)
 
 
 def _logit_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """Bytes of a device for the logits of all sequences while tokens are drawn, with `AdjustedRows` for each."""
+    """Bytes of a device for the logits of all sequences while tokens are drawn, including their `AdjustedRows`."""
     shapes = make_shapes(max_slots=config.sample_slots, fsdp=sampling_config(cfg, config).fsdp)
     # `mesh.by_rows` replicates rows that the devices do not divide.
     rows = max(share(slots, config.fsdp * config.tensor) for slots in shapes.slots)
@@ -346,10 +348,10 @@ def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
 
 
 def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
-    """Bytes of a device for states, with the copies that a step takes out of their pool.
+    """Bytes of a device for states, including the copies that a step takes out of their pool.
 
-    Without kernels a step copies the states of all sequences. Otherwise it copies those of a piece of prompts, before
-    and after the step.
+    Without kernels a step copies the states of all sequences. Otherwise it copies the states of one piece of prompts,
+    before and after the step.
     """
     if cfg.delta is None:
         return 0
@@ -361,7 +363,7 @@ def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
 
 
 def state_bytes(cfg: ModelConfig, dtype: Any, heads: int | None = None) -> int:
-    """Bytes of the states of one sequence in all layers. dtype: of activations. heads: of values; None = all."""
+    """Bytes of the states of one sequence in all layers. dtype: of activations. heads: value heads; None = all."""
     if cfg.delta is None:
         return 0
     heads = cfg.delta.value_heads if heads is None else heads
@@ -370,5 +372,5 @@ def state_bytes(cfg: ModelConfig, dtype: Any, heads: int | None = None) -> int:
 
 
 def _host_bytes() -> int:
-    """The memory of this machine for each device of the group: CPU devices share it."""
+    """The memory of this machine, divided by the number of the group's devices, because CPU devices share it."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()

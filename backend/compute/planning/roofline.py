@@ -1,6 +1,6 @@
-"""How fast training and decoding can be at most, in closed form: the flops and bytes of a step at a device's peaks.
+"""Upper bounds on the speed of training and decoding, in closed form: a step's flops and bytes at a device's peaks.
 
-Kernels reach a part of the peaks. `Estimate.expected` is the range that we expect. No device has confirmed it.
+Kernels reach only a part of the peaks. `Estimate.expected` is the range that we expect. No device has confirmed it.
 
 Roofline: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
 """
@@ -15,8 +15,8 @@ from tinkerflow.backend.compute.models.peft_names import matrix_rank, targets
 from tinkerflow.backend.compute.planning.topologies import Device
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 
-_ROW = 1024  # tokens of the examples that training is estimated for
-# Shares of a bound. tests/accelerators/efficiency.py has them for each kind of kernel, and a test compares them.
+_ROW = 1024  # tokens of an example, in estimates of training
+# Shares of a bound. tests/accelerators/efficiency.py lists them for each kind of kernel, and a test compares them.
 TRAINING_SHARE, DECODE_SHARE, SHARE_WITHOUT_KERNELS = (0.2, 0.4), (0.3, 0.5), (0.1, 0.2)
 
 
@@ -73,7 +73,7 @@ def _devices(config: GroupConfig) -> int:
 def _bound(
     tokens: int, device: Device, share: tuple[float, float], *, flops: float, moved: float, sent: float
 ) -> Estimate:
-    """The bound of a step that needs this much of each device, with everything at its peak and at the same time."""
+    """The bound of a step that needs this much of each device, if everything runs at its peak and at the same time."""
     times = {"flops": flops / device.flops, "memory": moved / device.bandwidth, "links": sent / device.link}
     limit = max(times, key=lambda name: times[name])
     return Estimate(tokens, times[limit], limit, share if device.platform.kernels else SHARE_WITHOUT_KERNELS)

@@ -17,8 +17,9 @@ class Device:
 
     flops: the peak of dense matmuls in bfloat16, or in float16 on Turing, per second. memory: bytes that programs can
     use. bandwidth: bytes per second. link: bytes per second that a device sends to all others of its host or pod.
-    source: the page that has these figures. float8: whether it computes with 8-bit floating-point numbers.
-    float32_flops: the peak of matmuls in float32, for a device that computes those of adapters and of attention so.
+    source: the page that gives these figures. float8: whether it computes with 8-bit floating-point numbers.
+    float32_flops: the peak of matmuls in float32, for a device that computes adapters and attention in float32;
+    otherwise 0.
     """
 
     name: str
@@ -68,7 +69,7 @@ DEVICES = {
         Device("a100-40gb", CUDA, 312e12, 40 * 2**30, 1555e9, 300e9, _NVIDIA + "a100", float8=False),
         Device("a10", CUDA, 125e12, 24 * 10**9, 600e9, 32e9, _NVIDIA + "products/a10-gpu", float8=False),
         Device("a6000", CUDA, 154.8e12, 48 * 10**9, 768e9, 32e9, _RTX + "design-visualization/rtx-a6000", float8=False),
-        # GeForce cards add products of bfloat16 in float32 at half of the rate that is advertised.
+        # GeForce cards add products of bfloat16 in float32 at half of the advertised rate.
         Device(
             "rtx3090", CUDA, 71e12, 24 * 10**9, 936e9, 32e9, _RTX + "geforce/graphics-cards/30-series", float8=False
         ),
@@ -89,7 +90,7 @@ class Topology:
 
     @property
     def count(self) -> int:
-        """How many devices."""
+        """The number of devices."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ class Topology:
 def parse_topology(text: str) -> Topology:
     """The topology that `text` names: "v6e:2x4" is a slice of 2 x 4 chips, "h100:8" one host, "h100:2x8" two hosts.
 
-    UserError for an unknown device, and for a shape that is not a valid number of positive numbers, separated by x.
+    UserError: the device is unknown, or the shape is not a supported number of positive numbers separated by x.
     """
     given, _, shape = text.lower().partition(":")
     if given in _TOO_OLD:
@@ -108,7 +109,7 @@ def parse_topology(text: str) -> Topology:
         )
     name = _NAMES.get(given.replace("-", "").removeprefix("rtx"), "")
     if not name:
-        near = did_you_mean(given, DEVICES, likeness=0.75)  # an rtx2080ti is not nearly an rtx5090
+        near = did_you_mean(given, DEVICES, likeness=0.75)  # an rtx2080ti is not close to an rtx5090
         known = f"{', '.join(DEVICES)}{near}"
         raise UserError(f"topology {text!r}: device {given!r} is not known: must be one of {known}")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1"):

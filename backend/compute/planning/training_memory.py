@@ -61,7 +61,7 @@ _MORE_PER_LOGIT = 1.25  # bytes for each logit in addition to its gradient: soft
 
 
 def check_context_parallel(cfg: ModelConfig, config: GroupConfig, rows: int) -> None:
-    """UserError when long rows of training cannot be split over `config.context_parallel` devices.
+    """Check that long training rows can be split over `config.context_parallel` devices. UserError: they cannot.
 
     cfg, config: the base model and its worker group. rows: devices that rows are split over (`mesh.row_parts`).
     """
@@ -99,7 +99,7 @@ def budget_for(cfg: ModelConfig, config: GroupConfig, free_bytes: int | None) ->
 def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
     """The largest micro-batches whose step fits training's share of `free` bytes, and the activations to keep.
 
-    Where a step would take more, each layer is recomputed. Where that is still too much, groups of layers are.
+    If a step would take more, each layer is recomputed. If that is still too much, groups of layers are recomputed.
     """
     budget = budget_for(cfg, config, free)
 
@@ -129,8 +129,8 @@ def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> 
     """The bytes of each device for training all parameters, and for a step beyond those of an adapter's step.
 
     Float32 weights, gradients and optimizer state take twice their size while a saved state is loaded. A step does not
-    need the second copy. It needs the earlier gradients of commands in flight, the gradients to add, the gradients of
-    the unembedding before they are summed, and the weights in the dtype of the base model.
+    need the second copy. Instead it needs the earlier gradients of commands in flight, the gradients to add, the
+    gradients of the unembedding before they are summed, and the weights in the dtype of the base model.
     """
     size, item = held_bytes(full_parameters.weights_like(cfg, abstract_mesh(config))), jnp.dtype(config.dtype).itemsize
     step = 4 * share(cfg.vocab, config.tensor) * cfg.hidden + (size * item // 4 if item < 4 else 0)
@@ -144,7 +144,7 @@ def largest_step(
     """Activations and temporaries of the largest training step, in bytes of a device.
 
     cfg, config: the base model and its worker group. budget: the plan's. context: tokens of the longest sequence.
-    full_parameters: all parameters are trained, and no adapter.
+    full_parameters: train all parameters instead of an adapter.
     """
     sizes = step_sizes(config, budget, context)
     return max((_step(cfg, config, budget, tokens, full_parameters) for tokens in sizes), key=sum)
@@ -213,7 +213,7 @@ def _step(
         packed = replace(config, fsdp=1)
         widened = (weight_bytes(cfg, replace(packed, base_weights="full")) - weight_bytes(cfg, packed)) // cfg.layers
     # The adapter in the dtype of the activations, its gradient and the sum of gradients, all of them gathered. In
-    # addition the earlier gradients of commands in flight.
+    # addition, the earlier gradients of commands in flight.
     adapter, held = _adapter_sizes(cfg, abstract_mesh(config), usual_spec(cfg, config.expert_rank))
     devices = config.fsdp * config.expert * config.tensor
     gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * held
@@ -225,9 +225,9 @@ def _step(
 
 
 def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
-    """The bytes of a layer's attention scores for a sequence, where no kernel of GPUs supports the layer.
+    """The bytes of a layer's attention scores for a sequence, if no GPU kernel supports the layer.
 
-    The kernel of TPUs supports all layers.
+    The TPU kernel supports all layers.
     """
     if platform() is TPU:
         return 0
@@ -237,15 +237,15 @@ def _scores(cfg: ModelConfig, config: GroupConfig, tokens: int) -> int:
 
 
 def _ranks(cfg: ModelConfig) -> int:
-    """The sum of ranks that a token goes through in a layer with an adapter of rank 32, on average."""
+    """The average sum of ranks that a token passes through in a layer, with an adapter of rank 32."""
     homes = layers_with(cfg)
     matrices = [(matrix.per_token, name) for name, matrix in projections(cfg).items() if name != "unembed"]
     return RANK_COLUMNS * sum(per_token * len(homes[name]) for per_token, name in matrices) // cfg.layers
 
 
-@lru_cache(maxsize=256)  # as of `weight_bytes`
+@lru_cache(maxsize=256)  # as in `weight_bytes`
 def _adapter_sizes(cfg: ModelConfig, mesh: Any, spec: LoraSpec) -> tuple[int, int]:
-    """The numbers of an adapter, and the bytes that it takes of each device."""
+    """The numbers of an adapter, and the bytes that it takes on each device."""
     adapter = lora_weights.shapes(cfg, spec)
     sharded = jax.tree.map(like, adapter, lora.shardings(mesh, adapter))
     return sum(leaf.size for leaf in jax.tree.leaves(adapter)), held_bytes(sharded)

@@ -1,8 +1,8 @@
-"""Saved shards of adapters: each process writes the parts of arrays that its devices hold, and reads those they need.
+"""Saved shards of adapters: each process writes the array parts that its devices hold, and reads the parts they need.
 
-A shard is named `<part>/<projection>.<A|B>@<start>,<start>,…`, or `<part>/<name>@<start>,…` where all parameters are
-trained. The part is `weights`, `grad`, or a part of the optimizer's state. The starts are the index in the array of the
-shard's first element. Arrays can be assembled from shards on any mesh.
+A shard is named `<part>/<projection>.<A|B>@<start>,<start>,…`, or `<part>/<name>@<start>,…` if all parameters are
+trained. The part is `weights`, `grad`, or a part of the optimizer's state. The starts are the index of the shard's
+first element in the array. Arrays can be assembled from shards on any mesh.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Index = tuple[slice, ...]
 
 
 def are_shards(names: Collection[str]) -> bool:
-    """Whether these are names of shards, and not PEFT's names of tensors."""
+    """Whether these are names of shards, rather than PEFT's names of tensors."""
     return any("@" in name for name in names)
 
 
 def shards_of(parts: Mapping[str, Trained]) -> dict[str, Float32]:
-    """Copies on the host of the shards of each part that this process holds. Each element is in one shard only."""
+    """Host copies of the shards of each part that this process holds. Each element is in only one shard."""
     shards = {
         f"{part}/{name}@{','.join(str(each.start or 0) for each in shard.index)}": shard.data
         for part, lora in parts.items()
@@ -48,7 +48,7 @@ def shards_of(parts: Mapping[str, Trained]) -> dict[str, Float32]:
 
 
 def needed_shards(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, saved: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The names of the saved shards that a device of this process needs. saved: the shape of each shard."""
+    """The names of the saved shards that this process's devices need. saved: the shape of each shard."""
     host = trained_shapes(cfg, mesh, spec)
     places = arrays_by_name(trained_shardings(cfg, mesh, host))
     indices = {
@@ -66,7 +66,7 @@ def needed_shards(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, saved: Mapping[s
 def assemble_shards(
     cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, shards: Mapping[str, Float32], parts: Collection[str]
 ) -> dict[str, Trained]:
-    """Each of the `parts` on the devices. UserError names a shard that is missing, or that this adapter does not have.
+    """Assemble each of the `parts` on the devices. UserError: a shard is missing, or is not part of this adapter.
 
     cfg, mesh, spec: the model, its devices, and the adapter's shape. shards: at least those of `needed_shards`.
     """
@@ -86,7 +86,7 @@ def assemble_shards(
         def read(index: Index) -> Float32:
             begins = [each.start or 0 for each in index]
             ends = [size if each.stop is None else each.stop for each, size in zip(index, shape, strict=True)]
-            # Always a copy: a CPU device keeps the memory that it is given.
+            # Always copy, because a CPU device keeps the memory that it is given.
             block, filled = np.empty([end - begin for begin, end in zip(begins, ends, strict=True)], np.float32), 0
             for starts, array in by_part[part].get(name, []):
                 if both := _overlap(index, starts, array.shape):
@@ -113,7 +113,7 @@ def _parse(shard: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _overlap(index: Index, starts: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The range of each dimension in which a shard has elements of `index`; [] when it has none."""
+    """The range of each dimension in which a shard contains elements of `index`; [] if it contains none."""
     both = [
         (max(each.start or 0, start), start + size if each.stop is None else min(each.stop, start + size))
         for each, start, size in zip(index, starts, shape, strict=True)
