@@ -312,7 +312,7 @@ class Executor:
                 return self._sampler.snapshot_memory(snapshot_id)
             case MoveSnapshot(snapshot_id, to_id, recompute):
                 self._sampler.rename_snapshot(snapshot_id, to_id, recompute=recompute)
-            case DropSnapshot(snapshot_id):  # keep fetched tensors: they may be for the next snapshot with this id
+            case DropSnapshot(snapshot_id):  # keep fetched tensors: the next snapshot of this id may need them
                 self._sampler.drop_snapshot(snapshot_id)
             case ReadCompileStatus():
                 return _with_sampler(self._warm_up.warmth, self._sampler.adapters)

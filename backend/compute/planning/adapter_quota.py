@@ -30,8 +30,8 @@ class AdapterQuota:
     def check(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> None:
         """Check that an adapter fits together with the others. An adapter with the same id counts as replaced.
 
-        AllocationError: it does not fit. UserError: it trains all parameters and would not fit even alone, or `spec` or
-        `optimizer` is invalid.
+        AllocationError: the adapter does not fit. UserError: training all parameters would not fit even alone, or
+        `spec` or `optimizer` is invalid.
         """
         if check_spec(spec).full:
             full_parameters.check_optimizer(optimizer)

@@ -291,7 +291,7 @@ def _with_full_model(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) ->
 
 
 def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
-    """The number of states in a shard of the KV cache: for all sequences at once, and for kept prompts."""
+    """The number of states in a shard of the KV cache: for all sequences together, and for kept prompts."""
     if cfg.delta is None:
         return 0
     slots = -(-config.sample_slots // sampling_config(cfg, config).fsdp)

@@ -61,7 +61,7 @@ _MORE_PER_LOGIT = 1.25  # bytes for each logit in addition to its gradient: soft
 
 
 def check_context_parallel(cfg: ModelConfig, config: GroupConfig, rows: int) -> None:
-    """Check that long training rows can be split over `config.context_parallel` devices. UserError: they cannot.
+    """Raise UserError unless long training rows can be split over `config.context_parallel` devices.
 
     cfg, config: the base model and its worker group. rows: devices that rows are split over (`mesh.row_parts`).
     """
@@ -129,8 +129,8 @@ def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> 
     """The bytes of each device for training all parameters, and for a step beyond those of an adapter's step.
 
     Float32 weights, gradients and optimizer state take twice their size while a saved state is loaded. A step does not
-    need the second copy. Instead it needs the earlier gradients of commands in flight, the gradients to add, the
-    gradients of the unembedding before they are summed, and the weights in the dtype of the base model.
+    need the second copy. Instead it needs the earlier gradients of commands in flight and the gradients to add. It also
+    needs the gradients of the unembedding before they are summed, and the weights in the dtype of the base model.
     """
     size, item = held_bytes(full_parameters.weights_like(cfg, abstract_mesh(config))), jnp.dtype(config.dtype).itemsize
     step = 4 * share(cfg.vocab, config.tensor) * cfg.hidden + (size * item // 4 if item < 4 else 0)

@@ -19,7 +19,7 @@ class AdapterTrainer:
     """Trains the adapters of one base model. Each command starts a computation, and its reply waits for the devices."""
 
     def __init__(self, training: Training) -> None:
-        """No Forward is in progress."""
+        """Start with no Forward in progress."""
         self._training = training
         self._in_progress: dict[str, ForwardRun] = {}  # Forwards that are executed in parts, by adapter
 
@@ -37,7 +37,7 @@ class AdapterTrainer:
         return reply
 
     def next_part(self, adapter_id: str) -> DeferredReply:
-        """Compute the next part of the adapter's Forward. ServerError when none is in progress."""
+        """Compute the next part of the adapter's Forward. ServerError: no Forward is in progress."""
         if adapter_id not in self._in_progress:
             raise ServerError(f"adapter {adapter_id!r} has no forward in progress, because an earlier part failed")
         return self._advance(adapter_id, self._in_progress.pop(adapter_id))
@@ -45,8 +45,8 @@ class AdapterTrainer:
     def optimize(self, command: OptimStep) -> DeferredReply:
         """Update the adapter with its gradients, and clear them.
 
-        UserError when the parameters are another optimizer's, or, when the reply is read, for a gradient norm that is
-        not finite.
+        UserError: the parameters belong to another optimizer, or (when the reply is read) the gradient norm is not
+        finite.
         """
         adapters, mesh = self._training.adapters, self._training.mesh
         adapter = adapters.get(command.adapter_id)

@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 @dataclass
 class PendingGradients:
-    """Gradients that the devices may still compute, or fail to compute for lack of memory.
+    """Gradients that the devices may still be computing, or may fail to compute for lack of memory.
 
-    before: the gradients before this computation, which are restored if it fails. None = zeros, and None when the reply
-    was read, because the computation succeeded.
+    before: the gradients before this computation, which are restored if it fails. None = zeros. Also None after the
+    reply was read, because the computation succeeded.
     """
 
     before: Trained | None
@@ -73,7 +73,7 @@ class Adapter:
 
     @property
     def step(self) -> int:
-        """Optimizer steps made. Waits for the last step, which does not count if its gradient norm is not finite."""
+        """The steps made. Waits for the last step, which does not count if its gradient norm is not finite."""
         return self.steps_before + int(self.last_norm is not None and np.isfinite(to_host(self.last_norm)))
 
     @property
@@ -83,15 +83,15 @@ class Adapter:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The name of its optimizer."""
+        """The name of the adapter's optimizer."""
         return self.state.name
 
 
 class AdapterStore:
-    """Adapters by id, each shaped by its own rank and targets. Values are immutable: a step stores new ones."""
+    """Adapters by id, each shaped by its own rank and targets. An `Adapter` is immutable: a step stores a new one."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh, folder: str) -> None:
-        """No adapters yet. folder: the files of the base model."""
+        """Start with no adapters. folder: the files of the base model."""
         self._cfg = cfg
         self._mesh = mesh
         self._folder = folder
@@ -99,7 +99,7 @@ class AdapterStore:
         self._kept: dict[tuple[str, str], dict[str, Float32]] = {}  # shards, by adapter and folder of the store
 
     def get(self, adapter_id: str) -> Adapter:
-        """The adapter, after its gradients are computed. NotFoundError for an unknown id."""
+        """Return the adapter after its gradients are computed. NotFoundError: the id is unknown."""
         if adapter_id not in self._adapters:
             raise NotFoundError(
                 f"adapter {adapter_id!r} is not in this worker group: it was never created, or it was dropped"
@@ -135,7 +135,7 @@ class AdapterStore:
         self._kept.clear()
 
     def create(self, adapter_id: str, spec: LoraSpec, seed: int, optimizer: Optimizer) -> None:
-        """Store a fresh adapter, which does not change the base model. Rank 0: the base model's weights themselves."""
+        """Store a fresh adapter, whose update is zero. Rank 0: a copy of the base model's weights."""
         if check_spec(spec).full:
             lora: Trained = full_parameters.load_weights(self._cfg, self._folder, self._mesh)
         else:
@@ -148,7 +148,7 @@ class AdapterStore:
         self.set(adapter_id, replace(adapter, grads=self._zeros_of(adapter.lora), pending=False))
 
     def export(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
-        """A copy on the host. optimizer: include the moments, and the gradients if they are pending."""
+        """Copy the adapter to the host. optimizer: include the moments, and the gradients if they are pending."""
         adapter = self.get(adapter_id)
         host = whole_to_host(self._mesh, adapter.parts if optimizer else {WEIGHTS: adapter.lora})
         if isinstance(lora := host[WEIGHTS], Lora):
@@ -159,23 +159,24 @@ class AdapterStore:
         return AdapterState(adapter.spec, adapter.step, weights, moments, adapter.optimizer)
 
     def keep(self, adapter_id: str, folder: str) -> AdapterKept:
-        """Copy the shards of all parts that this process holds to the host, for `take_kept` of that folder."""
+        """Copy this process's shards of all parts to the host, for `take_kept` with the same folder."""
         adapter = self.get(adapter_id)
         forget(self._kept, adapter_id)
         self._kept[adapter_id, folder] = shards_of(adapter.parts)
         return AdapterKept(adapter.spec, adapter.step, adapter.optimizer)
 
     def take_kept(self, adapter_id: str, folder: str) -> dict[str, Float32]:
-        """Remove and return the shards that `keep` copied for that folder. ServerError when there are none."""
+        """Remove and return the shards that `keep` copied for this folder. ServerError: there are none."""
         shards = self._kept.pop((adapter_id, folder), None)
         if shards is None:
             raise ServerError(f"adapter {adapter_id!r}: this process has no copy for {folder}")
         return shards
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
-        """The inverse of `export`. UserError names a tensor that is missing, unknown or of another shape.
+        """Store a saved adapter: the inverse of `export`.
 
-        Without moments the optimizer starts fresh, from step 0, so `step` always matches AdamW's bias correction.
+        UserError: a tensor is missing, unknown or of the wrong shape. Without moments the optimizer starts fresh, from
+        step 0, so `step` always matches AdamW's bias correction.
         """
         if are_shards(state.weights):
             self.set(adapter_id, self._from_shards(state))
@@ -212,7 +213,7 @@ class AdapterStore:
         return Adapter(state.spec, lora, zeros_or_saved, optimizer, steps_before=state.step, pending=grads is not None)
 
     def _read(self, spec: LoraSpec, tensors: Mapping[str, Float32], end: str) -> Trained:
-        """The arrays of the tensors whose names end with `end`. UserError for a missing or an unknown tensor."""
+        """The arrays of the tensors whose names end with `end`. UserError as in `restore`."""
         used: set[str] = set()
 
         def read(name: str, shape: tuple[int, ...]) -> Float32:
@@ -254,21 +255,21 @@ class AdapterStore:
 
 
 def forget(tensors: dict[tuple[str, str], T], owner: str) -> None:
-    """Drop the entries of `owner`, in any folder. Other threads may add or remove entries meanwhile."""
+    """Drop the entries of `owner`, in any folder. Other threads may add or remove entries at the same time."""
     for key in list(tensors):
         if key[0] == owner:
             tensors.pop(key, None)
 
 
 def _refuse_others(state: AdapterState, names: Sequence[str]) -> None:
-    """UserError for a tensor of another optimizer's state."""
+    """Raise UserError for a tensor of another optimizer's state."""
     for name in sorted(state.moments):
         if not name.endswith(tuple(f".{part}" for part in (*names, "grad"))):
             raise UserError(f"saved tensor {name!r} does not belong to {state.optimizer}, the optimizer of this model")
 
 
 def _are_computed(grads: Trained) -> bool:
-    """Wait for gradients. False when the devices had no memory left; DevicesError when computing failed otherwise."""
+    """Wait for gradients. False if the devices ran out of memory. DevicesError: computing failed for another reason."""
     try:
         jax.block_until_ready(grads)
     except Exception as error:

@@ -1,17 +1,17 @@
 """Attention of a packed training batch: causal, and only within an example.
 
-Examples with equal beginnings share tokens, and lie in a row as a tree (`training.packing`). A token sees the tokens
+Examples with equal beginnings share tokens, and form a tree in their row (`training.packing`). A token sees the tokens
 that are at or before its own place and whose subtrees have not ended.
 
-A block of queries is computed at a time, so that scores stay in the caches. For a backward pass one number is kept for
-each query, the logarithm of its softmax's denominator. The scores are computed again, as in FlashAttention (arXiv
-2205.14135, section 3.1 and appendix B.4), because they would be the largest arrays of training. JAX's own derivative of
-the same forward pass took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
+One block of queries is computed at a time, so that scores stay in the caches. The forward pass keeps one number for
+each query, the logarithm of its softmax's denominator. The backward pass computes the scores again, as in
+FlashAttention (arXiv 2205.14135, section 3.1 and appendix B.4), because they would be the largest arrays of training.
+JAX's own derivative of the same forward pass took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
 
-NVIDIA GPUs and TPUs have kernels (`flash`). cuDNN's attention is not used: it supports no trees, and the memory of its
-backward pass for rows of many examples is unknown until a device plans it.
+NVIDIA GPUs and TPUs use the kernels of `flash`. cuDNN's attention is not used, because it supports no trees, and
+because the memory of its backward pass for rows of many examples is unknown until a device plans it.
 
-Rows that are split over devices come in pieces, each of which is a row of the arrays (`kernels.whole_rows`).
+A row that is split over devices comes in pieces. Each piece is a row of the arrays (`kernels.whole_rows`).
 
 Letters: B rows, T queries, S keys, H query heads, G key-value heads, d head dimension. m is H / G times the queries of
 a block: the rows of all query heads of a key-value head.
@@ -52,9 +52,9 @@ def attend_trees(
     """The `AttentionFn` in which a token sees itself and the tokens before it in its examples.
 
     ends_BT: see `MicroBatch`. mesh: rows and heads are split over it. positions_BT: of the tokens in their examples;
-    given where examples share tokens, and kernels or windows depend on it (`needs_tree_program`). save_memory: see
-    `flash_attention`. pieces: of a row; see `flash.by_device`. Rows that no kernel of `flash` supports are computed by
-    this module, and so are all on CPUs.
+    given if examples share tokens, and kernels or windows depend on that (`needs_tree_program`). save_memory: see
+    `flash_attention`. pieces: of a row; see `flash.by_device`. This module computes the rows that no kernel of `flash`
+    supports, and all rows on CPUs.
     """
 
     def attend(
@@ -145,10 +145,10 @@ def _backward(
         q_BGmd, o_BGmd, d_o_BGmd = (
             _grouped(x, G) for x in (_scaled(q_BTHd[:, here]), o_BTHd[:, here], d_o_BTHd[:, here])
         )
-        # Weights without that of the sink, which has no value and so does not change the slope.
+        # Weights without the sink's weight. The sink has no value, so it does not change the slope.
         weights = jnp.exp(_scores(window, q_BGmd, k, rows, start, end) - log_total)
-        # The slope of a softmax is its weights times (their gradients - the mean of the gradients). The mean is d_o .
-        # o.
+        # The slope of a softmax is its weights times (their gradients - the mean of the gradients). The mean is the dot
+        # product of d_o and o.
         mean = jnp.sum(d_o_BGmd.astype(jnp.float32) * o_BGmd, axis=-1, keepdims=True)
         d_scores = (weights * (_product("bgmd,bgsd->bgms", d_o_BGmd, v) - mean)).astype(q_BGmd.dtype)
         d_v = d_v.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", weights.astype(v.dtype), d_o_BGmd))
@@ -172,7 +172,7 @@ def _sinks(sinks_H: jax.Array, G: int, queries: int) -> jax.Array:
 
 
 def _blocks(T: int) -> Iterator[tuple[int, int]]:
-    """Ranges [start, end) of queries. Keys from `end` on and before `_first` are masked, so they are not multiplied."""
+    """Ranges [start, end) of queries. Keys before `_first` and from `end` on are masked, so they are skipped."""
     step = _step(T)
     return ((start, min(start + step, T)) for start in range(0, T, step))
 
@@ -182,7 +182,7 @@ def _step(T: int) -> int:
 
 
 def score_bytes(T: int, window: int | None, heads: int) -> int:
-    """The most bytes of the scores of a block of queries, while a row of T tokens is differentiated without a kernel.
+    """The maximum bytes of one query block's scores, while a row of T tokens is differentiated without a kernel.
 
     window: see `AttentionFn`. heads: of a device.
     """

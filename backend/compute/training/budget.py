@@ -15,7 +15,7 @@ from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.spec.packing import Grid
 
-_AT_ONCE = {Keep.RESULTS: 0, Keep.INPUTS: 4096, Keep.GROUPS: 1024}  # tokens, 0 = all; 4096 as those of a micro-batch
+_AT_ONCE = {Keep.RESULTS: 0, Keep.INPUTS: 4096, Keep.GROUPS: 1024}  # tokens, 0 = all; 4096 as in a micro-batch
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Budget:
     """The limits of a training step.
 
     microbatch_tokens: padded tokens that are trained on together. kept_bytes: the activations that a device may keep
-    for a backward pass. Where the layers would keep more, each layer is recomputed. input_bytes: the layers' inputs
-    that a device may keep then. Where these are more, groups of layers are recomputed (`transformer.Keep`). None = no
+    for a backward pass. If the layers would keep more, each layer is recomputed. input_bytes: the layers' inputs that a
+    device may keep in that case. If there are more, groups of layers are recomputed (`transformer.Keep`). None = no
     limit. context_parallel: the most devices that a long row is split over (`spec.packing.Grid`).
     """
 
@@ -50,20 +50,20 @@ def choose_keep(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, budget: B
 
 
 def tokens_at_a_time(keep: Keep) -> int:
-    """How many tokens of a device go through the token-wise parts of a layer at a time; 0 = all."""
+    """How many tokens of a device pass through the token-wise parts of a layer at a time; 0 = all."""
     return 0 if on_cpu() else _AT_ONCE[keep]
 
 
 def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, keep: Keep = Keep.RESULTS) -> int:
     """The bytes that all layers keep for a backward pass. RESULTS are the layers' inputs and `transformer.kept_names`.
 
-    cfg: the model. ranks: the sum over the matrices that a token goes through in one layer. tokens: of a device. dtype:
-    of the activations. keep: the kind of activations that are kept.
+    cfg: the model. ranks: their sum over the matrices that a token passes through in one layer. tokens: of a device.
+    dtype: of the activations. keep: the kind of activations that are kept.
     """
     if keep is not Keep.RESULTS:
         inputs = cfg.layers if keep is Keep.INPUTS else kept_carries(cfg.decoder_layers)
         return inputs * tokens * cfg.hidden * jnp.dtype(dtype).itemsize
-    # A layer's input, `attended`, results, `low`; and of attention `log_totals`, float32.
+    # A layer's input, `attended`, results and `low`; in layers with attention also `log_totals`, float32.
     numbers = cfg.layers * (cfg.hidden + ranks) + attended_width(cfg) + result_width(cfg)
     return int(tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * len(cfg.attentions)))
 

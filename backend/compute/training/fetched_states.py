@@ -18,13 +18,13 @@ class FetchedStates:
     """Tensors by owner (an adapter or a snapshot) and folder of the store. Thread-safe, except for `take`."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh) -> None:
-        """Nothing is read yet. cfg: of the base model. mesh: of the group."""
+        """Start empty. cfg: of the base model. mesh: of the group."""
         self._cfg = cfg
         self._mesh = mesh
         self._tensors: dict[tuple[str, str], Mapping[str, Float32]] = {}
 
     def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """The names of the stored tensors that this process needs. shapes: of all of them, by name."""
+        """The names of the stored tensors that this process needs. shapes: of all stored tensors."""
         return needed_shards(self._cfg, self._mesh, state.spec, shapes) if are_shards(shapes) else list(shapes)
 
     def keep(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
@@ -32,7 +32,7 @@ class FetchedStates:
         self._tensors[fetch.owner, fetch.state.folder] = tensors
 
     def take(self, owner: str, state: AdapterState | StoredState) -> AdapterState:
-        """The state with its tensors, from the command itself or as they were read. ServerError when they were not."""
+        """The state with its tensors, from the command itself or as read before. ServerError: they were not read."""
         tensors = self._tensors.pop((owner, state.folder), None) if isinstance(state, StoredState) else None
         self.forget(owner)  # tensors that came too late for an earlier command
         if isinstance(state, AdapterState):

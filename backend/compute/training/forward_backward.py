@@ -47,16 +47,16 @@ class ReadReply(Protocol):
     """Waits for the devices, and raises DevicesError if they fail."""
 
     def __call__(self, later: Callable[[], R], /) -> R:
-        """The reply that `later` gives."""
+        """Return the reply of `later`."""
 
 
 @dataclass(frozen=True)
 class Training:
     """The parts of the executor that passes use.
 
-    steps(spec): the jitted functions for adapters of that shape. budget: of a micro-batch. branch_tokens: see `pack`.
+    steps(spec): the jitted functions for adapters of this shape. budget: of a micro-batch. branch_tokens: see `pack`.
     tree_programs: see `needs_tree_program`. announce(what, adapter, batch): called before each micro-batch. tower: None
-    in models that take text.
+    in models that take text only.
     """
 
     params: Params
@@ -75,13 +75,13 @@ class ForwardRun:
     """A Forward command in progress. Call `step` until `done`."""
 
     def __init__(self, training: Training, command: Forward) -> None:
-        """Nothing is computed yet. `command` has at least one example."""
+        """Prepare the command, which has at least one example. Nothing is computed yet."""
         self.done = False
         self._training, self._command = training, command
         self._replies = self._token_loss() if LOSSES[command.loss].per_token is not None else self._sequence_loss()
 
     def step(self) -> DeferredReply:
-        """Start the next part. The reply is Done, or the ForwardResult after the last part.
+        """Start the next part. The reply is Done, or the ForwardResult for the last part.
 
         NotFoundError: the adapter does not exist. ServerError: computing failed; with `backward` the adapter's
         gradients are cleared. UserError: the loss is not finite. AllocationError, also when the reply is read: the
@@ -135,7 +135,7 @@ class _Pass:
         self._steps = training.steps(self._adapter.spec)
         self._grads = (
             self._adapter.grads
-        )  # zeros, which can be made again, or a copy: a failure must not lose gradients
+        )  # zeros, which can be made again, or a copy, because a failure must not lose gradients
         if command.backward and self._adapter.pending:
             self._grads = self._steps.copy(self._grads)
         self._choice = choose(command.loss, command.config)
@@ -177,7 +177,7 @@ class _Pass:
         return scored
 
     def finish(self) -> ReadResult:
-        """Keep the gradients; the result, still on the devices."""
+        """Store the gradients, and return the result, which is still on the devices."""
         gathered = partial(_gather, self._command, self._batches, self._scored)
         if not self._command.backward:
             return gathered
@@ -187,9 +187,9 @@ class _Pass:
         return partial(_computed, gathered, computing)
 
     def of_supports(self, logprobs: Sequence[Float32]) -> Sequence[Float32]:
-        """The log probabilities that a loss gets: of the softmax over its support, where a token has one.
+        """The log probabilities for the loss: under the softmax over a token's support, if it has one.
 
-        logprobs: the result of this pass, of the full softmax.
+        logprobs: the result of this pass, under the full softmax.
         """
         if all(scored.log_mass_BT is None for scored in self._scored):
             return logprobs
@@ -233,7 +233,7 @@ def _after(trained: ReadResult, result: ForwardResult) -> ForwardResult:
 
 
 def _computed(scored: ReadResult, computing: PendingGradients) -> ForwardResult:
-    """The result. The same programs computed the gradients, so the gradients before them can be dropped."""
+    """Read the result. The same programs computed the gradients, so the earlier gradients can be dropped."""
     result = scored()
     computing.before = None
     return result
@@ -247,7 +247,7 @@ def _gather(command: Forward, batches: list[MicroBatch], on_devices: list[Scored
 
 
 def _by_example(command: Forward, batches: list[MicroBatch], found: list[Any]) -> list[Float32]:
-    """The numbers of each example, [T] or [T, K]. found: those of each micro-batch, [B, T, K]."""
+    """The numbers of each example, [T] or [T, K]. found: the numbers of each micro-batch, [B, T, K]."""
     numbers: list[Float32] = [np.empty(0, np.float32)] * len(command.examples)
     for batch, found_BTK in zip(batches, found, strict=True):
         whole_BTK = batch.in_rows(found_BTK)
@@ -259,9 +259,9 @@ def _by_example(command: Forward, batches: list[MicroBatch], found: list[Any]) -
 
 
 def _agreement(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> dict[str, float]:
-    """The share of given sets of experts that are the router's own choice, in all layers and in the first with such.
+    """The share of given sets of experts that equal the router's choice, in all layers and in the first with experts.
 
-    Nothing if none are given.
+    Empty if none are given.
     """
     given, equal = np.zeros(2, np.int64), np.zeros(2, np.int64)
     for batch, scored in zip(batches, results, strict=True):

@@ -1,4 +1,4 @@
-"""Training of all parameters (rank 0): the weights of the model itself are trained, and no adapter.
+"""Training of all parameters (rank 0): the model's own weights are trained, without an adapter.
 
 The weights are a `Params` in float32 ("master weights", Micikevicius and others, arXiv 1710.03740). A step computes in
 the dtype of the base weights. Gradients and the optimizer's state are float32. All have the shardings of the base
@@ -38,7 +38,7 @@ EMBED, _FINAL_NORM, _UNEMBED, _INPUTS = "embed", "final_norm", "unembed", "input
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """UserError when all parameters cannot be trained with that optimizer."""
+    """Raise UserError if the optimizer cannot train all parameters."""
     if OPTIMIZERS[optimizer].of_adapters:
         raise UserError(
             f"lora_config.rank 0 trains all parameters, but {optimizer} steps the matrices of adapters alone: "
@@ -53,7 +53,7 @@ def load_weights(cfg: ModelConfig, folder: str | Path, mesh: Mesh) -> Params:
 
 @functools.cache
 def weights_like(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> Params:
-    """The shapes and shardings of the weights that `load_weights` makes."""
+    """The shapes and shardings of the weights that `load_weights` returns."""
     return _without_frozen(cfg, params_like(cfg, cast(Mesh, mesh), "float32"))
 
 
@@ -66,12 +66,12 @@ def zero_gradients(cfg: ModelConfig, mesh: Mesh) -> Params:
 
 
 def in_compute_dtype(cfg: ModelConfig, base: Params, weights: Params) -> Params:
-    """The weights in the dtype of the base model, with its frozen parts."""
+    """The weights in the dtype of the base model, with the frozen parts of the base model."""
     return with_frozen(base, cast_weights(cfg, base.embed_VD.dtype, weights))
 
 
 def cast_weights(cfg: ModelConfig, dtype: Any, weights: Params) -> Params:
-    """The weights in that dtype, except for tensors that are always float32."""
+    """The weights in `dtype`, except for tensors that are always float32."""
     wide = {name for name, tensor in layer_tensors(cfg).items() if tensor.wide}
     kept = {name: array for name, array in weights_by_name(weights).items() if name in wide}
     cast_down: Params = jax.tree.map(lambda array: array.astype(dtype), weights)
@@ -90,7 +90,7 @@ def _without_frozen(cfg: ModelConfig, params: Params) -> Params:
 
 
 def add_head_gradient(grads: Params, by_head_VD: jax.Array) -> Params:
-    """The gradients with that of the unembedding added. A tied unembedding is the embedding."""
+    """The gradients with the unembedding's gradient added. A tied unembedding is the embedding."""
     if grads.unembed_VD is None:
         return replace(grads, embed_VD=grads.embed_VD + by_head_VD)
     return replace(grads, unembed_VD=by_head_VD)
@@ -139,7 +139,7 @@ def _transposed(array: Float32, transposed: bool) -> Float32:
 
 
 def _names(cfg: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...], bool]]:
-    """Each tensor of the files: Hugging Face's name, our name, its index in the stack of all layers, and if it is
+    """Each tensor of the files: Hugging Face's name, our name, its index in the stack of all layers, and whether it is
     transposed in that stack (experts' matrices are; see `params`).
     """
     names, homes = family_of(cfg).names, layers_with(cfg)

@@ -1,4 +1,4 @@
-"""The images of a micro-batch: each is computed by the model's tower before the training step."""
+"""The images of a micro-batch, which the model's tower encodes before the training step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def image_features(tower: VisionTower, examples: Sequence[Example], batch: Micro
         (place, image)
         for place in batch.places
         for image in examples[place.example].images
-        if image.start + image.tokens(side) > place.shared  # the example that placed shared tokens has their images
+        if image.start + image.tokens(side) > place.shared  # images of shared tokens belong to the example placing them
     ]
     if not own:
         return None

@@ -1,16 +1,16 @@
 """From hidden states to logprobs and loss, in chunks of tokens: an array [tokens, V] never exists.
 
-A token's loss depends only on its own logprob, so each chunk computes its loss and its gradients while it has the
+A token's loss depends only on its own logprob, so each chunk computes its loss and its gradients while it holds the
 logits. No array of size V is kept for a backward pass, and the matmul with the unembedding is not repeated.
 
-Every chunk reads the unembedding. On GPUs and TPUs this is the cost of a chunk, so a chunk has as many rows as memory
-allows, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
+Every chunk reads the unembedding. On GPUs and TPUs this dominates the cost of a chunk, so a chunk has as many rows as
+memory allows, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
 
 With supports (`spec.supports`), a token's loss depends on its log probability under the softmax over its support. The
-logits of the support are among those of the chunk. Kernels do not return logits, so they are not used then.
+chunk's logits include those of the support. Kernels do not return logits, so they are not used with supports.
 
-Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank, s tokens of a support; M rows
-and N parts of the vocabulary, as kernels know them.
+Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank, s tokens of a support. In
+kernels: M rows, N parts of the vocabulary.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ MOST_LOGITS_OF_GPUS = 2**26  # without kernels
 
 @flax.struct.dataclass
 class Scored:
-    """loss: float32 scalar, the sum over all tokens; logprobs_BTK: float32, of the full softmax.
+    """The loss and the logprobs of a batch.
 
-    equal_BT2: the routers' agreement (`transformer.forward`); None without given experts. log_mass_BT: float32, the log
-    of the probability of each token's support; None without supports.
+    loss: float32 scalar, the sum over all tokens. logprobs_BTK: float32, of the full softmax. equal_BT2: the routers'
+    agreement (`transformer.forward`); None without given experts. log_mass_BT: float32, the log of the probability of
+    each token's support; None without supports.
     """
 
     loss: jax.Array
@@ -54,8 +55,8 @@ class Scored:
 class Restricted(NamedTuple):
     """The softmax over the supports of a chunk of tokens.
 
-    ids_Bcs int32: the tokens of the supports, 0 where there are no more. shares_Bcs: their probabilities, 0 there.
-    log_mass_Bc1: the log of the probability of the support under the full softmax, 0 of the whole vocabulary.
+    ids_Bcs int32: the tokens of the supports, padded with 0. shares_Bcs: their probabilities, 0 in padding.
+    log_mass_Bc1: the log of the support's probability under the full softmax; 0 for the whole vocabulary.
     given_Bc1 bool: whether the token has a support.
     """
 
@@ -82,9 +83,9 @@ def score(
 
     params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
     of two. targets_BTK: int32. choice: the loss. inputs: of the loss, each [B, T, K]. mesh: splits B evenly; CPUs need
-    none. supports_BTs: int32, the tokens of each support, -1 = no more; a row of -1 is the whole vocabulary. None = all
-    are. most_logits: computed at a time (by kernels: on each device); None = the platform's default. interpret:
-    run the kernels of other platforms on a CPU, for tests.
+    none. supports_BTs: int32, the tokens of each support, padded with -1; a row of -1 is the whole vocabulary. None =
+    all rows are. most_logits: the most logits to compute at a time (in kernels: on each device); None = the platform's
+    default. interpret: run the kernels of other platforms on a CPU, for tests.
     """
     if platform().kernels and supports_BTs is None:
         whole = (hidden_BTD, targets_BTK, inputs)
@@ -120,10 +121,11 @@ def score_and_grads(
     by_head: bool = False,
     interpret: bool = False,
 ) -> tuple[Scored, jax.Array, Any]:
-    """The result of `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (or None).
+    """The result of `score`, and the gradients of the loss with respect to hidden_BTD (in its dtype) and `pair` (or
+    None).
 
     params, pair, targets_BTK, choice, inputs, mesh, supports_BTs, most_logits, interpret: see `score`. by_head: return
-    the gradient by the unembedding, float32 [V, D], instead of that by `pair`, which must be None.
+    the gradient with respect to the unembedding, float32 [V, D], instead of `pair`, which must be None.
     """
     assert not (by_head and pair is not None)
     if platform().kernels and supports_BTs is None:
@@ -173,7 +175,7 @@ def _by_device(
     """`score_and_grads` on GPUs and TPUs; the gradients are None unless `keep`.
 
     Every device scores its own rows. The tensor axis splits the vocabulary if it divides it. Sums over the rows of all
-    devices are made once, after the last chunk.
+    devices are computed once, after the last chunk.
 
     params, pair, choice, mesh, most_logits, interpret, by_head: see `score_and_grads`. whole: hidden_BTD, targets_BTK
     and inputs.
@@ -202,7 +204,7 @@ def _by_device(
             log_total_M = jnp.log(over_vocabulary(jax.lax.psum, total_M))
             picked_MK = jnp.where((targets_MK >= 0) & (targets_MK < V), totals.picked_MK, 0)
             picked_MK = over_vocabulary(jax.lax.psum, picked_MK)
-            # Without this, a logprob near 0 has the rounding error of logits that may be near 100.
+            # Otherwise a logprob near 0 would have the rounding error of logits that may be near 100.
             logprobs_MK = picked_MK - largest_M[:, None] - log_total_M[:, None]
             losses_MK, slope_MK = losses_and_slopes(choice, logprobs_MK, here)
             loss += jnp.sum(losses_MK)
@@ -243,7 +245,7 @@ def _by_device(
 
 
 def _by_adapter(given: Product, slopes: Slopes) -> tuple[jax.Array, jax.Array]:
-    """The gradients by low [M, R] and by B [R, V], float32."""
+    """The gradients with respect to low [M, R] and B [R, V], float32."""
     if slopes.d_low_MR is not None and slopes.d_B_RV is not None:
         return slopes.d_low_MR, slopes.d_B_RV
     assert given.low_MR is not None and given.B_RV is not None
@@ -262,7 +264,7 @@ def _logits(params: Params, x: jax.Array, update: jax.Array | None) -> jax.Array
 
 
 def _from_largest(logits_BcV: jax.Array) -> jax.Array:
-    # Without this, a logprob near 0 has the rounding error of logits that may be near 100.
+    # Otherwise a logprob near 0 would have the rounding error of logits that may be near 100.
     return logits_BcV - jnp.max(logits_BcV, axis=-1, keepdims=True)
 
 
@@ -278,7 +280,7 @@ def _restricted(logits_BcV: jax.Array, log_total: jax.Array, supports_Bcs: jax.A
     given_Bc1 = jnp.any(held_Bcs, axis=-1, keepdims=True)
     ids_Bcs = jnp.maximum(supports_Bcs, 0)
     own_Bcs = jnp.where(held_Bcs, _pick(logits_BcV, ids_Bcs), -jnp.inf)
-    # All logits of the support may be far below the largest one, where exp would be 0.
+    # All logits of the support may be so far below the largest one that exp would return 0.
     largest_Bc1 = jnp.where(given_Bc1, jnp.max(own_Bcs, axis=-1, keepdims=True), 0)
     weights_Bcs = jnp.exp(own_Bcs - largest_Bc1)
     total_Bc1 = jnp.where(given_Bc1, jnp.sum(weights_Bcs, axis=-1, keepdims=True), 1)
@@ -291,7 +293,7 @@ def _log_mass(restricted: Restricted | None) -> jax.Array | None:
 
 
 def _of_support(logprobs_BcK: jax.Array, restricted: Restricted | None) -> jax.Array:
-    """The log probabilities that a loss gets."""
+    """The log probabilities for the loss."""
     return logprobs_BcK if restricted is None else logprobs_BcK - restricted.log_mass_Bc1
 
 
@@ -311,10 +313,10 @@ def _d_logits(
     slope_BcK: jax.Array,
     restricted: Restricted | None,
 ) -> jax.Array:
-    """The gradient by the logits: d logprob[t] / d logits = onehot(t) - softmax. A repeated target counts twice.
+    """The gradient with respect to the logits: d logprob[t] / d logits = onehot(t) - softmax.
 
-    logits_BcV: less their maximum. log_total: their log-sum-exp, [B, c, 1]. slope_BcK: of the loss by the targets'
-    logprobs. restricted: the softmax of tokens with a support.
+    A repeated target counts twice. logits_BcV: minus their maximum. log_total: their log-sum-exp, [B, c, 1]. slope_BcK:
+    the loss's derivative with respect to each target's logprob. restricted: the softmax of tokens with a support.
     """
     d_logits = jnp.exp(logits_BcV - log_total) * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
     B, c, _ = targets_BcK.shape
@@ -332,7 +334,7 @@ def _most_logits() -> int:
 
 
 def chunk_size(rows: int, tokens: int, params: Params, most_logits: int) -> int:
-    """The tokens of each row that go through the unembedding at a time. tokens: of a row, a power of two."""
+    """The tokens of each row that pass through the unembedding at a time. tokens: of a row, a power of two."""
     while tokens > 1 and tokens * rows * params.embed_VD.shape[0] > most_logits:
         tokens //= 2
     return tokens

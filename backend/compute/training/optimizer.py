@@ -1,4 +1,4 @@
-"""Optimizer steps on an adapter, with their parameters as data: changing them compiles nothing.
+"""Optimizer steps on an adapter. Their parameters are data, so changing them compiles nothing.
 
 The optimizers themselves are in `backend/spec/optimizers`, one file each.
 """
@@ -26,7 +26,7 @@ class OptimizerState:
     """The state of an optimizer.
 
     count: steps made, int32 scalar. parts: named arrays, shaped like the weights. name: of the optimizer; a step is
-    compiled once for each.
+    compiled once for each name.
     """
 
     count: Leaf

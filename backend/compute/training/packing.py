@@ -1,9 +1,9 @@
-"""Examples as the arrays of micro-batches. Pure NumPy.
+"""Packs examples into the arrays of micro-batches. Pure NumPy.
 
 Several short examples share a row, and examples with equal beginnings share the tokens of these beginnings
-(`prefix_trees`). A tree lies in its row depth first: every token comes behind all tokens before it in its example. A
-token sees the tokens at or before its own place whose subtrees are not yet complete. The layout is that of
-`backend/spec/packing.py`. Letters: B rows, T tokens, K targets, s tokens of a support.
+(`prefix_trees`). A tree is stored in its row depth first: every token follows all earlier tokens of its example. A
+token sees the tokens at or before its own place whose subtrees are not yet complete. `backend/spec/packing.py` computes
+the layout. Letters: B rows, T tokens, K targets, s tokens of a support.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tinkerflow.backend.spec.supports import MOST_SUPPORTED, restricted_inputs
 class Place:
     """The place of an example: its tokens are the `columns` of `row`, int32 [T], ascending.
 
-    shared: how many of the first tokens an example before it has placed.
+    shared: the number of first tokens that an earlier example has placed.
     """
 
     example: int
@@ -45,11 +45,11 @@ class MicroBatch:
     """Arrays of one training call.
 
     parents_BT: the column of the token before each token in its example; -1 = none.
-    ends_BT: the column where the subtree of each token ends. Where no tokens are shared, this is the end of the token's
+    ends_BT: the column where the subtree of each token ends. If no tokens are shared, this is the end of the token's
     example, so it also identifies the example in its row. T in padding.
     inputs_BTK: the inputs of losses per token, in the order of `packed_inputs`. Weights are 0 in padding and for unused
     targets. routes_BTn: the given experts (`Example.routes_Tn`), -1 = none; None = no example has any. supports_BTs:
-    `Example.supports` as rows of ids, -1 = no more; None = no example has any.
+    `Example.supports` as rows of ids, padded with -1; None = no example has any.
     """
 
     tokens_BT: Int32
@@ -83,14 +83,15 @@ def pack(
     context_parallel: int = 1,
     few_shapes: bool = False,
 ) -> list[MicroBatch]:
-    """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
+    """Pack examples into micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
     The result is deterministic. Every example is placed exactly once, in one row. The number of rows is a multiple of
     `row_multiple`, the size of the mesh axis that splits them, unless rows are split over up to `context_parallel`
     devices. few_shapes: see `spec.packing.Grid`. attention_tokens: see `layout`. loss: a loss per token.
-    The inputs of a masked token (`LossSpec.masks`) become those of padding, so a placeholder in them (a log probability
-    of -9999, say) cannot reach a formula. branch_tokens: shared beginnings are placed once, if that makes the
-    micro-batches cheaper. They are multiples of it, and so are the columns where branches begin. 0 = nothing is shared.
+    The inputs of a masked token (`LossSpec.masks`) are replaced by those of padding, so a placeholder in them (a log
+    probability of -9999, say) cannot reach a formula. branch_tokens: shared beginnings are placed once, if that makes
+    the micro-batches cheaper. Their lengths are multiples of this number, and so are the columns where branches begin.
+    0 = nothing is shared.
     """
     K = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]
@@ -143,7 +144,7 @@ def _micro_batch(
                 _add_loss({name: cells[row] for name, cells in inputs.items()}, path, example, loss)
                 places.append(Place(branch.example, row, path, shared))
                 start += sizes.own_tokens(branch)
-                ends[row, own.stop : start] = np.arange(own.stop, start) + 1  # nothing sees padding
+                ends[row, own.stop : start] = np.arange(own.stop, start) + 1  # no token sees padding
             ends[row, path] = start
     return MicroBatch(tokens, positions, parents, ends, targets, inputs, tuple(places), routes, supports)
 
@@ -151,12 +152,12 @@ def _micro_batch(
 def _add_loss(inputs: Mapping[str, Float32], path: Int32, example: Example, loss: LossSpec) -> None:
     """Add the loss of an example to the inputs [T, K] of its row. Masked cells stay as they are.
 
-    A cell that several examples train has equal inputs in all of them, and the sum of their weights.
+    A cell that several examples train has equal inputs in all of them, and gets the sum of their weights.
     """
     steps, targets = np.nonzero(trained_cells(example, loss))
     own = restricted_inputs(example.inputs, example.supports)
     cells = path[steps], targets
     inputs["weights"][cells] += example.weights_TK[steps, targets]
     for name in loss.names:
-        if name != "weights" and name in inputs and name in own:  # a traced loss may name one so
+        if name != "weights" and name in inputs and name in own:  # a traced loss may use these names
             inputs[name][cells] = own[name][steps, targets]

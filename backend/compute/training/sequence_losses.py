@@ -2,7 +2,8 @@
 
 They are computed from the log probabilities of a forward pass: formulas on the host in float64, traced losses by
 `custom_loss`. A second pass then trains with weighted cross entropy, whose weights are minus the slopes. By the chain
-rule, its gradient is that of the loss. Each example is computed by itself, so packing cannot change its loss.
+rule, its gradient equals the gradient of the loss. Each example is computed by itself, so packing cannot change its
+loss.
 Letters: T tokens, K targets.
 """
 
@@ -24,8 +25,8 @@ from tinkerflow.backend.spec.supports import restricted_inputs
 class SequenceLoss:
     """The loss of a command.
 
-    loss_sum: over its examples. surrogates: the examples that give its gradient with cross_entropy. metrics: of a
-    traced loss, over all examples: sums, or means where the name ends with `:mean`.
+    loss_sum: over its examples. surrogates: the examples whose cross_entropy has the gradient of the loss. metrics: of
+    a traced loss, over all examples: sums, or means if the name ends with `:mean`.
     """
 
     loss_sum: float
@@ -37,7 +38,7 @@ class SequenceLosses:
     """The losses of the examples of a command, computed some at a time."""
 
     def __init__(self, command: Forward, logprobs: Sequence[Float32]) -> None:
-        """Nothing is computed yet. logprobs: of each example, [T] or [T, K]; of its supports, if it has any."""
+        """Start without any losses. logprobs: of each example, [T] or [T, K]; under its supports, if it has any."""
         self._command, self._logprobs = command, logprobs
         self._outcomes: dict[int, Outcome] = {}
 
@@ -71,7 +72,7 @@ class SequenceLosses:
         return loss, slope_TK, {}
 
     def result(self) -> SequenceLoss:
-        """The loss of the command, when all examples are computed."""
+        """The loss of the command, after all examples are computed."""
         examples, outcomes = self._command.examples, [self._outcomes[i] for i in range(len(self._command.examples))]
         sums: dict[str, float] = {}
         for _, _, metrics in outcomes:

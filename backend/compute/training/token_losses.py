@@ -1,6 +1,6 @@
-"""Losses per token, applied on the devices. `backend/spec/losses` has the formulas.
+"""Losses per token, applied on the devices. `backend/spec/losses` contains the formulas.
 
-They are parts of one program, selected by number, so that another loss compiles nothing.
+One program contains all formulas and selects one by number, so another loss compiles nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tinkerflow.backend.spec.losses import LOSSES, LossSpec, loss_named
 PER_TOKEN = tuple(spec for spec in LOSSES.values() if spec.per_token is not None)
 _MOST_VALUES = max(len(spec.config) for spec in PER_TOKEN)
 
-TokenInputs = Mapping[str, jax.Array]  # the names are those of `packed_inputs`; the shapes are that of the logprobs
+TokenInputs = Mapping[str, jax.Array]  # names as in `packed_inputs`; each has the shape of the logprobs
 
 
 @flax.struct.dataclass
 class LossChoice:
-    """A loss per token and its configuration: float32, its place in PER_TOKEN, then its values, then zeros."""
+    """A loss per token and its configuration, as float32: its index in PER_TOKEN, then its values, then zeros."""
 
     vector: Leaf
 
 
 def choose(loss: str, config: Mapping[str, float]) -> LossChoice:
-    """The host form of a loss per token and its configuration; UserError names what is unknown or out of bounds."""
+    """A loss per token and its configuration, on the host. UserError: a name or a value is not valid."""
     spec = loss_named(loss)
     values = spec.read_config(config).values()
     vector = np.zeros(1 + _MOST_VALUES, np.float32)
@@ -39,7 +39,7 @@ def choose(loss: str, config: Mapping[str, float]) -> LossChoice:
 
 
 def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -> jax.Array:
-    """The loss of every token, of the shape of `logprobs`, weights applied. For CPUs: the program has a branch."""
+    """The weighted loss of every token, in the shape of `logprobs`. For CPUs, because the program has a branch."""
     branches = [partial(_branch, spec) for spec in PER_TOKEN]
     vector = jnp.asarray(choice.vector)
     losses: jax.Array = jax.lax.switch(vector[0].astype(jnp.int32), branches, vector[1:], logprobs, inputs)
@@ -47,10 +47,11 @@ def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -
 
 
 def losses_and_slopes(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -> tuple[jax.Array, jax.Array]:
-    """The result of `token_losses` and its derivative by each log probability, without a branch in the program.
+    """The result of `token_losses` and its derivative with respect to each logprob, without a branch in the program.
 
     All formulas are computed, because they are a few operations for each token, and NVIDIA GPUs wait for the host at
-    every branch. Each is differentiated by itself, because the slope of a formula that is not selected may be NaN.
+    every branch. Each formula is differentiated separately, because the slope of a formula that is not selected may be
+    NaN.
     """
     vector, ones = jnp.asarray(choice.vector), jnp.ones_like(logprobs)
     by_formula = [

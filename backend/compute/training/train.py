@@ -1,7 +1,7 @@
 """The compiled steps of training: forward, forward and backward into donated gradients, optimizer step.
 
 Frozen weights are arguments, never closed over, because a jitted function cannot close over an array that spans
-processes. Output shardings are pinned: a first call and a restored state must be the same executable.
+processes. Output shardings are pinned, because a first call and a restored state must use the same executable.
 Letters: B rows, T tokens, D hidden, V vocabulary.
 """
 
@@ -44,13 +44,13 @@ _NO_ADAPTER = Lora(layers={}, unembed=None)
 class DeviceBatch:
     """A micro-batch on the devices, its rows split over ROWS, and its loss.
 
-    Where there are fewer rows than devices, each row is split into `pieces` pieces. The arrays have a row for each, so
-    that B pieces of T tokens are computed as rows. Only layers that mix tokens put them together. `ends` and
-    `parents_BT` are columns of whole rows.
+    If there are fewer rows than devices, each row is split into `pieces` pieces. The arrays have a row for each piece,
+    so B pieces of T tokens are computed as rows. Only layers that mix tokens join the pieces. `ends` and `parents_BT`
+    are columns of whole rows.
 
     Each array costs a copy to the devices, so there is one for each dtype. ints_BTI int32: tokens, positions, ends,
     then the K targets. floats_BTJK float32: the losses' inputs, in the order of `packed_inputs`. parents_BT: see
-    `MicroBatch`; only where examples share tokens and need another program for that (`needs_tree_program`).
+    `MicroBatch`; only if examples share tokens and need another program for that (`needs_tree_program`).
     routes_BTn int16 and supports_BTs int32: see `MicroBatch`.
     """
 
@@ -84,7 +84,7 @@ class DeviceBatch:
         return cast(jax.Array, self.ints_BTI)[..., 3:]
 
     def routes(self, cfg: ModelConfig) -> jax.Array | None:
-        """The given experts in every layer, int32 [B, T, L, k]; -1 = none, None = for no token."""
+        """The given experts in every layer, int32 [B, T, L, k]; -1 = none. None if no token has any."""
         if self.routes_BTn is None:
             return None
         routes_BTn = cast(jax.Array, self.routes_BTn).astype(jnp.int32)
@@ -106,7 +106,7 @@ class Steps:
     copy(grads) -> grads. For gradients that must survive a failing backward.
     optimize(lora, grads, state, hyper) -> Stepped. Everything except `hyper` is donated.
 
-    Where all parameters are trained, `lora` is a `Params` with them.
+    If all parameters are trained, `lora` is a `Params` that holds them.
     """
 
     forward: Callable[[Params, Trained, DeviceBatch], Scored]
@@ -148,7 +148,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         return forward(cfg, mesh, params, lora, inputs)
 
     def with_head(params: Params) -> Params:
-        # Gather the unembedding over fsdp once, and not for every chunk of logits.
+        # Gather the unembedding over fsdp once, rather than for every chunk of logits.
         head = jax.lax.with_sharding_constraint(params.head, sharding(mesh, params.head.shape, TENSOR))
         return replace(params, unembed_VD=head)
 
@@ -176,7 +176,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
 
     def full_backward(base: Params, weights: Params, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
         params = in_compute_dtype(cfg, base, weights)
-        # Without groups of layers: each would add gradients of all stacked weights.
+        # Layers are not grouped, because each group would add gradients of all stacked weights.
         keep = kept(_NO_ADAPTER, base, batch, replace(budget, input_bytes=None))
 
         def of(weights: Params) -> tuple[jax.Array, jax.Array | None]:
@@ -220,8 +220,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
 def needs_tree_program(cfg: ModelConfig) -> bool:
     """Whether a batch with shared tokens needs a program of its own.
 
-    In the usual program, windows count the columns of a row, the states of linear attention go from column to column,
-    and the kernel of TPUs only compares examples.
+    In the usual program, windows count the columns of a row, the states of linear attention pass from column to column,
+    and the TPU kernel only compares examples.
     """
     windows = any(attention.window is not None for attention in cfg.attentions)
     return windows or cfg.delta is not None or platform() is TPU
@@ -256,7 +256,7 @@ def to_devices(
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:
-    """The sum of the ranks of all pairs that a token goes through in a layer, on average."""
+    """The average sum of the ranks of all pairs that a token passes through in a layer."""
     matrices, homes = projections(cfg), layers_with(cfg)
     ranks = [pair.A.shape[-2] * matrices[name].per_token * len(homes[name]) for name, pair in lora.layers.items()]
     return sum(ranks) // cfg.layers

@@ -1,7 +1,7 @@
-"""The training programs of an adapter's shape: every shape of micro-batch that packing may make, and optimizer steps.
+"""The training programs of an adapter shape: for every micro-batch shape that packing may produce, and optimizer steps.
 
 Programs take memory. On a CPU each also takes hundreds of memory maps. Linux allows a process 65,530 maps by default,
-and the compiler ends a process that has none left. `StepsByShape` drops the programs of unused shapes.
+and the compiler ends a process that has used them up. `StepsByShape` drops the programs of unused shapes.
 
 Letters: B rows, T tokens.
 """
@@ -45,16 +45,16 @@ class StepsByShape:
     def __init__(
         self, make: Callable[[], Steps], maps_used: Callable[[], float], forgotten: Callable[[LoraSpec], None]
     ) -> None:
-        """No steps yet. make: makes steps.
+        """Start with no steps.
 
-        maps_used: the share of its memory maps that this process uses, 0 to 1. forgotten(shape): called when the steps
-        of a shape are dropped. It must drop all references to them.
+        make(): returns new steps. maps_used(): the used share of this process's memory maps, 0 to 1. forgotten(shape):
+        called when the steps of a shape are dropped. It must drop all references to them.
         """
         self._make, self._maps_used, self._forgotten = make, maps_used, forgotten
         self._steps: dict[LoraSpec, Steps] = {}  # least recently used first
 
     def steps_of(self, spec: LoraSpec) -> Steps:
-        """The steps of adapters of that shape."""
+        """The steps for adapters of this shape."""
         steps = self._steps.pop(spec, None) or self._make()
         self._steps[spec] = steps
         return steps
@@ -62,8 +62,8 @@ class StepsByShape:
     def trim(self, used: Collection[LoraSpec]) -> None:
         """Drop the steps of shapes that are unlikely to be used again. used: the shapes of all adapters.
 
-        While few memory maps are left, the least recently used shapes are dropped, except the last one. Their programs
-        are compiled again, or read from the cache, when they are needed.
+        While few memory maps are left, the least recently used shapes are dropped, but the most recently used one
+        stays. Their programs are compiled again, or read from the cache, when they are needed.
         """
         unused = [spec for spec in self._steps if spec not in used]
         self._forget(unused[: max(0, len(unused) - _UNUSED_SHAPES)])
@@ -75,11 +75,11 @@ class StepsByShape:
             del self._steps[spec]
             self._forgotten(spec)
         if gone:
-            gc.collect()  # functions and their entries in JAX's caches refer to each other
+            gc.collect()  # functions and their entries in JAX's caches reference each other
 
 
 def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Trained:
-    """An adapter of that shape on the devices, without values."""
+    """An adapter of this shape on the devices, without values."""
     host = trained_shapes(cfg, mesh, spec)
     lora: Trained = jax.tree.map(like, host, trained_shardings(cfg, mesh, host))
     return lora
@@ -99,13 +99,13 @@ def training_programs(
     routes: int = 0,
     supports: bool = False,
 ) -> Iterator[Program]:
-    """The programs of an adapter like `lora` with one target per position, the commonest first (`distances`).
+    """The programs of an adapter like `lora` with one target per position, the most common first (`distances`).
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
     optimizer: of the adapter. budget: of the steps. max_context: the most tokens of an example. tower: of a model with
-    images; adds the programs of batches with images. trees: adds the programs of batches with shared tokens; where
-    there are many shapes, only of full ones. routes: the experts of a token in all layers; adds the programs of all
-    these batches with recorded experts. 0 = none are recorded. supports: adds those of all these batches with recorded
+    images; adds the programs of batches with images. trees: adds the programs of batches with shared tokens; if there
+    are many shapes, only of full batches. routes: the experts of a token in all layers; adds the programs of all these
+    batches with recorded experts. 0 = none are recorded. supports: adds the programs of all these batches with recorded
     supports.
     """
     whole = replicated(mesh)
@@ -140,7 +140,7 @@ def training_programs(
 
 
 def distances(grid: Grid, max_context: int) -> dict[Shape, int]:
-    """Each shape of micro-batches with the distance of its programs: full ones of short rows are 0."""
+    """The distance of the programs of each micro-batch shape. Full micro-batches of short rows have distance 0."""
     of_shapes = {
         (B, T): (grid.microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
         for B, T in grid.shapes(max_context)

@@ -25,7 +25,7 @@ Tree = TypeVar("Tree")
 
 
 def trained_shapes(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Trained:
-    """The arrays that a model of that shape trains, without values."""
+    """The arrays that a model of this shape trains, without values."""
     return weights_like(cfg, mesh) if spec.full else lora_weights.shapes(cfg, spec)
 
 

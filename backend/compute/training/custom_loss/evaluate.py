@@ -1,7 +1,7 @@
-"""Traced losses, executed: each example by itself, on its exact logprobs, compiled with its slope.
+"""Execute traced losses: each example by itself, on its exact logprobs, compiled together with the slope.
 
-A loss may take a mean or a maximum over its tokens, so padding would change its value. So it is compiled for each shape
-of an example, which takes 0.1 s or more. The PROGRAMS that were used last are kept.
+A loss may take a mean or a maximum over its tokens, so padding would change its value. Therefore the loss is compiled
+for each shape of an example, which takes 0.1 s or more. The `PROGRAMS` most recently used programs are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def custom_loss(loss: CustomLoss, example: Example, logprobs_TK: Float32) -> Out
 
 
 def _compute(loss: CustomLoss, values: Sequence[npt.NDArray[Any]]) -> tuple[float, dict[str, float], Float32]:
-    """The loss, the metrics and the slope by the first value. Tokens that overflow and do not count change nothing."""
+    """The loss, the metrics, and the slope with respect to the first value.
+
+    Tokens that overflow but do not count change nothing.
+    """
     shapes = tuple((value.shape, value.dtype.name) for value in values)
 
     def run(*, masked: bool) -> tuple[float, dict[str, float], Float32]:
@@ -55,16 +58,16 @@ def _compute(loss: CustomLoss, values: Sequence[npt.NDArray[Any]]) -> tuple[floa
 
 @lru_cache(maxsize=PROGRAMS)
 def _program(name: str, nodes: str, shapes: Shapes, masked: bool) -> Any:
-    """The compiled loss with its metrics and its slope by the first value, for values of these shapes and dtypes.
+    """The compiled loss with its metrics and its slope, for values of these shapes and dtypes.
 
-    masked: as `masked.value_and_slope` computes it.
+    The slope is with respect to the first value. masked: compute it with `masked.value_and_slope`.
     """
     graph = orjson.loads(nodes)
 
     def run(*values: jax.Array) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         return evaluate(name, graph, values)
 
-    # Every process of the group computes it, for itself: the result is small, and must be the same everywhere.
+    # Every process of the group computes the loss by itself: the result is small, and must be the same everywhere.
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     given = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in shapes]
     both = (lambda *values: value_and_slope(run, values)) if masked else jax.value_and_grad(run, has_aux=True)
@@ -74,7 +77,7 @@ def _program(name: str, nodes: str, shapes: Shapes, masked: bool) -> Any:
 def evaluate(
     name: str, graph: Sequence[Mapping[str, Any]], values: Sequence[jax.Array]
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-    """The scalar loss and the scalar metrics of a graph, given its inputs in order. UserError names the wrong node."""
+    """The scalar loss and metrics of a graph, given its inputs in order. UserError names the invalid node."""
 
     def call(op: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return OPS[op](*args, **named)

@@ -1,13 +1,13 @@
-"""The value and the slope of a traced loss in which tokens overflow that do not count.
+"""The value and the slope of a traced loss in which tokens that do not count overflow.
 
-In floating-point numbers, 0 times infinity is not a number. So `weights * exp(logprobs - old)` is NaN where the weight
-is 0 and `old` is a placeholder such as -9999. And `where(mask, x, 0)` has no slope where the branch that is not taken
+In floating-point arithmetic, 0 times infinity is NaN. So `weights * exp(logprobs - old)` is NaN where the weight is 0
+and `old` is a placeholder such as -9999. And the slope of `where(mask, x, 0)` is NaN where the branch that is not taken
 overflows (the "double where" problem). One such token would spoil the gradient of the whole batch.
 
-Here, each value knows which of its cells move, which means that they change with the log probabilities. A factor or a
-dividend of 0 that does not move makes the result 0, and a cell that does not move or does not influence the loss has
-the slope 0. Everything else is computed as usual. The loss is taken as a jaxpr, where every operation is a primitive.
-`evaluate` uses this only when the usual program gives a number that is not finite.
+Here, each value records which of its cells move, that is, change with the log probabilities. A factor or a dividend of
+0 that does not move makes the result 0, and a cell that does not move or does not influence the loss has the slope 0.
+Everything else is computed as usual. The loss is traced as a jaxpr, in which every operation is a primitive. `evaluate`
+uses this only if the usual program returns a number that is not finite.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class _Step:
-    """An operation on the way to the loss. pull: from the slopes by its results to those by its moving operands."""
+    """An operation on the way to the loss. pull: maps slopes of the results to slopes of the moving operands."""
 
     pull: Callable[[list[Any]], Sequence[Any]]
     operands: list[_Value]
@@ -70,9 +70,9 @@ class _Step:
 
 
 def value_and_slope(function: Callable[..., Any], values: Sequence[jax.Array]) -> tuple[Any, jax.Array]:
-    """As `jax.value_and_grad(function, has_aux=True)(*values)`, except for tokens that overflow and do not count.
+    """Like `jax.value_and_grad(function, has_aux=True)(*values)`, except for tokens that overflow but do not count.
 
-    function: gives a scalar loss and a tree of metrics. The slope is that by the first value.
+    function: returns a scalar loss and a tree of metrics. The slope is with respect to the first value.
     """
     program, shape = jax.make_jaxpr(function, return_shape=True)(*values)
     steps: list[_Step] = []
@@ -93,7 +93,7 @@ def value_and_slope(function: Callable[..., Any], values: Sequence[jax.Array]) -
 
 
 def _run(program: Any, constants: Sequence[Any], inputs: Sequence[_Value], steps: list[_Step]) -> list[_Value]:
-    """The results of a jaxpr. Its operations that move are appended to `steps`, in order."""
+    """Run a jaxpr and return its results. Operations with moving results are appended to `steps`, in order."""
     known = dict(zip(program.constvars, map(_Value, constants), strict=True))
     known.update(zip(program.invars, inputs, strict=True))
 
@@ -113,7 +113,7 @@ def _run(program: Any, constants: Sequence[Any], inputs: Sequence[_Value], steps
 
 
 def _apply(program: Any, equation: Any, operands: list[_Value], steps: list[_Step]) -> list[_Value]:
-    """The results of one operation, which is appended to `steps` if they move."""
+    """Run one operation and return its results. The operation is appended to `steps` if they move."""
     name, function, elementwise = equation.primitive.name, _function(program, equation), _is_elementwise(equation)
     if elementwise:
         operands = [_spread(operand, equation.outvars[0].aval.shape, steps) for operand in operands]
@@ -169,12 +169,12 @@ def _removed(name: str, operands: list[_Value]) -> jax.Array:
 
 
 def _without(function: Callable[..., list[Any]], removed: jax.Array, *arrays: Any) -> list[Any]:
-    """The result of the function, or 0 in the cells that are removed."""
+    """The result of the function, with 0 in the removed cells."""
     return [jnp.where(removed, 0, array) for array in function(*arrays)]
 
 
 def _product(product: Callable[..., jax.Array], operands: list[_Value], *arrays: Any) -> list[Any]:
-    """The product of two arrays along some of their axes. Infinity and NaN count unless they meet removed cells."""
+    """The product of two arrays along some of their axes. Infinity and NaN count unless they meet only `zeros`."""
     finite = [jnp.isfinite(operand.array) for operand in operands]
     first, second = operands
     overflows = _meet(product, ~first.zeros, ~finite[1]) | _meet(product, ~finite[0], ~second.zeros)
@@ -183,7 +183,7 @@ def _product(product: Callable[..., jax.Array], operands: list[_Value], *arrays:
 
 
 def _meet(product: Callable[..., jax.Array], left: jax.Array, right: jax.Array) -> jax.Array:
-    """The cells of a product that have a contribution of a cell in `left` and a cell in `right`."""
+    """The cells of a product to which a cell in `left` and a cell in `right` contribute together."""
     return product(left.astype(jnp.float32), right.astype(jnp.float32)) > 0
 
 
@@ -195,7 +195,7 @@ def _moves(
     elementwise: bool,
     removed: jax.Array | None,
 ) -> Sequence[jax.Array]:
-    """The cells that move of each result. Where it is not known, all cells move if any cell of an operand does.
+    """The moving cells of each result. If they are not known, all cells move if any cell of an operand does.
 
     elementwise: see `_is_elementwise`. removed: the cells of a product or a quotient that stay 0.
     """
@@ -228,9 +228,10 @@ def _moves(
 def _pull(
     function: Callable[..., list[Any]], arrays: list[Any], places: list[int], elementwise: bool, slopes: list[Any]
 ) -> Sequence[Any]:
-    """The slopes by the operands at `places`.
+    """The slopes of the operands at `places`.
 
-    elementwise: where the slope by the result is 0, so are these, even if the operation's own slope is infinite.
+    elementwise: where the result's slope is 0, so are the operands' slopes, even if the operation's own slope is
+    infinite.
     """
 
     def of_moving(*changed: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""The torch functions that a traced loss may call, in jax.numpy. `backend/spec/torch_names.py` has their names.
+"""The torch functions that a traced loss may call, in jax.numpy. `backend/spec/torch_names.py` lists their names.
 
-Values are arrays, Python numbers (sizes), tuples and dtypes. Slopes where a function has a corner are torch's: clamp
-passes a slope at its bounds, a maximum over a dimension gives it to one place.
+Values are arrays, Python numbers (sizes), tuples and dtypes. Where a function has a corner, its slope is torch's: clamp
+passes the slope at its bounds, and a maximum over a dimension passes the slope to one place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _axes(dim: Any) -> Any:
 
 
 def _sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
-    """(2, 3) and ((2, 3),) are the same."""
+    """The sizes, given as (2, 3) or as ((2, 3),)."""
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else tuple(sizes)
 
 
@@ -59,7 +59,7 @@ def _spread(function: Op) -> Op:
 
 
 def _extreme(whole: Op, pairwise: Op, place: Op) -> Op:
-    """max and min: of all, of two tensors, or along a dimension with the places."""
+    """max and min: of all elements, of two tensors, or along a dimension together with the indices."""
 
     def extreme(x: Any, dim: Any = None, keepdim: bool = False, other: Any = None) -> Any:
         other = dim if isinstance(dim, jax.Array) else other
@@ -92,7 +92,7 @@ def _div(x: Any, other: Any, rounding_mode: str | None = None) -> Any:
 
 
 def _to(x: jax.Array, *args: Any, **named: Any) -> jax.Array:
-    """Change the dtype. Devices are ignored, because there is one."""
+    """Change the dtype. Devices are ignored, because there is only one."""
     for target in (*args, named.get("dtype")):
         if isinstance(target, jax.Array):
             x = x.astype(target.dtype)
@@ -154,7 +154,7 @@ def _getattr(x: Any, name: str) -> Any:
 
 
 def _on_numbers(function: Op) -> Op:
-    """An operator. Sizes are Python numbers, which could grow without bound where arrays cannot."""
+    """An operator on tensors and numbers. Powers of numbers are floats, because integers could grow without bound."""
 
     def checked(*args: Any) -> Any:
         for arg in args:
@@ -168,7 +168,7 @@ def _on_numbers(function: Op) -> Op:
 
 
 def _math(name: str) -> Op:
-    """A math function: of a number, or of a scalar tensor, whose slope ends there (it becomes a number in torch)."""
+    """A math function of a number or a scalar tensor. A tensor gets no slope: torch turns it into a number."""
     of_number, of_array = getattr(math, name), getattr(jnp, name)
 
     def function(*args: Any) -> Any:
