@@ -1,13 +1,13 @@
-"""The updates of several adapters on a GPU, read from their stacks in place: two Pallas kernels through Triton.
+"""The updates of several adapters on a GPU, whose stacks are read in place: two Pallas kernels through Triton.
 
 XLA:GPU copies each layer's A and B out of the stack of all layers before it multiplies by them. For few rows, this
 moves three and a half times the bytes. These kernels read A and B in place, and only the blocks of columns that rows of
 the batch use, so an idle adapter costs nothing. All rows are multiplied by all of these blocks, and other adapters'
-columns are masked. A step takes as long as reading does. Every program writes a block of its own and sums in a fixed
-order, so results are reproducible.
+columns are masked. A step takes only as long as reading the matrices. Every program writes a block of its own and sums
+in a fixed order, so results are reproducible.
 
-For few rows, the start of a kernel takes as long as its work. So the projections that share an input share both
-kernels, and the second one also adds the parts of the first one's sums.
+For few rows, launching a kernel takes as long as its work. Therefore the projections that share an input share both
+kernels, and the second kernel also adds up the first kernel's partial sums.
 
 Letters: B rows, T tokens of each, M = B * T, K columns of a stack, N blocks of C columns, P parts of the inputs,
 S stacks. L layers, i in, o out; r, c, n, k: sizes of a program's tile of rows, columns, outputs and inputs.
@@ -29,8 +29,8 @@ from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPRO
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 
-_ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # the most of a tile; _BYTES_IN: of one row of it
-_PARTS = 512  # rows of partial sums that a program of `adapter_update` adds, at most: every one of them reads all
+_ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # the most of a tile; _BYTES_IN: of one of its rows
+_PARTS = 512  # the most rows of partial sums that a program of `adapter_update` adds; every program reads them all
 
 InPlace = Callable[[jax.Array, Sequence[OfLayer]], tuple[jax.Array, ...]]  # update(x_BTi, pairs) -> [B, T, o] of each
 
@@ -41,8 +41,8 @@ def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPla
     columns_B2 int32: row b sees the columns [columns_B2[b, 0], columns_B2[b, 1]). width: K, a multiple of
     `RANK_COLUMNS`. interpret: run the kernels on a CPU, for tests.
 
-    Of `update`: pairs: of projections that share the input x, with stacks A [L, K, i] and B [L, K, o] of one dtype;
-    at least one. L and o may differ.
+    pairs (of `update`): at least one, of projections that share the input x, with stacks A [L, K, i] and B [L, K, o] of
+    one dtype. L and o may differ.
     """
     C, N = RANK_COLUMNS, width // RANK_COLUMNS
     columns_B2 = jnp.asarray(columns_B2)
@@ -64,10 +64,10 @@ def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPla
 
 
 def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...], interpret: bool) -> jax.Array:
-    """x times the transpose of a layer's A of every stack, float32 [P, M, S * K]: parts of sums.
+    """x times the transpose of one layer's A of every stack: partial sums, float32 [P, M, S * K].
 
-    Blocks that no row uses are left. where: int32, of each stack the number of the layer, [1]; the numbers of the
-    blocks that are seen, [N]; how many these are, [1].
+    Blocks that no row uses are not written. where: int32, the layer's index in each stack, [1]; the indices of the seen
+    blocks, [N]; the number of seen blocks, [1].
     """
     (M, i), S, K, C, c = x_Mi.shape, len(stacks), stacks[0].shape[1], RANK_COLUMNS, LEAST_SIDE
     r, k = side(M, _ROWS), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
@@ -115,9 +115,10 @@ def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...],
 def _update(
     low_PMK: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...], T: int, dtype: Any, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """The sum of low's parts times a layer's B of every stack, [M, o] in `dtype`, over the blocks that are seen.
+    """The sum of low's parts times one layer's B of every stack, [M, o] in `dtype`, over the seen blocks.
 
-    low_PMK: of `_low`. where: as there, then the first and the end column of each row, [B]. T: as at the top.
+    low_PMK: the result of `_low`. where: as in `_low`, then the first and the end column of each row, [B]. T: as in the
+    module.
     """
     (P, M, _), S, K, C = low_PMK.shape, len(stacks), stacks[0].shape[1], RANK_COLUMNS
     outs = [stack.shape[2] for stack in stacks]
@@ -145,7 +146,7 @@ def _update(
                 for part in range(P):
                     part_ref = low_ref.at[jnp.int32(part), pl.ds(first, r), pl.ds(number * K + at, C)]
                     low_rC = low_rC + triton.load(part_ref, mask=mask, other=0)
-                # Not a product with 0: an overflow in the columns of another row's adapter may be nan.
+                # Select, because an overflow in the columns of another row's adapter, times 0, would be NaN.
                 own = (column_C[None] >= begin_r[:, None]) & (column_C[None] < end_r[:, None])
                 low_rC = jnp.where(own, low_rC, 0).astype(dtype)
                 B_ref = stack_refs[number].at[layer, pl.ds(at, C), pl.ds(column, n)]

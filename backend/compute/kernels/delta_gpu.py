@@ -1,4 +1,4 @@
-"""One token of linear attention on GPUs, in place in the pool of states: a Pallas kernel through Triton.
+"""One token of linear attention on GPUs, computed in place in the pool of states: a Pallas kernel through Triton.
 
 XLA copies the states of a batch out of the pool and back. In between, it passes over them for the decay and the key,
 for the change, and for the query. This kernel reads a head's matrix once, and writes it once.
@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 from tinkerflow.backend.compute.kernels.grouped_gpu import side
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 
-_COLUMNS = 32  # of a tile; a row of it is 128 bytes
+_COLUMNS = 32  # of a tile, so that its rows have 128 bytes
 
 
 def step(
@@ -38,7 +38,7 @@ def step(
 ) -> tuple[jax.Array, jax.Array]:
     """The values that one token of each row reads, [B, H, v], and the pool, updated in place. Everything is float32.
 
-    S_LNHkv: the states of all layers. layer: int32 scalar. places_B int32: the row's state; 0 = none, which is read and
+    S_LNHkv: the states of all layers. layer: int32 scalar. places_B int32: the row's state; 0 = none, which is read but
     not written. q_BHk: scaled. k_BHk, v_BHv, beta_BH: as in `delta_rule`. decay_BH: the factor of the old state; where
     it is 0, the state counts as zeros, even if it contains NaN. interpret: run the kernel on a CPU, for tests.
     """

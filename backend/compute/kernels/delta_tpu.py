@@ -1,4 +1,4 @@
-"""One token of linear attention on TPUs, in place in the pool of states: `delta_gpu` through Mosaic.
+"""One token of linear attention on TPUs, computed in place in the pool of states: `delta_gpu` through Mosaic.
 
 Letters: as in `delta_gpu`; b heads of a program.
 """
@@ -29,7 +29,7 @@ def step(
 ) -> tuple[jax.Array, jax.Array]:
     """The values that one token of each row reads, [B, H, v], and the pool, updated in place. Everything is float32.
 
-    S_LNHkv: the states of all layers. layer: int32 scalar. places_B int32: the row's state; 0 = none, which is read and
+    S_LNHkv: the states of all layers. layer: int32 scalar. places_B int32: the row's state; 0 = none, which is read but
     not written. q_BHk: scaled. k_BHk, v_BHv, beta_BH: as in `delta_rule`. decay_BH: the factor of the old state; where
     it is 0, the state counts as zeros. interpret: run the kernel on a CPU, for tests.
     """

@@ -4,7 +4,7 @@ Scores never leave the chip, forward or backward. All kernels add in a fixed ord
 bits. Each program of the backward pass writes rows of dQ, or of dK and dV, that no other program writes, and loops over
 the other rows. The devices split rows over fsdp and heads over tensor. The module `whole_rows` splits long rows.
 
-On GPUs, the kernels of `tree` compute all rows, with shared beginnings or without. On TPUs, they compute the rows whose
+On GPUs, the kernels of `tree` compute all rows, with or without shared beginnings. On TPUs, they compute the rows whose
 sequences share a beginning. JAX's splash attention computes the others.
 
 Letters: B rows, T tokens, H query heads, G key-value heads, d head dimension, r = H / G.
@@ -35,7 +35,7 @@ Kernel = Callable[..., jax.Array]
 
 _TPU_BLOCK = 512  # tokens; TPUs want multiples of 128
 _TPU_LEAST = 128
-_GPU_LEAST, _GPU_MOST = 16, 256  # of the head dimension: a tile of the tensor cores, and the limit of shared memory
+_GPU_LEAST, _GPU_MOST = 16, 256  # of the head dimension: a tile of the tensor cores, and the limit set by shared memory
 
 
 def flash_attention(
@@ -49,12 +49,12 @@ def flash_attention(
     interpret: bool = False,
     pieces: int = 1,
 ) -> Kernel | None:
-    """The kernel for rows of `tokens` tokens on the platform that programs are made for; None where there is none.
+    """The kernel for rows of `tokens` tokens on the target platform of programs; None if there is none.
 
-    mesh: rows and heads are split over it. window: how many tokens a query sees, None = all before it. head_dim: of
-    queries and keys. save_memory: the backward pass of splash attention takes less memory and a little more time; the
-    results are the same. tree: for rows of trees, as in the module `tree`. interpret: compute with plain operations,
-    for tests without the device. pieces: of a row; see `by_device`.
+    mesh: rows and heads are split over it. window: how many tokens a query sees, itself included; None = all earlier
+    ones. head_dim: of queries and keys. save_memory: the backward pass of splash attention takes less memory and a
+    little more time; the results are the same. tree: for rows of trees, as in the module `tree`. interpret: compute
+    with plain operations, for tests without the device. pieces: of a row; see `by_device`.
     """
     chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:
@@ -81,9 +81,9 @@ def by_device(
     sinks_H: jax.Array | None = None,
     *positions: jax.Array,
 ) -> jax.Array:
-    """The kernel on each device's rows and heads. Heads are not split if the tensor axis does not divide them.
+    """Run the kernel on each device's rows and heads. Heads are not split if the tensor axis does not divide them.
 
-    pieces: where rows are split over devices, the number of pieces of a row. The arguments have a row for each piece.
+    pieces: the number of pieces of a row, if rows are split over devices. The arguments have a row for each piece.
     """
     heads = TENSOR if k.shape[2] % mesh.shape[TENSOR] == 0 else None
     rows = sharding(mesh, q.shape, ROWS).spec[0]
@@ -144,7 +144,7 @@ def _splash(
 def _each_row(
     kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks_H: jax.Array | None
 ) -> jax.Array:
-    """The kernel's result [B, H, T, d] for queries, keys and values of this layout."""
+    """The kernel's result [B, H, T, d], for queries, keys and values in the same layout."""
     with_sinks = kernel if sinks_H is None else partial(kernel, sinks=sinks_H.astype(jnp.float32))
     o_BHTd: jax.Array = jax.vmap(with_sinks)(q, k, v, splash.SegmentIds(segments, segments))
     return o_BHTd
@@ -174,7 +174,7 @@ def _on_gpus(
     sinks_H: jax.Array | None,
     positions_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """The kernel's result. The kernel gets heads of one dimension, which Triton supports."""
+    """The kernel's result. Heads are padded to one dimension that Triton supports."""
     d = max(q.shape[-1], v.shape[-1])
     wide = max(_GPU_LEAST, pl.next_power_of_2(d))
     padded = (

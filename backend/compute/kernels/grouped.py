@@ -35,7 +35,10 @@ class Groups:
     batch_M: jax.Array
 
     def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8 | FourBit | OfLayer) -> jax.Array:
-        """[M, o] in the dtype of x. Differentiable by x, and by weights of floats; not with OfLayer."""
+        """Each row times its expert's matrix, [M, o] in the dtype of x.
+
+        Differentiable with respect to x and to float weights, but not with OfLayer.
+        """
         if isinstance(weight_Eio, OfLayer):
             return self._in_place(x_Mi, weight_Eio, transposed=False)
         if isinstance(weight_Eio, Int8):
@@ -45,7 +48,7 @@ class Groups:
         return _dot(x_Mi, weight_Eio, self.sizes_E)
 
     def dot_transposed(self, x_Mi: jax.Array, weight_Eoi: Array | OfLayer) -> jax.Array:
-        """`dot` with the transposes of these matrices, which are of floats."""
+        """`dot` with the transposes of these matrices, which must be floats."""
         if isinstance(weight_Eoi, OfLayer):
             return self._in_place(x_Mi, weight_Eoi, transposed=True)
         return self.dot(x_Mi, weight_Eoi.swapaxes(-1, -2))
@@ -60,7 +63,7 @@ class Groups:
 
 
 def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
-    # XLA knows `jax.lax.ragged_dot` only as a product of every row with every expert's matrix.
+    # XLA computes `jax.lax.ragged_dot` only as a product of every row with every expert's matrix.
     if not platform().kernels:
         return by_blocks(x_Mi, weight_Eio, sizes_E)
     by_kernel = by_kernel_of_tpus if platform() is TPU else by_kernel_of_gpus
@@ -68,7 +71,7 @@ def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
 
 
 def differentiable(product: Callable[..., jax.Array], outer: Callable[..., jax.Array]) -> GroupedDot:
-    """The grouped matmul of these two functions, differentiable by x, and by the weight unless it is of integers.
+    """The grouped matmul of these two functions, differentiable with respect to x and to a float weight.
 
     product(x_Mi, weight, sizes_E, transposed=): each row times its expert's matrix, or times the matrix's transpose.
     outer(x_Mi, y_Mo, sizes_E): [E, i, o] float32, the sum over an expert's rows of their outer products.
@@ -130,7 +133,7 @@ def _block_rows(x_Mi: jax.Array, sizes_E: jax.Array) -> int:
 def _over_blocks(
     add: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array], sums: jax.Array, sizes_E: jax.Array, b: int
 ) -> jax.Array:
-    """`sums` after add(sums, expert, first row, mask of its rows among b rows) for each block with rows."""
+    """`sums` after add(sums, expert, first row, mask of the expert's rows among b rows) for each block with rows."""
     ends_E = jnp.cumsum(sizes_E)
     blocks_E = -(-sizes_E // b)
     last_E = jnp.cumsum(blocks_E)
@@ -144,7 +147,7 @@ def _over_blocks(
     return jax.lax.fori_loop(0, last_E[-1], one, sums)
 
 
-# As `jax.lax.ragged_dot`, with zeros in the rows of no expert: a loop over blocks of rows of one expert each.
+# Like `jax.lax.ragged_dot`, with zeros in rows without an expert: a loop over blocks of rows of one expert each.
 by_blocks = differentiable(_product, _outer)
 by_kernel_of_gpus = differentiable(grouped_gpu.product, grouped_gpu.outer)
 by_kernel_of_tpus = differentiable(grouped_tpu.product, grouped_tpu.outer)

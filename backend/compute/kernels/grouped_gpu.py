@@ -25,8 +25,8 @@ from jax.experimental.pallas import triton
 from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPROCESSORS, triton_call
 from tinkerflow.backend.compute.weights.quantized import FourBit, numbers_of, scale_of
 
-_MOST_ROWS, _MOST_OUT, _BYTES_IN = 128, 128, 128  # of a tile; _BYTES_IN: of one row of it
-_FEW_ROWS, _FEW_OUT = 64, 64  # of a tile where reading the matrix takes longer than multiplying by it
+_MOST_ROWS, _MOST_OUT, _BYTES_IN = 128, 128, 128  # of a tile; _BYTES_IN: of one of its rows
+_FEW_ROWS, _FEW_OUT = 64, 64  # of a tile, if reading the matrix takes longer than multiplying by it
 _PROGRAMS = 2 * MULTIPROCESSORS
 
 
@@ -41,14 +41,14 @@ def product(
 ) -> jax.Array:
     """Each row times its expert's matrix, or times the matrix's transpose: [M, o] in the dtype of x.
 
-    x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; int8 is converted tile by tile.
-    Or packed, if `takes` it; then not transposed, and with a layer. sizes_E: int32, rows of each expert. layer: int32
-    scalar; then `weight` has the matrices of all layers, [L, E, ...], and those of this layer are read in place.
-    interpret: run the kernel on a CPU, for tests.
+    x_Mi: rows sorted by expert. weight: [E, i, o], or [E, o, i] if transposed, of any dtype; int8 is converted tile by
+    tile. A packed weight must satisfy `takes`, have a layer, and not be transposed. sizes_E: int32, rows of each
+    expert. layer: int32 scalar if `weight` holds the matrices of all layers, [L, E, ...]; the matrices of this layer
+    are read in place. interpret: run the kernel on a CPU, for tests.
     """
     (M, i), E = x_Mi.shape, sizes_E.shape[0]
     r = _rows(M, E)
-    blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # no fewer than there can be
+    blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # the most that there can be
     if isinstance(weight, FourBit):
         assert layer is not None
         tile = r, side(weight.packed.shape[3], _MOST_OUT)
@@ -71,13 +71,14 @@ def layer_products(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Few rows times the transpose of each of some layers' matrices, which are read in place: [M, o] in the dtype of x.
+    """Few rows times the transpose of each matrix, which is read in place from its stack: [M, o] in the dtype of x.
 
-    XLA:GPU copies a matrix out of a stack before it multiplies by it, which for few rows costs twice what the product
-    does. And a kernel for each matrix would leave most of a GPU idle where a matrix is small.
+    XLA:GPU copies a matrix out of a stack before it multiplies by it, which for few rows costs twice as much as the
+    product. A kernel for each matrix would leave most of a GPU idle if the matrix is small.
 
-    stacks: of each matrix, those of all L layers, [L, o, i]. All have one dtype, or all are packed in blocks of one
-    size, if `takes` them. L and o may differ. layers: of each, an int32 scalar. interpret: as above.
+    stacks: for each matrix, the matrices of all L layers, [L, o, i]. All have one dtype, or all are packed in blocks of
+    one size and satisfy `takes`. L and o may differ. layers: for each matrix, an int32 scalar. interpret: as in
+    `product`.
     """
     M, i = x_Mi.shape
     outs = sum(jax.tree.leaves(stack)[0].shape[1] for stack in stacks)
@@ -126,7 +127,7 @@ def _products(
 
 
 class _Matrix(NamedTuple):
-    """A matrix to multiply by. operands: its stack, and arrays like it. layer: its number in them. outs: o."""
+    """A matrix to multiply by. operands: its stack, and arrays like it. layer: its index in them. outs: o."""
 
     operands: tuple[jax.Array, ...]
     layer: jax.Array
@@ -134,7 +135,7 @@ class _Matrix(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """The tile of one program. start, column: its first row and output. rows, outs: which of them there are."""
+    """The tile of one program. start, column: its first row and output. rows, outs: masks of those that exist."""
 
     layer: jax.Array
     expert: jax.Array
@@ -156,11 +157,11 @@ def _sum_tiles(
     interpret: bool,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """[M, o] of each matrix, by one program for each block of rows and for each tile of a matrix's outputs.
+    """Compute [M, o] for each matrix, with one program for each block of rows and each tile of a matrix's outputs.
 
-    A program sums over steps of inputs. add(refs, tile, step, sums): the sums, float32, with those of a step. refs: of
-    `rows`, and of the matrix's operands. blocks: see `_blocks`. tile: rows and outputs of one program. steps: their
-    number.
+    A program sums over steps of inputs. add(refs, tile, step, sums): returns the float32 sums with the step added.
+    refs: of `rows`, and of the matrix's operands. blocks: see `_blocks`. tile: rows and outputs of one program. steps:
+    the number of steps.
     """
     (r, n), S, each = tile, len(matrices), len(matrices[0].operands)
     tiles = [pl.cdiv(matrix.outs, n) for matrix in matrices]
@@ -200,9 +201,10 @@ def _sum_tiles(
 
 
 def by_matrix(program: jax.Array, tiles: Sequence[int], of: Callable[[int, jax.Array], None]) -> None:
-    """Inside a kernel for the tiles of several matrices: of(number of the matrix, tile), for one of them.
+    """Inside a kernel for the tiles of several matrices: call of(index of the matrix, tile) for the program's tile.
 
-    program: int32 scalar, counts the tiles of all. tiles: of each matrix, how many it has.
+    program: int32 scalar, the program's index among the tiles of all matrices. tiles: the number of tiles of each
+    matrix.
     """
     if len(tiles) == 1:
         of(0, program)
@@ -215,7 +217,7 @@ def by_matrix(program: jax.Array, tiles: Sequence[int], of: Callable[[int, jax.A
 
 
 def takes(weight: FourBit, *, of_experts: bool = False) -> bool:
-    """Whether `product` and `layer_products` take it packed: a tile has the bytes of one block, and at least 16."""
+    """Whether `product` and `layer_products` take the packed weight: a tile is one block, of 16, 32, 64, ... bytes."""
     axis = -2 if of_experts else -1
     half = weight.packed.shape[axis] // weight.scale.shape[axis]
     return half >= LEAST_SIDE and half == pl.next_power_of_2(half)
@@ -231,10 +233,10 @@ def _packed_products(
     transposed: bool,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """`_products` by matrices of two numbers in a byte, which are computed back tile by tile, bit by bit as `dense`.
+    """`_products` with matrices of two numbers in a byte, decoded tile by tile to the same bits as by `dense`.
 
-    The first numbers of all bytes meet the even columns of x, and the second ones the odd columns, so a tile is never
-    interleaved. A step has one block, whose outputs have a scale each.
+    The first numbers of all bytes are multiplied by the even columns of x, and the second numbers by the odd columns,
+    so a tile is never interleaved. A step covers one block, in which each output has a scale.
     """
     (M, i), (r, n), table = x_Mi.shape, tile, weights[0].table
     steps = weights[0].scale.shape[3 if transposed else 2]
@@ -297,7 +299,7 @@ def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bo
 
 
 def _blocks(sizes_E: jax.Array, r: int, blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The expert, the first row, and the end of the expert's rows, of each block; a block too many has no rows."""
+    """The expert, the first row, and the end of the expert's rows, for each block. Surplus blocks have no rows."""
     ends_E = jnp.cumsum(sizes_E)
     blocks_E = -(-sizes_E // r)
     last_E = jnp.cumsum(blocks_E)

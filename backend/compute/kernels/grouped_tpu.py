@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 _ROWS, _LEAST_ROWS = 128, 16  # of a tile
-_LANES = 128  # a tile's side is a multiple of them, or the array's own
+_LANES = 128  # a tile's side is a multiple of this, or the array's own side
 _MOST_OUT = 512  # of a tile
-_TILE_BYTES = 4 * 2**20  # of tiles of rows and of a matrix: where they have all inputs, a matrix is read once
+_TILE_BYTES = 4 * 2**20  # of tiles of rows and of a matrix; if they hold all inputs, a matrix is read once
 
 
 def product(
@@ -27,18 +27,18 @@ def product(
     transposed: bool,
     interpret: bool = False,
 ) -> jax.Array:
-    """Each row times its expert's matrix, as `grouped_gpu.product`: [M, o] in the dtype of x.
+    """Each row times its expert's matrix, like `grouped_gpu.product`: [M, o] in the dtype of x.
 
-    x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; int8 is copied as the dtype
-    of x. sizes_E: int32, rows of each expert. layer: int32 scalar if `weight` has the matrices of all layers,
-    [L, E, ...]; else None. transposed: whether the matrices are. interpret: run the kernel on a CPU, for tests.
+    x_Mi: rows sorted by expert. weight: [E, i, o], or [E, o, i] if transposed, of any dtype; int8 is copied in the
+    dtype of x. sizes_E: int32, rows of each expert. layer: int32 scalar if `weight` holds the matrices of all layers,
+    [L, E, ...]; else None. interpret: run the kernel on a CPU, for tests.
     """
     M, rows = x_Mi.shape[0], _rows(x_Mi.shape[0])
     before = None
-    if layer is not None:  # the kernel subtracts what comes before its groups, and here they come behind others
+    if layer is not None:  # the kernel subtracts the offset of its groups, which here follow those of earlier layers
         before, weight = -layer * len(sizes_E), weight.reshape(-1, *weight.shape[2:])
     weight = weight.astype(x_Mi.dtype)
-    if weight.shape[1] > weight.shape[2]:  # the longer side fills lanes, and is the one that devices do not split
+    if weight.shape[1] > weight.shape[2]:  # the longer side fills lanes, and devices do not split it
         weight, transposed = weight.swapaxes(1, 2), not transposed
     outs, ins = weight.shape[1:] if transposed else weight.shape[:0:-1]
     out = _side(outs, _MOST_OUT)
@@ -63,7 +63,7 @@ def _rows(M: int) -> int:
 
 
 def _padded(x: jax.Array, rows: int) -> jax.Array:
-    """With as many rows as tiles have."""
+    """`x` padded to a multiple of `rows` rows."""
     return jnp.pad(x, ((0, -len(x) % rows), (0, 0)))
 
 

@@ -20,7 +20,7 @@ _FEW = 64  # rows; with 128 there is no gain
 _FEW_BACKWARD = 32  # rows; with 64 a backward pass that turns products around takes longer
 _EXPONENT = 0x7F800000  # of a float32: without the fraction's bits, a power of two
 IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a matrix
-PACKED_IN_PLACE = 64  # rows; with more, several programs would compute the same weights back
+PACKED_IN_PLACE = 64  # rows; with more, several programs would decode the same weights
 
 
 @flax.struct.dataclass
@@ -42,7 +42,7 @@ class OfLayer:
 def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
     """x [..., in] times the transpose of a base weight [out, in], in the dtype of x.
 
-    Differentiable by x, except with OfLayer.
+    Differentiable with respect to x, except with OfLayer.
     """
     if isinstance(weight, OfLayer):
         return matmuls(x, weight)[0]
@@ -54,7 +54,7 @@ def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
 
 
 def matmuls(x: jax.Array, *weights: Weight | OfLayer) -> tuple[jax.Array, ...]:
-    """`matmul` of x with each weight. All matrices of one kind that are read in their stacks share a kernel."""
+    """`matmul` of x with each weight. All matrices of one kind that are read in place share a kernel."""
     x_Mi, found = x.reshape(-1, x.shape[-1]), dict[int, jax.Array]()
     kinds: dict[Any, list[tuple[int, OfLayer]]] = {}
     for number, weight in enumerate(weights):
@@ -74,14 +74,14 @@ def matmuls(x: jax.Array, *weights: Weight | OfLayer) -> tuple[jax.Array, ...]:
 
 
 def _kind(stack: Weight) -> Any:
-    """Equal for stacks that one kernel takes."""
+    """A key that is equal for all stacks that one kernel can take together."""
     if isinstance(stack, FourBit):
         return stack.table, stack.packed.shape[-1] // stack.scale.shape[-1]
     return type(stack), stack.values.dtype if isinstance(stack, Int8) else stack.dtype
 
 
 def _most_in_place(stack: Weight) -> int:
-    """The most rows that are multiplied by a matrix in its stack."""
+    """The most rows for which a matrix is read in place from its stack."""
     if isinstance(stack, FourBit):
         return PACKED_IN_PLACE if grouped_gpu.takes(stack) else 0
     return IN_PLACE
@@ -98,10 +98,11 @@ def product(x: jax.Array, weight_oi: jax.Array, dtype: Any = None) -> jax.Array:
 
 
 def _halves(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> jax.Array:
-    """The same of bfloat16 by float16 with sums in float32, for GPUs whose tensor cores have no bfloat16.
+    """`_plain` for bfloat16, in float16 with sums in float32, for GPUs whose tensor cores do not support bfloat16.
 
-    Each row of x is divided by the power of two below its largest number, so it cannot overflow. Numbers below 2**-24
-    of that become 0, and so do weights below 2**-24. Otherwise float16 has all bits of bfloat16.
+    Each row of x is divided by the power of two below its largest number, so it cannot overflow. Numbers of at least
+    2**-17 of that power keep all bits of bfloat16, as do weights of at least 2**-17. Smaller ones lose bits, and below
+    2**-24 become 0.
     """
     largest_M1 = jnp.max(jnp.abs(x_Mi), axis=1, keepdims=True).astype(jnp.float32)
     bits_M1 = jax.lax.bitcast_convert_type(largest_M1, jnp.int32) & _EXPONENT
@@ -126,10 +127,10 @@ def _plain(dtype: Any, x: jax.Array, weight_oi: jax.Array) -> jax.Array:
 
 
 def _turned(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> jax.Array:
-    """The same with x on the right; of 64 rows bit for bit, where `in` and `out` are multiples of 64.
+    """`_plain` with x on the right. The bits are equal for 64 rows, if `in` and `out` are multiples of 64.
 
     XLA:CPU packs the right-hand matrix at every call, which for few rows takes as long as multiplying (16 rows: 1.5
-    times as fast with x there, 64 rows: 1.1 times). Without the barrier XLA would turn the product around again.
+    times as fast with x on the right, 64 rows: 1.1 times). Without the barrier XLA would turn the product around again.
     """
     y_oM = jnp.einsum("oi,Mi->oM", weight_oi, x_Mi, preferred_element_type=dtype)
     return jax.lax.optimization_barrier(y_oM).T

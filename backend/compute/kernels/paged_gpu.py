@@ -1,12 +1,12 @@
 """Attention over pages on GPUs: a Pallas kernel through Triton, for any NVIDIA GPU from Ampere on.
 
-JAX's own (`jax.experimental.pallas.ops.gpu.paged_attention`) takes one layer with its heads before its pages, so that
-XLA would copy each layer out of the cache, and one query of a row. This kernel reads the pages of all layers in place,
-and takes the queries of a piece of a prompt, too. Scores never leave the chip.
+JAX's own kernel (`jax.experimental.pallas.ops.gpu.paged_attention`) takes one layer with its heads before its pages, so
+XLA would copy each layer out of the cache. It also takes only one query of a row. This kernel reads the pages of all
+layers in place, and takes the queries of a piece of a prompt, too. Scores never leave the chip.
 
-Where rows and heads are too few to keep a GPU busy, several programs share a row's pages, and their results are put
-together by the logarithms of their denominators (Flash-Decoding, crfm.stanford.edu/2023/10/12/flashdecoding.html).
-Every program writes a block of its own and sums in a fixed order, so results are reproducible.
+If rows and heads are too few to keep a GPU busy, several programs share a row's pages, and their results are combined
+by the logarithms of their denominators (Flash-Decoding, crfm.stanford.edu/2023/10/12/flashdecoding.html). Every program
+writes a block of its own and sums in a fixed order, so results are reproducible.
 
 Letters: S rows, Q queries of a row, H query heads, G key-value heads, r = H / G, d head dimension, L layers, N pages.
 P positions of a page, W pages of a row's table, D splits of a row's pages, M = Q r. m, t, w: a program's tile of
@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPROCESSORS, triton_call
 
-_MOST_QUERIES, _POSITIONS = 64, 64  # of a tile, in two bytes a number; half of that in float32, for shared memory
+_MOST_QUERIES, _POSITIONS = 64, 64  # of a tile of two-byte numbers; half of that in float32, to fit in shared memory
 _WIDE = 256  # dimensions of a value; with more, tiles have fewer queries and positions
 _PROGRAMS = 2 * MULTIPROCESSORS
 _MASKED = -1e30
@@ -50,12 +50,13 @@ def attend(
 ) -> jax.Array:
     """o [S, Q, H, v]: query i of a row sees positions 0 .. start_S + i of its pages.
 
-    cache_k [L, N, G, d, P], cache_v [L, N, G, P, d]: the pages, with the keys and values of the queries' own positions.
-    layer: int32 scalar. tables_SW int32: each row's pages. start_S int32: where each row's first query stands.
-    q_SQHd: scaled queries, whose dtype is computed in. window: how many of the last positions a query sees; None: all.
-    sinks_H: a score of each head that takes part in the softmax and has no value. values: how many of a key's
-    dimensions are its value, where cache_v has none: keys are then read once. interpret: run the kernel on a CPU, for
-    tests.
+    cache_k [L, N, G, d, P], cache_v [L, N, G, P, d]: the pages, including the keys and values of the queries' own
+    positions. layer: int32 scalar. tables_SW int32: each row's pages. start_S int32: the position of each row's first
+    query.
+    q_SQHd: scaled queries, whose dtype is used to compute. window: how many of the last positions a query sees; None:
+    all. sinks_H: a score of each head that takes part in the softmax but has no value. values: how many of a key's
+    first dimensions are its value, if cache_v has no dimensions; keys are then read once. interpret: run the kernel on
+    a CPU, for tests.
     """
     S, Q, H, d = q_SQHd.shape
     (G, P), W = (cache_v.shape[2], cache_v.shape[3]), tables_SW.shape[1]
@@ -85,7 +86,7 @@ def attend(
         grid=(blocks * D, G, S),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-        # `tests/accelerators/hlo_kernels.py` reads how many positions a row's queries see.
+        # `tests/accelerators/hlo_kernels.py` reads from the name how many positions a row's queries see.
         name="paged_attention" if window is None else f"paged_attention_of_{window + Q - 1}",
     )(jnp.reshape(layer, 1), tables_SW, start_S, q, cache_k, *((cache_v,) if separate_values else ()))
     shares = jax.nn.softmax(log_totals, axis=0)
@@ -99,10 +100,11 @@ def attend(
 
 @dataclass(frozen=True)
 class _Cut:
-    """How the work is cut into programs and tiles, by the module's letters.
+    """How the work is cut into programs and tiles, in the module's letters.
 
-    separate_values: values have an array of their own; otherwise they are the first dimensions of keys. parts: of a
-    key, where they begin and how many dimensions they have. window: as in `attend`. precision, dtype: of products.
+    separate_values: values have an array of their own; otherwise they are the first dimensions of keys. parts: the
+    first dimension and the number of dimensions of each part of a key. window: as in `attend`. precision, dtype: of
+    products.
     """
 
     M: int
@@ -122,7 +124,7 @@ class _Cut:
 
 
 def _kernel(cut: _Cut, layer_ref: Any, table_ref: Any, start_ref: Any, q_ref: Any, k_ref: Any, *refs: Any) -> None:
-    """One program: m queries of a row over one split of its pages. refs: values if separate, and the results."""
+    """One program: m queries of a row over one split of its pages. refs: values if separate, then the results."""
     M, W, D, r, m, t, u, v = cut.M, cut.W, cut.D, cut.r, cut.m, cut.t, cut.u, cut.v
     v_ref, (o_ref, log_ref) = refs[0], refs[-2:]
     block, split, head, row = pl.program_id(0) // D, pl.program_id(0) % D, pl.program_id(1), pl.program_id(2)
@@ -162,7 +164,7 @@ def _keys_and_values(
 ) -> tuple[list[jax.Array], jax.Array]:
     """The parts of t keys, each [w, t], and their values [t, u].
 
-    cut, k_ref, v_ref: the kernel's. place: layer, page and head. at: where in the page the first of them stands.
+    cut, k_ref, v_ref: the kernel's. place: layer, page and head. at: the place of the first key in the page.
     """
     t, u = cut.t, cut.u
 
@@ -210,10 +212,10 @@ def _added(
 
 
 def takes(d: int, values: int) -> bool:
-    """Whether the kernel computes keys of `d` dimensions whose first `values`, if there are any, are their values."""
+    """Whether the kernel supports keys of `d` dimensions whose first `values` dimensions, if any, are their values."""
     return not values or all(dims == _tile(dims) for dims in (values, d - values) if dims)
 
 
 def _tile(dims: int) -> int:
-    """The side of a tile for so many dimensions."""
+    """The side of a tile for `dims` dimensions."""
     return max(LEAST_SIDE, pl.next_power_of_2(dims))

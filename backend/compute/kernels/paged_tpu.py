@@ -1,7 +1,8 @@
 """Attention over pages on TPUs: JAX's ragged paged attention, for the queries of decode and of pieces of prompts.
 
-The kernel wants keys and values of a position side by side, so on TPUs a cache is one array for both. It takes the
-pages of one layer; all layers are given to it as one pool with L x N pages, so that none is copied out of the cache.
+The kernel expects the keys and values of a position side by side, so on TPUs a cache is one array for both. The kernel
+takes the pages of one layer. Here it gets all layers as one pool of L x N pages, so no layer is copied out of the
+cache.
 
 Letters: L layers, N pages, P positions of a page, G key-value heads, d head dimension, S rows, Q queries of a row,
 H query heads, W pages of a row's table.
@@ -18,11 +19,11 @@ _PAGES, _QUERIES = 4, 32  # of a block, as the kernel's authors chose for 32 and
 
 
 def takes(kv_heads: int, head_dim: int, item: int) -> bool:
-    """Whether the kernel computes attention without sinks and latents.
+    """Whether the kernel supports attention with these heads, without sinks and latents.
 
-    kv_heads: of each device. head_dim: of each head. item: bytes of a number in the cache. The TPU's compiler loads
-    every second row of a block, as the kernel does with keys and values, only where a row has 128 numbers. Heads must
-    fill its tiles, which have more rows the smaller the numbers are.
+    kv_heads: of each device. head_dim: of each head. item: bytes of a number in the cache. The kernel loads keys, or
+    values, as every second row of a block. The TPU's compiler supports this only if a row has 128 numbers. Heads must
+    fill its tiles, which have more rows for smaller numbers.
     """
     rows, rest = divmod(kv_heads, 2 if item == 1 else 1)
     return head_dim == _LANES and not rest and (rows in (1, 2, 4) or rows % _SUBLANES == 0)
@@ -39,11 +40,11 @@ def attend(
     """o [S, Q, H, d]: query i of a row sees positions 0 .. start_S + i of its pages.
 
     cache_LNPKd: keys and values of all layers, alternating along K = 2 G, including the queries' own positions. layer:
-    int32 scalar. tables_SW int32: each row's pages. start_S int32: where each row's first query stands. q_SQHd: scaled.
-    window: how many of the last positions a query sees; None = all.
+    int32 scalar. tables_SW int32: each row's pages. start_S int32: the position of each row's first query. q_SQHd:
+    scaled. window: how many of the last positions a query sees; None = all.
     """
     (L, N, P, K, d), (S, Q, H, _), W = cache_LNPKd.shape, q_SQHd.shape, tables_SW.shape[1]
-    scale = None if cache_LNPKd.dtype == q_SQHd.dtype else 1.0  # the kernel widens what it is given a scale for
+    scale = None if cache_LNPKd.dtype == q_SQHd.dtype else 1.0  # the kernel widens arrays that have a scale
     o: jax.Array = ragged_paged_attention(
         q_SQHd.reshape(S * Q, H, d),
         cache_LNPKd.reshape(L * N, P, K, d),
@@ -61,5 +62,5 @@ def attend(
 
 
 def interleaved(k: jax.Array, v: jax.Array) -> jax.Array:
-    """[..., 2 G, d] of keys and values [..., G, d]."""
+    """Interleave keys and values [..., G, d] into [..., 2 G, d]."""
     return jnp.stack((k, v), axis=-2).reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])

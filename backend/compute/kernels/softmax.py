@@ -1,4 +1,4 @@
-"""The inputs and results of the kernels of a softmax over the vocabulary, `softmax_gpu` and `softmax_tpu`.
+"""The inputs and results of the kernels for the softmax over the vocabulary, `softmax_gpu` and `softmax_tpu`.
 
 Letters: M rows, D hidden, V vocabulary, K targets, R rank, N parts of the vocabulary.
 """
@@ -11,10 +11,10 @@ import jax
 
 @flax.struct.dataclass
 class Product:
-    """Logits as a product: x times the transpose of the unembedding, and low times B added. They are never written.
+    """Logits as a product: x times the transpose of the unembedding, plus low times B. The logits are never written.
 
     x_MD, head_VD and low_MR have one dtype; B_RV float32. low_MR and B_RV: None without an adapter. targets_MK int32:
-    the tokens whose logits are returned; tokens outside of the vocabulary have none. cap: as `ModelConfig.softcap`.
+    the tokens whose logits are returned; tokens outside the vocabulary have no logit. cap: as `ModelConfig.softcap`.
     interpret: run the kernels on a CPU, for tests.
     """
 
@@ -29,10 +29,10 @@ class Product:
 
 @flax.struct.dataclass
 class Totals:
-    """Of each row and each part of the vocabulary the largest logit, and the sum of exp(logit - largest); float32.
+    """For each row and each part of the vocabulary, the largest logit and the sum of exp(logit - largest); float32.
 
-    picked_MK float32: the targets' logits; anything for one outside of the vocabulary. weights_MV: exp(logit - largest
-    of its part), in the dtype of x, where the kernel for gradients goes by them.
+    picked_MK float32: the targets' logits; undefined for targets outside the vocabulary. weights_MV: exp(logit -
+    largest of its part), in the dtype of x, if the kernel for gradients uses them.
     """
 
     largest_NM: jax.Array
@@ -43,7 +43,7 @@ class Totals:
 
 @flax.struct.dataclass
 class Slopes:
-    """Gradients: by the logits, in the dtype of x, and float32 by low and B where the kernel has multiplied by them."""
+    """The gradients of the logits, in the dtype of x; of low and B, float32, if the kernel has multiplied by them."""
 
     d_MV: jax.Array
     d_low_MR: jax.Array | None = None

@@ -1,10 +1,10 @@
 """The softmax over the vocabulary on GPUs, without logits in memory: two Pallas kernels through Triton.
 
-XLA:GPU writes logits in float32, and reads them again for the largest, for the sum and for the gradient. `totals`
-multiplies by the unembedding tile by tile, and of a tile writes only what the gradient needs, in the dtype of the
-activations. `slopes` turns that into the gradient by the logits, in its place, and multiplies it by both matrices of a
-low-rank adapter while it is on the chip. The large products with the gradient are XLA's. Every program writes a block
-of its own and sums in a fixed order, so results are reproducible.
+XLA:GPU writes logits in float32, and reads them again for the maximum, the sum and the gradient. `totals` multiplies by
+the unembedding tile by tile, and writes only the weights that the gradient needs, in the dtype of the activations.
+`slopes` turns the weights in place into the gradient with respect to the logits, and multiplies it by both matrices of
+a low-rank adapter while it is on the chip. XLA computes the large products with the gradient. Every program writes a
+block of its own and sums in a fixed order, so results are reproducible.
 
 Letters: M rows, D hidden, V vocabulary, K targets, R rank, N tiles of the vocabulary, G groups of tiles, P blocks of
 rows. r, n, k: sizes of a program's tile of rows, tokens of the vocabulary and inputs; j of ranks.
@@ -23,14 +23,15 @@ from tinkerflow.backend.compute.kernels.grouped_gpu import dot, side
 from tinkerflow.backend.compute.kernels.softmax import Product, Slopes, Totals
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 
-_ROWS, _COLUMNS, _BYTES_IN = 256, 128, 128  # of a tile; _BYTES_IN: of one row of it; half the rows in float32
-_GROUP = 16  # tiles of the vocabulary that a program of `slopes` goes over
-# That `slopes` multiplies by, half in float32: the tiles of more would not fit in an L4's shared memory.
+_ROWS, _COLUMNS, _BYTES_IN = 256, 128, 128  # of a tile; _BYTES_IN: of one of its rows; half the rows in float32
+_GROUP = 16  # tiles of the vocabulary that a program of `slopes` loops over
+# The largest rank that `slopes` multiplies by, half of it in float32. Larger tiles would not fit in an L4's shared
+# memory.
 _MOST_RANK = 64
 
 
 def totals(given: Product, *, keep: bool) -> Totals:
-    """The totals of each tile of the vocabulary. keep: whether the weights are wanted, too."""
+    """The totals of each tile of the vocabulary. keep: return the weights, too."""
     x_MD, head_VD, targets_MK, cap = given.x_MD, given.head_VD, given.targets_MK, given.cap
     (M, D), V, K = x_MD.shape, head_VD.shape[0], targets_MK.shape[1]
     r, n, k = _rows(x_MD), _COLUMNS, side(D, _BYTES_IN // x_MD.dtype.itemsize)
@@ -86,8 +87,8 @@ def totals(given: Product, *, keep: bool) -> Totals:
             *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
             *([jax.ShapeDtypeStruct((M, V), x_MD.dtype)] if keep else []),
         ],
-        grid=(pl.cdiv(M, r), N),  # programs side by side multiply by the same rows of the unembedding
-        # With ranks that are a loop of their own, a third stage would not fit in an L4's shared memory.
+        grid=(pl.cdiv(M, r), N),  # adjacent programs multiply by the same rows of the unembedding
+        # If the ranks need a loop of their own, a third stage would not fit in an L4's shared memory.
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=2 if in_turns else 3),
         interpret=given.interpret,
         name="softmax_totals",
@@ -96,10 +97,10 @@ def totals(given: Product, *, keep: bool) -> Totals:
 
 
 def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: jax.Array, slope_MK: jax.Array) -> Slopes:
-    """The gradient by the logits. A target named twice counts twice.
+    """The gradient with respect to the logits. A target named twice counts twice.
 
-    All float32. given: the product. totals: with weights. largest_M: of all of a row's logits. log_total_M: of the sum
-    of exp(logit - largest). slope_MK: the gradient by each target's logprob.
+    All float32. given: the product. totals: with weights. largest_M: the largest of a row's logits. log_total_M: the
+    log of the sum of exp(logit - largest). slope_MK: the gradient with respect to each target's logprob.
     """
     weights_MV, targets_MK, cap = totals.weights_MV, given.targets_MK, given.cap
     assert weights_MV is not None
@@ -176,8 +177,8 @@ def _adapter(
 ) -> tuple[jax.Array, jax.Array]:
     """Inside a kernel: tiles [r, j] of low_MR and [j, n] of B_RV, in the dtype of low.
 
-    refs: both arrays. rows, columns: the first of the tile's, and which of them there are. at: the first rank. j: how
-    many ranks.
+    refs: both arrays. rows, columns: the tile's first, and the mask of those that exist. at: the first rank. j: the
+    number of ranks.
     """
     (low_ref, B_ref), (first, mine), (column, there) = refs, rows, columns
     r, n, ranks = mine.shape[0], there.shape[0], at + jnp.arange(j) < low_ref.shape[1]

@@ -2,8 +2,8 @@
 
 XLA:TPU writes logits in float32, and reads them again for the sum and for the gradient. Both kernels multiply by the
 unembedding, and read it once for as many rows as fit on the chip. `totals` computes the largest logit of a row and the
-sum. `slopes` multiplies again and writes the gradient by the logits. The products with the gradient are XLA's. A core
-goes through the tiles of the vocabulary in order, so results are reproducible.
+sum. `slopes` multiplies again and writes the gradient with respect to the logits. XLA computes the products with the
+gradient. A core processes the tiles of the vocabulary in order, so results are reproducible.
 
 Letters: M rows, D hidden, V vocabulary, K targets, R rank. r, n: sizes of a program's block of rows and of its tile of
 the vocabulary; q: rows of a block that are computed at a time.
@@ -24,17 +24,17 @@ from jax.experimental.pallas import tpu
 from tinkerflow.backend.compute.kernels.softmax import Product, Slopes, Totals
 
 _COLUMNS, _AT_ONCE = 512, 512
-# Shares of a core's memory on the chip, which is 128 MiB of v5e and v6e, and 64 MiB of v5p and v7x.
-_OF_ROWS = 24 / 128  # for a block of rows; the chip holds two, so that the next one is read meanwhile
+# Shares of a core's memory on the chip, which is 128 MiB on v5e and v6e, and 64 MiB on v5p and v7x.
+_OF_ROWS = 24 / 128  # for a block of rows; the chip holds two, so that the next block is read meanwhile
 _OF_MEMORY = 100 / 128  # for the kernel
-_ELSEWHERE = 128 * 2**20  # bytes to assume where other devices interpret the kernels
+_ELSEWHERE = 128 * 2**20  # bytes to assume when other devices interpret the kernels
 _LANES = 128
 
-Each = Callable[[Any, jax.Array, jax.Array], None]  # (rows, logits_nq, place_nq): some rows, and tokens by their number
+Each = Callable[[Any, jax.Array, jax.Array], None]  # (rows, logits_nq, place_nq): some rows, logits, and token ids
 
 
 def totals(given: Product, *, keep: bool) -> Totals:
-    """The totals over the whole vocabulary. keep: without effect, because `slopes` multiplies again."""
+    """The totals over the whole vocabulary. keep: ignored, because `slopes` multiplies again."""
     del keep
     (M, K), cut = given.targets_MK.shape, _Tiling.of(given)
 
@@ -74,10 +74,10 @@ def totals(given: Product, *, keep: bool) -> Totals:
 
 
 def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: jax.Array, slope_MK: jax.Array) -> Slopes:
-    """The gradient by the logits. A target named twice counts twice.
+    """The gradient with respect to the logits. A target named twice counts twice.
 
-    All float32. given: the product. totals: not read. largest_M: of all of a row's logits. log_total_M: of the sum of
-    exp(logit - largest). slope_MK: the gradient by each target's logprob.
+    All float32. given: the product. totals: not read. largest_M: the largest of a row's logits. log_total_M: the log of
+    the sum of exp(logit - largest). slope_MK: the gradient with respect to each target's logprob.
     """
     del totals
     (M, K), cut = given.targets_MK.shape, _Tiling.of(given)
@@ -113,7 +113,7 @@ def slopes(given: Product, totals: Totals, largest_M: jax.Array, log_total_M: ja
 
 @dataclass(frozen=True)
 class _Tiling:
-    """The tiles of the product, by the module's letters, and the parts that both kernels share."""
+    """The tiles of the product, in the module's letters, and the parts that both kernels share."""
 
     given: Product
     V: int
@@ -131,12 +131,12 @@ class _Tiling:
         return cls(given, V, r, min(_COLUMNS, V), q if q % _LANES == 0 else r)
 
     def numbers(self, rows: int) -> pl.BlockSpec:
-        """Of an array [rows, M]."""
+        """The block of an array [rows, M]."""
         return pl.BlockSpec((rows, self.r), lambda i, j: (0, i))
 
     @property
     def product(self) -> list[pl.BlockSpec]:
-        """Of `_factors`."""
+        """The blocks of `_factors`."""
         rows, columns = lambda i, j: (i, 0), lambda i, j: (j, 0)
         return [
             pl.BlockSpec((self.n if place % 2 else self.r, factor.shape[1]), columns if place % 2 else rows)
@@ -144,7 +144,7 @@ class _Tiling:
         ]
 
     def how(self, written: int) -> dict[str, Any]:
-        """The other arguments of `pallas_call`. written: bytes of the result with a cell for each logit."""
+        """The other arguments of `pallas_call`. written: bytes of the result that has a cell for each logit."""
         M, factors = self.given.x_MD.shape[0], _factors(self.given)
         blocks, logits = M // self.r, M * self.V
         read = sum(factor.nbytes * (blocks if place % 2 else 1) for place, factor in enumerate(factors))
@@ -157,7 +157,7 @@ class _Tiling:
         }
 
     def logits(self, product: list[Any], each: Each) -> None:
-        """Inside a kernel: hand a tile's logits to `each`, some rows at a time; -inf where the vocabulary has ended."""
+        """Inside a kernel: pass a tile's logits to `each`, some rows at a time; -inf beyond the vocabulary."""
         x_ref, head_ref, *adapter = product
         tile, cap = pl.program_id(1), self.given.cap
 
@@ -175,7 +175,7 @@ class _Tiling:
 
 
 def _memory() -> int:
-    """Bytes on the chip, of a core of the devices that the surrounding `shard_map` is for."""
+    """Bytes on the chip for one core of the devices that the surrounding `shard_map` is for."""
     return tpu.get_tpu_info().vmem_capacity_bytes if tpu.is_tpu_device() else _ELSEWHERE
 
 

@@ -1,11 +1,13 @@
-"""Attention in rows of trees: sequences of a row with equal beginnings share the tokens of the beginning.
+"""Attention in rows of trees: sequences with equal beginnings share the tokens of the beginning.
 
-A row has its trees in depth-first order. Each token has an end: the place where the subtree below its node ends. The
-query at place i sees the key at place j if j <= i < end of j. These keys are the token itself and its ancestors. With a
-window W, position of i - position of j < W is required, too. A token's position is its place in its sequence.
+A row contains its trees in depth-first order. Each token has an end: the place where the subtree below its node ends.
+The query at place i sees the key at place j if j <= i < end of j. These keys are the token itself and its ancestors.
+With a window W, position of i - position of j must also be less than W. A token's position is its place in its
+sequence.
 
 The kernels for GPUs and TPUs (`tree_gpu`, `tree_tpu`) visit only blocks in which a query sees a key. Each program
-writes rows that no other writes, and adds in a fixed order. They share this module's derivative, mask and lists.
+writes rows that no other program writes, and adds in a fixed order. Both share this module's derivative, mask and
+lists.
 
 Letters: B rows, T tokens, H query heads, G key-value heads, d head dimension. n, m: blocks of queries and of keys, or
 the tokens of one.
@@ -47,21 +49,21 @@ def sees(window: int | None, query: Any, key: Any, end: Any, position_of_query: 
 
 @dataclass(frozen=True)
 class How:
-    """How a kernel computes. interpret: with plain operations. window: as in `flash_attention`. scale: of scores."""
+    """How a kernel computes. interpret: use plain operations. window: as in `flash_attention`. scale: of scores."""
 
     interpret: bool
     window: int | None
     scale: float
 
     def scores(self, product: jax.Array, seen: Any) -> jax.Array:
-        """The exponents of 2 of attention's weights. product: of queries and keys."""
+        """The base-2 exponents of attention's weights. product: of queries and keys."""
         return jnp.where(seen, product * (self.scale * TO_BASE_2), UNSEEN)
 
     def seen_blocks(self, tree: TreeRows, queries: int, keys: int) -> jax.Array:
         """Whether a query of a block may see a key of a block, [B, n, m]. queries, keys: tokens of a block."""
         (ends_BT, positions_BT), (B, T) = tree, tree.ends_BT.shape
         first_n1, first_m = jnp.arange(0, T, queries)[:, None], jnp.arange(0, T, keys)
-        # A key before the block that any of its queries sees has an end after the first query.
+        # A key before a block that any query of the block sees has an end after the block's first query.
         seen = (first_m < first_n1 + queries) & (jnp.max(ends_BT.reshape(B, 1, -1, keys), axis=-1) > first_n1)
         if self.window is None:
             return seen
@@ -70,18 +72,18 @@ class How:
 
 
 def listed(seen_Bnm: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The places of each block's seen blocks in their order, then the others [B, n, m]; how many are seen [B, n]."""
+    """For each block, the indices of seen blocks in order, then of the others [B, n, m]; the number of seen [B, n]."""
     places = jnp.argsort(~seen_Bnm, axis=-1, stable=True)
     return places.astype(jnp.int32), jnp.sum(seen_Bnm, axis=-1, dtype=jnp.int32)
 
 
 class Kernels(NamedTuple):
-    """Of one platform.
+    """The kernels of one platform.
 
-    forward: (how, q_BTHd, k_BTGd, v_BTGd, tree, sinks_H) to the result and the softmax's denominators. These are the
-    logarithms to base 2, [B, H, T] float32. Sinks are such logarithms, too; -inf = none.
-    slopes: (how, q_BTHd, k_BTGd, v_BTGd, tree, d_o_BTHd, log_totals, means) to the gradients by q, k and v. The means
-    [B, H, T] are those of the gradients by a query's weights.
+    forward: (how, q_BTHd, k_BTGd, v_BTGd, tree, sinks_H) -> the result, and the base-2 logarithms of the softmax's
+    denominators, [B, H, T] float32. Sinks are also base-2 logarithms; -inf = none.
+    slopes: (how, q_BTHd, k_BTGd, v_BTGd, tree, d_o_BTHd, log_totals, means) -> the gradients with respect to q, k and
+    v. The means [B, H, T] are those of the gradients with respect to a query's weights.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -101,8 +103,8 @@ def attend(
 ) -> jax.Array:
     """softmax(q k scale) v over the keys seen, [B, T, H, d].
 
-    kernels: of the platform. how: how they compute. sinks_H: one more term of a head's denominators; without gradient.
-    ends_BT, positions_BT: as in `TreeRows`.
+    kernels: of the platform. how: how they compute. sinks_H: one more term of a head's denominators, without a
+    gradient. ends_BT, positions_BT: as in `TreeRows`.
     """
     return _forward(kernels, how, q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, positions_BT)[0]
 

@@ -1,8 +1,8 @@
 """The kernels of `tree` for NVIDIA GPUs: Pallas through Triton, in the structure of JAX's own attention kernels.
 
-A program of `forward` has a block of queries of a head, and goes through the blocks of keys that they see. The backward
-pass has a kernel of that kind for dQ. In the other, a program has a block of keys, and goes through the queries of all
-their heads, so that dK and dV need no memory for each query head.
+A program of `forward` takes a block of queries of a head, and loops over the blocks of keys that the queries see. The
+backward pass has a kernel of the same kind for dQ. In its other kernel, a program takes a block of keys, and loops over
+the queries of all their heads, so dK and dV need no memory for each query head.
 
 Letters: as in `tree`. r = H / G.
 """
@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton
 from tinkerflow.backend.compute.kernels.tree import How, Kernels, TreeRows, listed, sees
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
 
-_QUERIES, _KEYS, _BACKWARD = 128, 64, 64  # tokens of a block; half of that in float32, for shared memory
+_QUERIES, _KEYS, _BACKWARD = 128, 64, 64  # tokens of a block; half of that in float32, to fit in shared memory
 _WARPS = 8
 _STAGES = 2
 
@@ -169,7 +169,7 @@ KERNELS = Kernels(_forward, _slopes)
 
 
 def _scores(how: How, q_nd: jax.Array, k_md: jax.Array, tree_refs: Any, first_query: Any, first_key: Any) -> jax.Array:
-    """[n, m]. tree_refs: the row of `TreeRows`. first_query, first_key: the places of the blocks."""
+    """The scores of two blocks, [n, m]. tree_refs: the row of `TreeRows`. first_query, first_key: their places."""
     (ends_ref, positions_ref), n, m = tree_refs, len(q_nd), len(k_md)
     queries, keys = pl.ds(first_query, n), pl.ds(first_key, m)
     seen_nm = sees(
@@ -184,5 +184,5 @@ def _scores(how: How, q_nd: jax.Array, k_md: jax.Array, tree_refs: Any, first_qu
 
 
 def _block(most: int, q_BTHd: jax.Array) -> int:
-    """Tokens of a block, of `most` in two bytes a number."""
+    """The tokens of a block: at most `most` for two-byte numbers, and half of that for float32."""
     return math.gcd(2 * most // q_BTHd.dtype.itemsize, q_BTHd.shape[1])

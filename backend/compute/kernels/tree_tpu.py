@@ -1,8 +1,8 @@
 """The kernels of `tree` for TPUs: Pallas through Mosaic.
 
-The last axis of a grid goes through the blocks that a block sees, and sums stay on the chip meanwhile. A step after the
-last of them does nothing, and reads nothing because it names the same block again. Queries lie in lanes, so that maxima
-and denominators are rows.
+The last axis of a grid loops over the blocks that a block sees, while the sums stay on the chip. A step after the last
+seen block does nothing, and reads nothing because it names the same block again. Queries are in lanes, so maxima and
+denominators are rows.
 
 Letters: as in `tree`, with as many keys in a block as queries. e: dimension of values. r = H / G.
 """
@@ -96,7 +96,7 @@ def _slopes(
     given = (*_rows(tree), q, k, v, d_o, log_totals[:, :, None], means[:, :, None])
 
     def weights_and_slopes(place: Place, refs: list[Any]) -> tuple[jax.Array, jax.Array]:
-        """Of the scores, [m, n]."""
+        """The weights, and the slopes of the scores, [m, n]."""
         *tree_refs, q_ref, k_ref, v_ref, d_o_ref, log_total_ref, mean_ref = refs
         scores_mn = _scores(how, q_ref[...], k_ref[...], *place[3:], *tree_refs)
         weights_mn = jnp.exp2(scores_mn - log_total_ref[...])
@@ -142,7 +142,7 @@ def _slopes(
             d_v_ref[...] = v_sum_ref[...].astype(d_v_ref.dtype)
 
     def specs(spec: _Specs) -> list[pl.BlockSpec]:
-        """Of `given`."""
+        """The blocks of `given`."""
         numbers = [spec.numbers, spec.numbers]
         return [*spec.tree, spec.queries(d), spec.keys(d), spec.keys(e), spec.queries(e), *numbers]
 
@@ -180,12 +180,12 @@ KERNELS = Kernels(_forward, _slopes)
 
 
 def _block(B: int, T: int) -> int:
-    """Tokens of a block. In very long rows these are more, because the lists of blocks grow with the square of T."""
+    """The tokens of a block. Very long rows have larger blocks, because lists of blocks grow with the square of T."""
     return math.gcd(_BLOCK if B * (T // _BLOCK) ** 2 <= _PLACES else 2 * _BLOCK, T)
 
 
 def _by_query(r: int) -> Callable[..., Place]:
-    """Where a step of a program (b, h, i) is."""
+    """The function that finds the place of a step of a program (b, h, i)."""
 
     def place(b: Any, h: Any, i: Any, step: Any, places_ref: Any, counts_ref: Any, *_: Any) -> Place:
         return b, h, jax.lax.div(h, r), i, places_ref[b, i, jnp.minimum(step, counts_ref[b, i] - 1)]
@@ -194,7 +194,7 @@ def _by_query(r: int) -> Callable[..., Place]:
 
 
 def _by_key(r: int) -> Callable[..., Place]:
-    """Where a step of a program (b, g, j) is. The program goes through the heads of g, and their queries."""
+    """The function that finds the place of a step of a program (b, g, j), which loops over heads of g and queries."""
 
     def place(b: Any, g: Any, j: Any, head: Any, step: Any, places_ref: Any, counts_ref: Any, *_: Any) -> Place:
         return b, g * r + head, g, places_ref[b, j, jnp.minimum(step, counts_ref[b, j] - 1)], j
@@ -217,12 +217,12 @@ class _Specs:
 
     @property
     def numbers(self) -> pl.BlockSpec:
-        """Of queries."""
+        """The blocks of one number for each query."""
         return self._spec((None, None, 1, self.n), lambda b, h, g, i, j: (b, h, 0, i))
 
     @property
     def tree(self) -> list[pl.BlockSpec]:
-        """Of `_rows`."""
+        """The blocks of `_rows`."""
         of_query = self._spec((None, 1, self.n), lambda b, h, g, i, j: (b, 0, i))
         of_key = self._spec((None, 1, self.n), lambda b, h, g, i, j: (b, 0, j))
         return [of_key, of_query, of_key]
@@ -232,7 +232,7 @@ class _Specs:
 
 
 def _rows(tree: TreeRows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The keys' ends, the positions of queries, and those of keys, each [B, 1, T]."""
+    """The ends of keys, the positions of queries, and the positions of keys, each [B, 1, T]."""
     ends_B1T, positions_B1T = (x[:, None] for x in tree)
     return ends_B1T, positions_B1T, positions_B1T
 
@@ -240,7 +240,7 @@ def _rows(tree: TreeRows) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _scores(
     how: How, q_nd: jax.Array, k_md: jax.Array, i: Any, j: Any, end_ref: Any, of_query_ref: Any, of_key_ref: Any
 ) -> jax.Array:
-    """[m, n] of the queries of block i and the keys of block j. The last three: `_rows`."""
+    """The scores [m, n] of the queries of block i and the keys of block j. The last three arguments: `_rows`."""
     n = len(q_nd)
     query_mn, key_mn = (
         first * n + jax.lax.broadcasted_iota(jnp.int32, (n, n), axis) for first, axis in ((i, 1), (j, 0))
@@ -250,14 +250,16 @@ def _scores(
 
 
 def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Summed over these axes, in float32."""
+    """The product, summed over these axes, in float32."""
     dims = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
 
 
 def _compiled(how: How, q: jax.Array, products: int, sums: int) -> dict[str, Any]:
-    """The other arguments of `pallas_call`. products: of the size of the scores. sums: axes of the grid that are added
-    over. The flops are those of one sequence in the row, which are the most.
+    """The other arguments of `pallas_call`.
+
+    products: the number of matmuls of the size of the scores. sums: the number of axes of the grid that are summed
+    over. The flops are those of a row of one sequence, which needs the most.
     """
     B, H, T, _ = q.shape
     cost = pl.CostEstimate(flops=products * q.size * T, bytes_accessed=4 * q.nbytes, transcendentals=B * H * T * T // 2)

@@ -1,9 +1,9 @@
 """Attention of rows whose tokens are split over devices: DeepSpeed-Ulysses (arXiv 2309.14509).
 
-Each device has a piece of a row: some tokens with all heads. Before attention the devices of a row exchange pieces, so
-that each has all tokens of some heads, and afterwards they exchange the results back. Heads are independent, so each
-device runs the kernel for whole rows. A head's sums have the order of one device, and all devices have equal work for
-any segments, windows and trees.
+Each device holds a piece of a row: some tokens with all heads. Before attention, the devices of a row exchange pieces,
+so that each holds all tokens of some heads. Afterwards they exchange the results back. Heads are independent, so each
+device runs the kernel for whole rows. A head is summed in the same order as on one device, and all devices have equal
+work for any segments, windows and trees.
 
 Letters: B pieces on a device, T tokens of a piece, H query heads, G key-value heads, d head dimension.
 """
@@ -34,8 +34,8 @@ def in_whole_rows(
 ) -> jax.Array:
     """The kernel's result for this device's pieces, [B, T, H, d], inside `shard_map` over a mesh of `mesh.split_rows`.
 
-    pieces: of a row. The other arguments are the kernel's, of this device's pieces, with the sinks of all its heads.
-    Every device gets whole key-value heads. Where there are fewer than pieces, they are repeated.
+    pieces: of a row. The other arguments are the kernel's, for this device's pieces, with the sinks of all its heads.
+    Every device gets whole key-value heads. If the number of pieces does not divide them, heads are repeated.
     """
 
     def exchanged(x_BThd: jax.Array, split: int, joined: int) -> jax.Array:

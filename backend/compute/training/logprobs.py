@@ -121,11 +121,11 @@ def score_and_grads(
     by_head: bool = False,
     interpret: bool = False,
 ) -> tuple[Scored, jax.Array, Any]:
-    """The result of `score`, and the gradients of the loss with respect to hidden_BTD (in its dtype) and `pair` (or
-    None).
+    """The result of `score`, and the gradients of the loss with respect to hidden_BTD and `pair`.
 
-    params, pair, targets_BTK, choice, inputs, mesh, supports_BTs, most_logits, interpret: see `score`. by_head: return
-    the gradient with respect to the unembedding, float32 [V, D], instead of `pair`, which must be None.
+    The first gradient is in the dtype of hidden_BTD; the second is None without a pair. params, pair, targets_BTK,
+    choice, inputs, mesh, supports_BTs, most_logits, interpret: see `score`. by_head: the second gradient is with
+    respect to the unembedding, float32 [V, D], and `pair` must be None.
     """
     assert not (by_head and pair is not None)
     if platform().kernels and supports_BTs is None:
