@@ -45,7 +45,7 @@ class AdapterPrograms:
         cfg, params: the base model, on the mesh. budget: of training. sampler: publishes weights. tower: encodes
         images. warm_up: compiles programs before they are needed. progress: called with a line of text when a command
         may wait for a compilation. max_context: the longest sequence in tokens. trees: whether examples with shared
-        beginnings need their own programs. config: whether experts and supports are recorded, which also need their own
+        prefixes need their own programs. config: whether experts and supports are recorded, which also need their own
         programs.
         """
         self._cfg, self._mesh, self._params = cfg, mesh, params

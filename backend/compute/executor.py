@@ -178,7 +178,7 @@ class Executor:
 
     @property
     def branch_tokens(self) -> int:
-        """The length of a shared beginning of examples is a multiple of this number of tokens; 0 = nothing is shared.
+        """Examples share prefixes whose length is a multiple of this number of tokens; 0 = nothing is shared.
 
         Linear attention has a state only at the borders of chunks.
         """

@@ -29,8 +29,8 @@ from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPRO
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 
-_ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # the most of a tile; _BYTES_IN: of one of its rows
-_PARTS = 512  # the most rows of partial sums that a program of `adapter_update` adds; every program reads them all
+_ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # maxima of a tile; _BYTES_IN: of one of its rows
+_PARTS = 512  # maximum rows of partial sums that a program of `adapter_update` adds; every program reads all of them
 
 InPlace = Callable[[jax.Array, Sequence[OfLayer]], tuple[jax.Array, ...]]  # update(x_BTi, pairs) -> [B, T, o] of each
 

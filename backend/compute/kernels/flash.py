@@ -4,8 +4,8 @@ Scores never leave the chip, forward or backward. All kernels add in a fixed ord
 bits. Each program of the backward pass writes rows of dQ, or of dK and dV, that no other program writes, and loops over
 the other rows. The devices split rows over fsdp and heads over tensor. The module `whole_rows` splits long rows.
 
-On GPUs, the kernels of `tree` compute all rows, with or without shared beginnings. On TPUs, they compute the rows whose
-sequences share a beginning. JAX's splash attention computes the others.
+On GPUs, the kernels of `tree` compute all rows, with or without shared prefixes. On TPUs, they compute the rows whose
+sequences share a prefix, and JAX's splash attention computes the other rows.
 
 Letters: B rows, T tokens, H query heads, G key-value heads, d head dimension, r = H / G.
 """

@@ -81,7 +81,7 @@ def _kind(stack: Weight) -> Any:
 
 
 def _most_in_place(stack: Weight) -> int:
-    """The most rows for which a matrix is read in place from its stack."""
+    """The maximum number of rows for which a matrix is read in place from its stack."""
     if isinstance(stack, FourBit):
         return PACKED_IN_PLACE if grouped_gpu.takes(stack) else 0
     return IN_PLACE

@@ -52,11 +52,10 @@ def attend(
 
     cache_k [L, N, G, d, P], cache_v [L, N, G, P, d]: the pages, including the keys and values of the queries' own
     positions. layer: int32 scalar. tables_SW int32: each row's pages. start_S int32: the position of each row's first
-    query.
-    q_SQHd: scaled queries, whose dtype is used to compute. window: how many of the last positions a query sees; None:
-    all. sinks_H: a score of each head that takes part in the softmax but has no value. values: how many of a key's
-    first dimensions are its value, if cache_v has no dimensions; keys are then read once. interpret: run the kernel on
-    a CPU, for tests.
+    query. q_SQHd: scaled queries, whose dtype is used to compute. window: how many of the last positions a query sees;
+    None: all. sinks_H: a score of each head that takes part in the softmax but has no value. values: how many of a
+    key's first dimensions are its value, if cache_v has no dimensions; keys are then read once. interpret: run the
+    kernel on a CPU, for tests.
     """
     S, Q, H, d = q_SQHd.shape
     (G, P), W = (cache_v.shape[2], cache_v.shape[3]), tables_SW.shape[1]

@@ -1,4 +1,4 @@
-"""Attention in rows of trees: sequences with equal beginnings share the tokens of the beginning.
+"""Attention in rows of trees: sequences with a common prefix share the tokens of the prefix.
 
 A row contains its trees in depth-first order. Each token has an end: the place where the subtree below its node ends.
 The query at place i sees the key at place j if j <= i < end of j. These keys are the token itself and its ancestors.

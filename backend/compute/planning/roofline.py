@@ -46,7 +46,8 @@ class Estimate:
     """The highest possible speed of a step.
 
     tokens: of the step, on all devices. seconds: the least time of the step. limit: the resource that sets the bound:
-    "flops", "memory" (bandwidth) or "links" (between devices). share: the least and the most of the bound to expect.
+    "flops", "memory" (bandwidth) or "links" (between devices). share: the lowest and the highest share of the bound to
+    expect.
     """
 
     tokens: int

@@ -1,7 +1,7 @@
 """Attention of a packed training batch: causal, and only within an example.
 
-Examples with equal beginnings share tokens, and form a tree in their row (`training.packing`). A token sees the tokens
-that are at or before its own place and whose subtrees have not ended.
+Examples with a common prefix share its tokens, and form a tree in their row (`training.packing`). A token sees the
+tokens that are at or before its own place and whose subtrees have not ended.
 
 One block of queries is computed at a time, so that scores stay in the caches. The forward pass keeps one number for
 each query, the logarithm of its softmax's denominator. The backward pass computes the scores again, as in

@@ -25,7 +25,7 @@ class Budget:
     microbatch_tokens: padded tokens that are trained on together. kept_bytes: the activations that a device may keep
     for a backward pass. If the layers would keep more, each layer is recomputed. input_bytes: the layers' inputs that a
     device may keep in that case. If there are more, groups of layers are recomputed (`transformer.Keep`). None = no
-    limit. context_parallel: the most devices that a long row is split over (`spec.packing.Grid`).
+    limit. context_parallel: the maximum number of devices that a long row is split over (`spec.packing.Grid`).
     """
 
     microbatch_tokens: int

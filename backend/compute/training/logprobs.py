@@ -84,8 +84,8 @@ def score(
     params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
     of two. targets_BTK: int32. choice: the loss. inputs: of the loss, each [B, T, K]. mesh: splits B evenly; CPUs need
     none. supports_BTs: int32, the tokens of each support, padded with -1; a row of -1 is the whole vocabulary. None =
-    all rows are. most_logits: the most logits to compute at a time (in kernels: on each device); None = the platform's
-    default. interpret: run the kernels of other platforms on a CPU, for tests.
+    all rows are. most_logits: the maximum number of logits computed at a time (in kernels: on each device); None = the
+    platform's default. interpret: run the kernels of other platforms on a CPU, for tests.
     """
     if platform().kernels and supports_BTs is None:
         whole = (hidden_BTD, targets_BTK, inputs)

@@ -1,9 +1,9 @@
 """Packs examples into the arrays of micro-batches. Pure NumPy.
 
-Several short examples share a row, and examples with equal beginnings share the tokens of these beginnings
-(`prefix_trees`). A tree is stored in its row depth first: every token follows all earlier tokens of its example. A
-token sees the tokens at or before its own place whose subtrees are not yet complete. `backend/spec/packing.py` computes
-the layout. Letters: B rows, T tokens, K targets, s tokens of a support.
+Several short examples share a row, and examples with a common prefix share the tokens of the prefix (`prefix_trees`). A
+tree is stored in its row depth first: every token follows all earlier tokens of its example. A token sees the tokens at
+or before its own place whose subtrees are not yet complete. `backend/spec/packing.py` computes the layout. Letters: B
+rows, T tokens, K targets, s tokens of a support.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def pack(
     `row_multiple`, the size of the mesh axis that splits them, unless rows are split over up to `context_parallel`
     devices. few_shapes: see `spec.packing.Grid`. attention_tokens: see `layout`. loss: a loss per token.
     The inputs of a masked token (`LossSpec.masks`) are replaced by those of padding, so a placeholder in them (a log
-    probability of -9999, say) cannot reach a formula. branch_tokens: shared beginnings are placed once, if that makes
-    the micro-batches cheaper. Their lengths are multiples of this number, and so are the columns where branches begin.
-    0 = nothing is shared.
+    probability of -9999, say) cannot reach a formula. branch_tokens: shared prefixes are placed once, if that makes the
+    micro-batches cheaper. Their lengths are multiples of this number, and so are the columns where branches begin. 0 =
+    nothing is shared.
     """
     K = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]

@@ -218,7 +218,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
 
 
 def needs_tree_program(cfg: ModelConfig) -> bool:
-    """Whether a batch with shared tokens needs a program of its own.
+    """Whether a batch with shared tokens needs its own program.
 
     In the usual program, windows count the columns of a row, the states of linear attention pass from column to column,
     and the TPU kernel only compares examples.

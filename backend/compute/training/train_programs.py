@@ -102,11 +102,11 @@ def training_programs(
     """The programs of an adapter like `lora` with one target per position, the most common first (`distances`).
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
-    optimizer: of the adapter. budget: of the steps. max_context: the most tokens of an example. tower: of a model with
-    images; adds the programs of batches with images. trees: adds the programs of batches with shared tokens; if there
-    are many shapes, only of full batches. routes: the experts of a token in all layers; adds the programs of all these
-    batches with recorded experts. 0 = none are recorded. supports: adds the programs of all these batches with recorded
-    supports.
+    optimizer: of the adapter. budget: of the steps. max_context: the maximum number of tokens of an example. tower: of
+    a model with images; adds the programs of batches with images. trees: adds the programs of batches with shared
+    tokens; if there are many shapes, only of full batches. routes: the experts of a token in all layers; adds the
+    programs of all these batches with recorded experts. 0 = none are recorded. supports: adds the programs of all these
+    batches with recorded supports.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)

@@ -39,7 +39,7 @@ _SUMS = {
     *("reshape", "rev", "slice", "squeeze", "transpose"),
 }
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr"}
-_RULES = {"custom_jvp_call": "call_jaxpr"}  # calls with a slope of their own
+_RULES = {"custom_jvp_call": "call_jaxpr"}  # calls that define their own slope
 
 
 @dataclass(eq=False)
@@ -151,7 +151,7 @@ def _is_elementwise(equation: Any) -> bool:
 
 
 def _spread(operand: _Value, shape: tuple[int, ...], steps: list[_Step]) -> _Value:
-    """The operand of an elementwise operation with the shape of its result. A scalar may stand for all cells."""
+    """The operand of an elementwise operation with the shape of its result. A scalar is broadcast."""
     if jnp.shape(operand.array) == shape:
         return operand
     result = _Value(jnp.broadcast_to(operand.array, shape))
