@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tinkerflow.backend.compute.models.layers.step import LayerStep, Linear
     from tinkerflow.backend.compute.models.rotary import CosSin
 
-ATTENTION, GLOBAL = "attention", "global"  # pools of the KV cache; GLOBAL is for layers with other heads
+ATTENTION, GLOBAL = "attention", "global"  # pools of the KV cache; GLOBAL: layers with different heads
 
 
 class AttentionWeights(NamedTuple):
-    """Weights of one layer. k, v: None in layers that read an earlier layer's cache. v: None if keys are values."""
+    """Weights of one layer. k, v: None in layers that read an earlier layer's cache. v: also if keys are values."""
 
     q: Linear  # [H * d, D], or [2 * H * d, D] with gates
     k: Linear | None  # [G * d, D]
@@ -153,9 +153,9 @@ class Attention:
         return parts if self.pool == ATTENTION else {f"{name}@{self.pool}": part for name, part in parts.items()}
 
     def mix(self, step: LayerStep, x_BTD: jax.Array, before: RMSNorm) -> jax.Array:
-        """The attended values of all heads, [B, T, H * d], which `o` is multiplied with.
+        """The attended values of all heads, [B, T, H * d]: the input of `o`.
 
-        On TPUs they are [B, T, H, d]: joining the heads would be a copy, because the kernel puts them first.
+        On TPUs, [B, T, H, d]: the kernel puts heads first, so joining them would copy the values.
         before: the norm of x_BTD, if the layer has an `attn_norm`.
         """
         import jax
@@ -163,7 +163,7 @@ class Attention:
         from tinkerflow.backend.compute.platforms import TPU, platform
 
         def attended(x_BTD: jax.Array) -> jax.Array:
-            # Twice the tokens of the MLP: these are narrow, and XLA:GPU would keep zeros for loops of equal shapes.
+            # Twice the tokens of the MLP: these arrays are narrow, and XLA:GPU would keep the zeros of equal loops.
             q_BTHd, k_BTGd, v_BTGd, gate_BTHd = step.by_token(
                 lambda x_BTD, tables: self._heads(step, step.norm(before, "attn_norm", x_BTD), tables),
                 x_BTD,

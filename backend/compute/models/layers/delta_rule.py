@@ -1,17 +1,17 @@
 """Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: one matrix for each head instead of keys and values.
 
 A token changes the matrix S of its head by the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464,
-equation 10). First S decays by exp(g). Then the share beta of the value stored for the token's key is replaced by the
-token's value. The token's query reads S. Queries, keys and values come out of a short causal convolution.
+equation 10). First S decays by exp(g). Then the value stored for the token's key moves toward the token's value, by the
+share beta. The token's query reads S. Queries, keys and values are results of a short causal convolution.
 
 Training and prefill compute the tokens of a chunk together (section 3.3 of the paper). Within a chunk, the tokens'
-changes are the solution of one triangular system. Only S goes from chunk to chunk. Chunks begin at multiples of their
-size, and so do the pieces of a prompt: another division of a prompt changes only the last bits. Examples in one row do
-not affect each other, because a chunk's decays and the convolution's terms are 0 between segments.
+changes are the solution of one triangular system. Only S is passed from chunk to chunk. Chunks begin at multiples of
+their size, and so do the pieces of a prompt, so another division of a prompt changes only the last bits. Examples in
+one row do not affect each other, because a chunk's decays and the convolution's terms are 0 between segments.
 
 Examples that share their beginnings lie in a row as a tree (`training.packing`). Each branch begins and ends with a
-chunk, so a chunk has tokens of one path. It enters with the state of the chunk before it, or with the saved state: the
-one from which a later chunk branches.
+chunk, so a chunk's tokens are all on one path. A chunk starts from the state after the previous chunk, or from the
+saved state, which an earlier chunk left because a later one branches from it.
 
 Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each key head.
 H = h * r value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk.
@@ -37,7 +37,7 @@ from tinkerflow.backend.compute.models.layers.gated_deltanet import DeltaRuleWei
 from tinkerflow.backend.compute.models.layers.step import DeltaRuleFn
 from tinkerflow.backend.compute.platforms import TPU, on_cpu, platform
 
-_EPS = 1e-6  # of the norms of queries and keys
+_EPS = 1e-6  # in the norms of queries and keys
 
 
 @flax.struct.dataclass
@@ -78,9 +78,9 @@ def empty_state(shape: GatedDeltaNet, rows: int, dtype: Any) -> DeltaState:
 
 @flax.struct.dataclass
 class Branches:
-    """The paths of rows with shared tokens. positions_BT: of the tokens in their examples.
+    """The paths of rows with shared tokens. positions_BT: each token's position in its example.
 
-    entries_Bn: the column of the token before each chunk in its example; -1 = none, and in padding.
+    entries_Bn: the column of the token that precedes each chunk in its example; -1 = none, or padding.
     """
 
     positions_BT: jax.Array
@@ -96,7 +96,7 @@ def delta_rule_in_segments(
 ) -> DeltaRuleFn:
     """The recurrence in training, over earlier tokens of the same segment. Rows are split over ROWS.
 
-    positions_BT, parents_BT: see `MicroBatch`; given for rows with shared tokens, whose segments are not used.
+    positions_BT, parents_BT: see `MicroBatch`; given for rows with shared tokens, which ignore the segments.
     """
     rows = sharding(mesh, segments_BT.shape, ROWS).spec[0]
     branches = None
@@ -128,12 +128,12 @@ def mix(
 ) -> tuple[jax.Array, DeltaState]:
     """The values that the tokens read, [B, T, H, v] in the dtype of qkv, and the state after these tokens.
 
-    shape: of the layer. mesh: heads are split over its tensor axis where that divides the key heads. weights: conv
+    shape: of the layer. mesh: heads are split over its tensor axis if that divides the key heads. weights: conv
     [C, 1, W] in the dtype of qkv, A_log and dt_bias float32 [H]. state: before the first token; `Pooled` only for one
     token. qkv_BTC: queries, keys and values side by side, before the convolution. decay_BTH and beta_BTH: the results
     of `in_a` and `in_b`. rows: the mesh axes that rows are split over. segments_BT: the segment of each token; None =
-    all are of one. valid_B: the number of real tokens in each row, before the padding; None = all. branches: of rows
-    with shared tokens, which replace the segments.
+    all tokens are in one. valid_B: the number of real tokens in each row, before the padding; None = all. branches: the
+    paths of rows with shared tokens, which replace the segments.
     """
     B, T, _ = qkv_BTC.shape
     if branches is None:
@@ -181,7 +181,7 @@ def _convolved(
     segments_BT: jax.Array | None,
     valid_B: Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """silu of the causal convolution of each channel, in the dtype of x; and the last W - 1 inputs that count."""
+    """silu of the causal convolution of each channel, in the dtype of x; and the last W - 1 real inputs."""
     T, past = x_BTC.shape[1], before.shape[1]
     inputs = jnp.concatenate([before, x_BTC], axis=1)
     total = jnp.zeros(x_BTC.shape, jnp.float32)
@@ -203,7 +203,7 @@ def _convolved_by_branch(conv_CW: jax.Array, x_BTC: jax.Array, branches: Branche
     (B, T, C), c, past = x_BTC.shape, chunk_tokens(), conv_CW.shape[1] - 1
     n = -(-T // c)
     x_BncC = jnp.pad(x_BTC, ((0, 0), (0, n * c - T), (0, 0))).reshape(B, n, c, C)
-    # A product selects the inputs before each chunk. Its derivative adds in a fixed order, that of a gather may not.
+    # A product selects the inputs before each chunk. Its derivative adds in a fixed order; a gather's may not.
     chosen_Bnm = (branches.entries_Bn[..., None] // c == jnp.arange(n)).astype(x_BTC.dtype)
     inputs = jnp.concatenate([jnp.einsum("bnm,bmpc->bnpc", chosen_Bnm, x_BncC[:, :, c - past :]), x_BncC], axis=2)
     total = jnp.zeros((B, T, C), jnp.float32)
@@ -230,7 +230,7 @@ def _step(
 def _step_in_pool(
     pool: Pooled, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: Any
 ) -> tuple[jax.Array, Pooled]:
-    """`_step` by a kernel."""
+    """`_step`, computed by a kernel."""
     q_BHk, k_BHk = (jnp.repeat(x[:, 0], v.shape[2] // k.shape[2], axis=1) for x in (q, k))
     decay_BH = jnp.where(pool.fresh_B[:, None], 0, jnp.exp(g[:, 0]))
     step = delta_tpu.step if platform() is TPU else delta_gpu.step
@@ -247,7 +247,7 @@ def _chunks(
     beta_BTH: jax.Array,
     places: tuple[jax.Array, jax.Array | None],
 ) -> tuple[jax.Array, jax.Array]:
-    """All tokens, chunk by chunk, in float32. places: segments_BT, and `Branches.entries_Bn` in rows of trees."""
+    """All tokens, chunk by chunk, in float32. places: segments_BT, and `Branches.entries_Bn` if rows share tokens."""
     B, T, h, k = k_BThk.shape
     (H, v), c = v_BTHv.shape[2:], chunk_tokens()
     r, n = H // h, -(-T // c)
@@ -273,7 +273,7 @@ def _chunks(
         seen, entered = earlier[None, None, None, None], (entries_Bn.T >= 0)[..., None]
     log = jnp.sum(jnp.where(seen, g[..., None, :], 0), axis=-1)  # since the segment, or the chunk, began
     decay = jnp.exp(jnp.where(seen, log[..., :, None] - log[..., None, :], -jnp.inf))  # [n, B, h, r, c, s]
-    kept = jnp.where(entered[:, :, None, None], jnp.exp(log), 0)  # of S, by token
+    kept = jnp.where(entered[:, :, None, None], jnp.exp(log), 0)  # share of S, by token
 
     alike = jnp.einsum("nbhck,nbhsk->nbhcs", k_, k_)[:, :, :, None]
     system = jnp.tril(alike * decay * beta[..., None], -1)
@@ -310,14 +310,14 @@ def _chunks(
     return o_BTHv, S.reshape(B, H, k, v)
 
 
-_exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)  # a rounded inverse is of no use
+_exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)  # a rounded inverse would be useless
 
 
 def _inverse(below: jax.Array) -> jax.Array:
     """The inverse of 1 + `below` [..., c, c], where `below` is strictly lower triangular; c is a power of two.
 
     Pairs of inverted blocks on the diagonal are combined into blocks of twice the size, by matmuls on every platform.
-    A sum of powers of `below` would lose all digits where keys are alike.
+    A sum of powers of `below` would lose all digits if keys are alike.
     """
     c = below.shape[-1]
     inverse, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1  # [..., blocks, size, size]

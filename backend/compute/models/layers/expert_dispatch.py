@@ -1,11 +1,11 @@
 """Sends tokens to their experts, and computes the experts: one grouped matmul for each projection.
 
-Tokens are sorted by expert, so no token is dropped. The number of tokens of an expert changes no shape, so no routing
-needs a compilation. The experts are split over the mesh's `expert` axis, and so are the rows of a layer's other parts.
+Tokens are sorted by expert, so no token is dropped. Shapes do not depend on the routing, so no routing causes a
+recompilation. The experts are split over the mesh's `expert` axis, and so are the rows of a layer's other parts.
 Each device gathers the tokens of all devices along the axis, and computes the rows of its own experts. The results are
-summed on the devices that the tokens came from. While the axis is not larger than k, this moves no more data than
-sending each token to its k experts. A device has a row for each token along the axis and each of its experts, so it
-can hold any imbalance of the routing.
+summed on the devices that the tokens came from. If the axis is at most k, this moves no more data than sending each
+token to its k experts. A device has a row for each token along the axis and each of that token's experts, so it can
+hold any imbalance of the routing.
 
 Letters: B rows, T tokens, D hidden, E experts (of this device, inside `_local`), k experts of a token.
 M = B * T * k rows to compute, F the width of an expert.
@@ -75,13 +75,13 @@ def mixture(
 
 
 def _blocks(weight: Weight | OfLayer) -> int:
-    """The blocks of inputs that share a scale, which no device has a part of; 0 = there are none."""
+    """The number of blocks of inputs that share a scale, which devices do not split; 0 = no blocks."""
     stack = weight.stack if isinstance(weight, OfLayer) else weight
     return stack.scale.shape[-2] if isinstance(stack, FourBit) else 0
 
 
 def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any:
-    """The experts split, and F over the tensor axis where that divides it; gathered over fsdp."""
+    """Split the experts over their axis, and F over `inner`; gather over fsdp."""
     if isinstance(weight, OfLayer):
         return _of_layer(_weight_specs(name, weight.stack, inner))
     whole: Any = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)
@@ -120,7 +120,7 @@ def _local(
 ) -> jax.Array:
     """The results of this device's experts for its share of F, summed with those of the other devices.
 
-    moved: rows are split over the expert axis as well, and come from all its devices.
+    moved: rows are split over the expert axis as well, and are gathered from all its devices.
     """
     if moved:
         everyone = functools.partial(jax.lax.all_gather, axis_name=EXPERT, tiled=True)
@@ -148,7 +148,7 @@ def _local(
         sums |= {
             name: sums[name] + biases[name][groups.expert_M] for name in names if name in biases and name != "down"
         }
-        # Rows of no expert may hold anything: a grouped matmul need not write them.
+        # Rows of other devices' experts may hold anything: a grouped matmul need not write them.
         return tuple(checkpoint_name(jnp.where(mine_M1, sums[name], 0), name) for name in names)
 
     copies_MD = jnp.broadcast_to(y_BTD.reshape(-1, 1, D), (B * T, k, D)).reshape(-1, D)
@@ -157,7 +157,7 @@ def _local(
     # A row's share is multiplied in before `down`, so that a backward pass does not need the output of `down`.
     share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
     (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
-    if "down" in biases:  # once, though F is split over devices whose parts are summed
+    if "down" in biases:  # added on one device, because the results are summed over `inner`
         here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
         down_MD = down_MD + jnp.where(mine_M1 & here, biases["down"][groups.expert_M] * share_M1, 0)
     parts_BTkD = _permuted(down_MD, place_M, order_M).reshape(B, T, k, D)

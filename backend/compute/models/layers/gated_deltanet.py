@@ -1,6 +1,6 @@
 """Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5 (arXiv 2412.06464): its matrices and its norm.
 
-`delta_rule` has the recurrence over the tokens.
+`delta_rule` computes the recurrence over the tokens.
 
 Letters: B rows, T tokens, D hidden, C channels of the convolution, W its taps, h key heads, H value heads.
 k and v are the dimensions of a key head and of a value head.
@@ -24,7 +24,7 @@ DELTA = "delta"  # the pool of states
 
 
 class GatedDeltaNetWeights(NamedTuple):
-    """Of one layer. in_*: None where they are fused. in_qkvz, in_ba: for each key head its q, k, v and z; b and a."""
+    """Weights of one layer. in_qkvz, in_ba: each key head's q, k, v and z, or b and a. None: fused otherwise."""
 
     in_qkv: Linear | None  # [C, D]
     in_z: Linear | None  # [H * v, D]
@@ -46,12 +46,12 @@ class DeltaRuleWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """The layers with linear attention of a model.
+    """The linear-attention layers of a model.
 
     hidden: D. key_heads, value_heads, key_dim, value_dim: h, H, k and v; key heads divide value heads.
     taps: W.
     fused: q, k, v and z are one matrix, and so are b and a (Qwen3-Next).
-    norm_eps: of the gated norm of the result.
+    norm_eps: the epsilon of the result's gated norm.
     """
 
     hidden: int
@@ -67,7 +67,7 @@ class GatedDeltaNet:
 
     @classmethod
     def read(cls, fields: ConfigFields, *, fused: bool, norm_eps: float) -> GatedDeltaNet:
-        """The layers that `config.json` describes. UserError names a field that is missing or not supported."""
+        """The layers that `config.json` describes. UserError: a field is missing or not supported."""
         shape = cls(
             hidden=fields.size("hidden_size"),
             key_heads=fields.size("linear_num_key_heads"),
@@ -87,7 +87,7 @@ class GatedDeltaNet:
 
     @property
     def channels(self) -> int:
-        """C: queries, keys and values, which go through the convolution."""
+        """C: the width of queries, keys and values, which go through the convolution."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
@@ -96,11 +96,11 @@ class GatedDeltaNet:
         return self.value_heads * self.value_dim
 
     def for_context(self, context: int) -> GatedDeltaNet:
-        """The same: nothing depends on the length of sequences."""
+        """These layers: nothing depends on the length of sequences."""
         return self
 
     def projections(self) -> dict[str, Projection]:
-        """Its matrices by our names."""
+        """The matrices, by our names."""
         if self.fused:
             inner = {"in_qkvz": self.channels + self.values, "in_ba": 2 * self.value_heads}
         else:
@@ -120,7 +120,7 @@ class GatedDeltaNet:
         return {**matrices, "out": out}
 
     def tensors(self) -> dict[str, LayerTensor]:
-        """The convolution, the decays and the norm by our names."""
+        """The convolution, the decays and the norm, by our names."""
         return {
             "conv": LayerTensor("linear_attn.conv1d.weight", (self.channels, 1, self.taps)),
             "A_log": LayerTensor("linear_attn.A_log", (self.value_heads,), wide=True),
@@ -129,7 +129,7 @@ class GatedDeltaNet:
         }
 
     def mix(self, step: LayerStep, x_BTD: jax.Array, before: RMSNorm) -> jax.Array:
-        """The gated values that the tokens read, [B, T, H * v], which `out` is multiplied with.
+        """The gated values that the tokens read, [B, T, H * v]: the input of `out`.
 
         before: the norm of x_BTD.
         """

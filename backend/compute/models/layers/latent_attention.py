@@ -1,10 +1,10 @@
 """Multi-head latent attention of DeepSeek V2 and V3 (arXiv 2405.04434, section 2.1).
 
-The keys and values of all heads are made from one small vector of a token, its latent. A key also has a rotated part,
-which all heads share.
+The keys and values of all heads are computed from one small vector for each token, its latent. A key also has a rotated
+part, which all heads share.
 
-Letters: B rows, T tokens, D hidden, H heads, c the width of a latent. p and r are the dimensions of a head of q and k
-without rotation and with it, d = p + r, v the dimensions of a head of values.
+Letters: B rows, T tokens, D hidden, H heads, c the width of a latent. A head of q and k has p dimensions without
+rotation and r with it, d = p + r. A head of values has v dimensions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from tinkerflow.backend.compute.models.rotary import CosSin
 
 
-_EPS = 1e-6  # of the norms of latents, for any `rms_norm_eps`
+_EPS = 1e-6  # in the norms of latents, whatever `rms_norm_eps` is
 
 
 class LatentAttentionWeights(NamedTuple):
-    """Of one layer. q_a, q_norm and q_b: None where q makes queries from hidden states."""
+    """Weights of one layer. q_a, q_norm and q_b: None if q computes queries from hidden states."""
 
     q: Linear | None  # [H * d, D]
     q_a: Linear | None  # [query_rank, D]
@@ -45,12 +45,12 @@ class LatentAttentionWeights(NamedTuple):
 class LatentAttention:
     """Latent attention of all layers of a model.
 
-    hidden, heads: D and H. rank: c. query_rank: the width of the latent of queries; 0 = there is none.
+    hidden, heads: D and H. rank: c. query_rank: the width of the latent of queries; 0 = no such latent.
     plain, rotary, values: p, r and v.
     interleaved: the two dimensions of a rotated pair are neighbors.
     rope: the rotary embedding of the rotated parts.
-    norm: of both latents.
-    query_scale: of queries, besides 1 / sqrt(d).
+    norm: the norm of both latents.
+    query_scale: multiplies queries, in addition to 1 / sqrt(d).
     """
 
     hidden: int
@@ -69,7 +69,7 @@ class LatentAttention:
 
     @classmethod
     def read(cls, fields: ConfigFields) -> LatentAttention:
-        """The latent attention of a `config.json`. UserError names a field that is missing or not supported."""
+        """The latent attention of a `config.json`. UserError: a field is missing or not supported."""
         rotary = fields.size("qk_rope_head_dim")
         # Some files have head_dim, or fewer key-value heads than heads. Neither means anything here.
         plain = Attention.read(fields.with_values(head_dim=rotary, num_key_value_heads=None))
@@ -102,12 +102,12 @@ class LatentAttention:
 
     @property
     def cell(self) -> int:
-        """How many numbers are kept of a token: its latent, and the rotated part of a key."""
+        """How many numbers are cached for each token: its latent, and the rotated part of a key."""
         return self.rank + self.rotary
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """The cache of a token: one head, and the widths of its key and value. The value is a part of the key."""
+        """The cache of each token: one head, and the widths of its key and value. The value is a part of the key."""
         return 1, self.cell, 0
 
     def for_context(self, context: int) -> LatentAttention:
@@ -115,7 +115,7 @@ class LatentAttention:
         return replace(self, rope=self.rope.for_context(context))
 
     def projections(self) -> dict[str, Projection]:
-        """Its matrices by our names."""
+        """The matrices, by our names."""
 
         def matrix(name: str, inputs: int, outputs: int) -> Projection:
             return Projection(f"self_attn.{name}", inputs, outputs, "train_attn", before_mixing=True)
@@ -137,14 +137,14 @@ class LatentAttention:
         }
 
     def tensors(self) -> dict[str, LayerTensor]:
-        """The norms of the latents by our names."""
+        """The norms of the latents, by our names."""
         norms = {"kv_norm": LayerTensor("self_attn.kv_a_layernorm.weight", (self.rank,))}
         if self.query_rank:
             norms["q_norm"] = LayerTensor("self_attn.q_a_layernorm.weight", (self.query_rank,))
         return norms
 
     def mix(self, step: LayerStep, x_BTD: jax.Array, before: RMSNorm) -> jax.Array:
-        """The attended values of all heads, [B, T, H * v], which `o` is multiplied with.
+        """The attended values of all heads, [B, T, H * v]: the input of `o`.
 
         before: the norm of x_BTD.
         """
@@ -189,7 +189,7 @@ class LatentAttention:
 
         from tinkerflow.backend.compute.models.rotary import rotate
 
-        if self.interleaved:  # neighbors of a pair become first halves and second halves
+        if self.interleaved:  # from neighbors to a first and a second half
             pairs = x_BTHr.reshape(*x_BTHr.shape[:-1], -1, 2)
             x_BTHr = jnp.swapaxes(pairs, -1, -2).reshape(x_BTHr.shape)
         return rotate(x_BTHr, tables)

@@ -26,8 +26,8 @@ from tinkerflow.backend.compute.weights.quantized import Weight
 RopeTables = Mapping[Rope, tuple[CosSin, CosSin]]  # for queries, and for keys
 Weights = TypeVar("Weights")
 
-# delta_rule(weights, qkv_BTC, decay_BTH, beta_BTH) -> o_BTHv: gated DeltaNet's recurrence over the tokens. Its caller
-# keeps the state. weights: the layer's `DeltaRuleWeights`.
+# delta_rule(weights, qkv_BTC, decay_BTH, beta_BTH) -> o_BTHv: gated DeltaNet's recurrence over the tokens. The
+# function keeps the state. weights: the layer's `DeltaRuleWeights`.
 DeltaRuleFn = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -36,7 +36,7 @@ class AttentionFn(Protocol):
 
     q and k are rotated. k and v: None in a layer that reads those of an earlier layer.
     window: how many tokens a query sees, itself included; None = all earlier ones.
-    sinks_H: a score of each head that takes part in the softmax and has no value; None = without.
+    sinks_H: each head's score that takes part in the softmax without a value; None = no sinks.
     """
 
     def __call__(
@@ -53,10 +53,10 @@ class AttentionFn(Protocol):
 
 
 class LatentAttentionFn(Protocol):
-    """attend(q_BTHp, q_BTHr, c_BTc, k_BTr, kv_b, pair) -> o_BTHv: latent attention without keys and values of heads.
+    """attend(q_BTHp, q_BTHr, c_BTc, k_BTr, kv_b, pair) -> o_BTHv: latent attention without the heads' keys and values.
 
-    q_BTHp, q_BTHr: the parts of queries without rotation, and with it. c_BTc: latents. k_BTr: the rotated part of keys.
-    kv_b: the matrix that makes keys and values from latents. pair: of its adapter.
+    q_BTHp, q_BTHr: the unrotated and rotated parts of queries. c_BTc: latents. k_BTr: the rotated part of keys.
+    kv_b: the matrix that makes keys and values from latents. pair: the adapter's pair for it.
     """
 
     def __call__(
@@ -77,11 +77,11 @@ class Mixers:
     """The functions that mix tokens, in training or over a cache. They store keys, values and states.
 
     attend: attention.
-    delta_rule: gated DeltaNet's; None in models without such layers.
+    delta_rule: gated DeltaNet's recurrence; None in models without it.
     attend_latents: latent attention over latents alone. None = the layer computes the keys and values of all heads for
     `attend`.
-    recompute_heads: a backward pass that computes a layer again makes queries, keys and values twice, so that they take
-    no memory while it differentiates the MLP. Not in models whose layers share keys and values.
+    recompute_heads: a backward pass that recomputes a layer computes queries, keys and values twice, so that they take
+    no memory while it differentiates the MLP. Not for models whose layers share keys and values.
     """
 
     attend: AttentionFn
@@ -91,7 +91,7 @@ class Mixers:
 
 
 class Linear(NamedTuple):
-    """A matrix of one layer, with its bias and the adapter's pair, if it has them. name: ours."""
+    """A layer's matrix, with its bias and the adapter's pair, if there are any. name: our name."""
 
     name: str
     weight: Weight | OfLayer
@@ -103,15 +103,15 @@ class Linear(NamedTuple):
 class Routing:
     """The experts of one layer's tokens.
 
-    given_BTk int32: the experts that tokens go to instead of those that the router chooses, -1 = none are given for
-    the token; None = for no token. own_BTk int32: the router's choice, which the layer sets if it has experts.
+    given_BTk int32: the experts that replace the router's choice; -1 = none are given for the token; None = none are
+    given for any token. own_BTk int32: the router's choice, which the layer sets if it has experts.
     """
 
     given_BTk: jax.Array | None = None
     own_BTk: jax.Array | None = None
 
     def replayed(self, own_BTk: jax.Array) -> jax.Array:
-        """The experts that tokens go to. own_BTk: the router's choice, which is noted."""
+        """The experts that tokens go to. own_BTk: the router's choice, which is stored."""
         self.own_BTk = own_BTk
         return own_BTk if self.given_BTk is None else jnp.where(self.given_BTk >= 0, self.given_BTk, own_BTk)
 
@@ -126,10 +126,10 @@ class LayerStep:
     rope: cos and sin for each rotary embedding of the model.
     mixers: mix the tokens.
     lora_apply: computes the adapters' updates.
-    layer_input_BTP: the layer's part of `LayerInput.all_layers`; None in models without.
+    layer_input_BTP: the layer's part of `LayerInput.all_layers`; None in models without it.
     tokens_at_once: how many tokens of each device go through matrices at a time, except around attention; 0 = all.
     matrices: maps plain names to the layer's declared matrices (`of_layer`).
-    routing: gets the experts of each token; None = nobody asks.
+    routing: replaces and records the experts of each token; None = does neither.
     """
 
     mesh: Mesh
@@ -144,9 +144,9 @@ class LayerStep:
     routing: Routing | None = None
 
     def weights(self, kind: type[Weights], prefix: str = "") -> Weights:
-        """The weights that `kind`, a named tuple, has as fields; None for those that the layer lacks.
+        """The layer's weights for the fields of `kind`, a named tuple; None for weights that it lacks.
 
-        prefix: of their names in the layer. Matrices come as `Linear`.
+        prefix: precedes the names in the layer. Matrices are returned as `Linear`.
         """
 
         def find(name: str) -> Any:
@@ -158,7 +158,7 @@ class LayerStep:
         return kind(*(find(f"{prefix}{field}") for field in cast(Any, kind)._fields))
 
     def project(self, x: jax.Array, *linears: Linear) -> tuple[jax.Array, ...]:
-        """x times each of these matrices, with the updates of adapters and with biases."""
+        """x times each of these matrices, plus the adapters' updates and the biases."""
         updates = iter(self.lora_apply(x, tuple(linear.pair for linear in linears if linear.pair is not None)))
         plain = matmuls(x, *(linear.weight for linear in linears))
         sums = [y if linear.pair is None else y + next(updates) for linear, y in zip(linears, plain, strict=True)]
@@ -181,7 +181,7 @@ class LayerStep:
     def of_layer(self, matrices: Mapping[str, Projection]) -> LayerStep:
         """The step with the matrices that its layer declares.
 
-        They are gathered over fsdp once where tokens go through them in several parts.
+        If tokens are computed in several parts, the matrices are gathered over fsdp only once.
         """
         tensors = self.tensors
         if self.tokens_at_once:
