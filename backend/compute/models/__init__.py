@@ -1,6 +1,6 @@
 """Decoder models as pure functions on pytrees: configs, families, layers, adapters and images.
 
-`config`, `families` and the modules that they import do not load JAX, so the API and the engine can read them.
+`config`, `families` and the modules that they import do not load JAX, so the API and the engine can import them.
 """
 
 __all__ = [

@@ -33,9 +33,9 @@ def expected_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(cfg: ModelConfig, tensors: Mapping[str, Tensor], name: str) -> None:
-    """UserError names a tensor that is missing, is not part of the model, or has another shape or dtype.
+    """Check the tensors. UserError: a tensor is missing, not part of the model, or has the wrong shape or dtype.
 
-    A tensor that nothing computes with means that the files have another model than the one that would be computed.
+    An unused tensor means that the files contain a different model from the one that would be computed.
 
     cfg: from `load_config`. tensors: unpacked. name: of the model.
     """

@@ -1,4 +1,4 @@
-"""The shape of a base model, for everything that plans or computes with it. No JAX: the API and the engine read it."""
+"""The shape of a base model, for everything that plans or computes with it. No JAX: the API and the engine use it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Vision:
 
     layers, hidden, heads, mlp: of its blocks.
     patch: the side of a patch, in pixels.
-    frames: how many times a patch is repeated, as a film without motion.
+    frames: how many times a patch is repeated, as in a video without motion.
     merge: merge * merge patches become one token.
     grid: the side of the square of learned positions.
     deep: the numbers of the blocks whose outputs are added after the first layers of the text model, one each
@@ -72,9 +72,9 @@ class ModelConfig:
     decoder_layers: all layers, in order.
     norm: of the last layer's result.
     max_positions: the longest sequence in tokens.
-    tied: the embedding is the unembedding as well.
-    embed_scale: of embeddings.
-    softcap: logits z become softcap * tanh(z / softcap); 0 = they stay (Gemma 4).
+    tied: the embedding is also the unembedding.
+    embed_scale: multiplies embeddings.
+    softcap: logits z become softcap * tanh(z / softcap); 0 = no change (Gemma 4).
     vision: the vision tower; None = the model takes text only.
     """
 
@@ -90,7 +90,7 @@ class ModelConfig:
     vision: Vision | None = None
 
     def __hash__(self) -> int:
-        """Computed once, because every call of a jitted function needs it."""
+        """The hash, computed once because every call of a jitted function needs it."""
         return self._hash
 
     @cached_property
@@ -110,18 +110,18 @@ class ModelConfig:
 
     @property
     def heads(self) -> int:
-        """The query heads of every layer with attention."""
+        """The number of query heads of every layer with attention."""
         return self.attentions[0].heads
 
     @property
     def latent(self) -> LatentAttention | None:
-        """The latent attention of every layer; None in models without."""
+        """The latent attention of every layer; None in models without it."""
         first = self.attentions[0]
         return first if isinstance(first, LatentAttention) else None
 
     @property
     def delta(self) -> GatedDeltaNet | None:
-        """The layers with linear attention; None in models without."""
+        """The layers with linear attention; None in models without them."""
         mixers = (layer.attention for layer in self.decoder_layers)
         return next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)), None)
 
@@ -167,7 +167,7 @@ class ModelConfig:
 
     @property
     def cached_cell(self) -> int:
-        """How many numbers the attention of all layers keeps of a token."""
+        """How many numbers the attention of all layers caches for each token."""
         cells = ((len(self.numbers(pool)), *self.attention_of(pool).cached) for pool in self.pools)
         return sum(layers * heads * (key + value) for layers, heads, key, value in cells)
 

@@ -1,4 +1,4 @@
-"""Composes decoders for the families, from fields of `config.json` that several families have. No JAX."""
+"""Composes decoders for the families, from fields of `config.json` that several families share. No JAX."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def decoder(
 ) -> ModelConfig:
     """The decoder with these layers. The field `model_type` is its architecture.
 
-    fields: of `config.json`. norm: of the last layer's result. tied: whether the embedding is the unembedding, where
-    the file does not have the field. more: other fields of ModelConfig. UserError names a field that is missing.
+    fields: of `config.json`. norm: of the last layer's result. tied: whether the embedding is the unembedding, if
+    the file does not set it. more: other fields of ModelConfig. UserError: a field is missing or wrong.
     """
     _check_types(fields, layers)
     return ModelConfig(
@@ -38,7 +38,7 @@ def decoder(
 
 
 def _check_types(fields: ConfigFields, layers: Sequence[DecoderLayer]) -> None:
-    """UserError when the file's `layer_types` differ from the types of the layers."""
+    """Check the file. UserError: its `layer_types` differ from the types of the layers."""
     types = fields.get("layer_types")
     computed = [LINEAR if not layer.attends else SLIDING if layer.window else FULL for layer in layers]
     if types is not None and types != computed:
@@ -48,8 +48,8 @@ def _check_types(fields: ConfigFields, layers: Sequence[DecoderLayer]) -> None:
 def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
     """The window of every layer; None = it sees all earlier tokens.
 
-    usual: FULL or SLIDING for each layer, where the file has no `layer_types`. UserError names a type that is not
-    supported, or a wrong number of types.
+    usual: FULL or SLIDING for each layer, if the file has no `layer_types`. UserError: a type is not supported, or the
+    number of types is wrong.
     """
     types = fields.types("layer_types", usual, SLIDING, FULL)
     return [fields.size("sliding_window") if kind == SLIDING else None for kind in types]
@@ -58,7 +58,7 @@ def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
 def text_fields(fields: ConfigFields, *types: str, defaults: Mapping[str, Any] = {}) -> ConfigFields:
     """The fields of the text model among those of a model that also takes images.
 
-    types: its supported values of `model_type`. defaults: where its file has none. The outer object's own field decides
+    types: the text model's supported `model_type`s. defaults: of missing fields. The outer object's own field decides
     whether the embeddings are tied, as in transformers.
     """
     inner = fields.inner("text_config")
@@ -72,7 +72,7 @@ def text_fields(fields: ConfigFields, *types: str, defaults: Mapping[str, Any] =
 
 
 def rotary_share(fields: ConfigFields, usual: float) -> ConfigFields:
-    """The fields with the share of a head that is rotated. usual: where the file has none."""
+    """The fields with the share of a head that is rotated. usual: the default if the file sets none."""
     if fields.rope.get("partial_rotary_factor") is not None or fields.get("partial_rotary_factor") is not None:
         return fields
     return fields.with_values(partial_rotary_factor=usual)

@@ -17,7 +17,7 @@ FP8, MXFP4 = "fp8", "mxfp4"  # of `quantization_config.quant_method`
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Hugging Face's names. model: the prefix of all. layer: of those in a layer, with `{}` for its number."""
+    """Hugging Face's names. model: the prefix of all. layer: the prefix in a layer, with `{}` for its number."""
 
     model: str
     layer: str
@@ -41,9 +41,9 @@ class Family:
     title: the name in the documentation.
     parse: makes the config from the fields of `config.json`; raises UserError for unsupported values.
     names: of tensors; the names in a layer come from its parts.
-    unpack: the tensors of a folder by the names that the config's layers have, if its files have others (fused or
-    quantized). Given some of them, it returns those made from them, as views if they are arrays in memory.
-    plain: the tensors of a folder without quantization, as transformers saves them.
+    unpack: converts a folder's tensors to those of the config's layers, if the files have others (fused or quantized).
+    Given only some tensors, it returns the tensors made from these, as views if they are arrays in memory.
+    plain: converts a folder's tensors to tensors without quantization, as transformers saves them.
     skipped: prefixes of the names of tensors that are not loaded.
     quantizations: the supported values of `quantization_config.quant_method`.
     """
@@ -59,7 +59,7 @@ class Family:
 
 
 def open_unpacked(family: Family, cfg: ModelConfig, folder: Path, name: str) -> Tensors:
-    """The tensors of the model in `folder`, unpacked. UserError calls the model `name`."""
+    """The tensors of the model in `folder`, unpacked. name: of the model, in errors."""
     tensors = open_tensors(folder, name)
     try:
         return family.unpack(cfg, tensors)
@@ -68,7 +68,7 @@ def open_unpacked(family: Family, cfg: ModelConfig, folder: Path, name: str) -> 
 
 
 def renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
-    """The tensors under other names; UserError when two of them get the same one."""
+    """The tensors under other names. UserError: two tensors get the same name."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if found.setdefault(rename(name), tensor) is not tensor:
@@ -77,7 +77,7 @@ def renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
 
 
 def with_parts(tensors: Tensors, fused: Collection[str], parts: Tensors) -> Tensors:
-    """The tensors with `parts` instead of those that they are made from; UserError when the files have one of both."""
+    """The tensors with `parts` instead of `fused`. UserError: the files contain a part as well."""
     rest = {name: tensor for name, tensor in tensors.items() if name not in fused}
     if both := sorted(rest.keys() & parts.keys()):
         raise UserError(f"tensor {both[0]!r} is in the files twice: alone, and as a part of {min(fused)!r}")
@@ -85,6 +85,6 @@ def with_parts(tensors: Tensors, fused: Collection[str], parts: Tensors) -> Tens
 
 
 def check_shape(name: str, tensor: Tensor, *shapes: tuple[int, ...]) -> None:
-    """UserError when a tensor of the files has none of these shapes."""
+    """Check a tensor of the files. UserError: the tensor has none of these shapes."""
     if tensor.shape not in shapes:
         raise UserError(f"tensor {name!r} has shape {tensor.shape}; config.json asks for shape {shapes[0]}")

@@ -11,7 +11,7 @@ from tinkerflow.backend.core.errors import UserError
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """The fields of a `config.json`, or of an object in it. Errors call the model `name`."""
+    """The fields of a `config.json`, or of an object in it. name: of the model, in errors."""
 
     name: str
     values: Mapping[str, Any]
@@ -59,7 +59,7 @@ class ConfigFields:
         return value or None
 
     def types(self, key: str, usual: Sequence[str], *allowed: str) -> list[str]:
-        """A field with a type for each layer. usual: where the file has none. UserError unless all are `allowed`."""
+        """A field with a type for each layer. usual: the default. UserError: a type, or their number, is wrong."""
         types = self.items(key) or list(usual)
         if len(types) != len(usual) or any(kind not in allowed for kind in types):
             raise self.error(f"{key} {types!r}; must be {len(usual)} of {', '.join(allowed)}")
@@ -73,18 +73,18 @@ class ConfigFields:
         return replace(self, values=value)
 
     def with_values(self, **values: Any) -> ConfigFields:
-        """The fields with other values."""
+        """The fields with these values added or replaced."""
         return replace(self, values={**self.values, **values})
 
     def without(self, *keys: str) -> ConfigFields:
-        """The fields without those that a family reads itself: the shared readers would refuse some values of them."""
+        """The fields without `keys`, which a family reads itself: the shared readers refuse some of their values."""
         return replace(self, values={key: value for key, value in self.values.items() if key not in keys})
 
     @property
     def rope(self) -> Mapping[str, Any]:
         """The object with the parameters of rotary embeddings; transformers 4 and 5 name it differently.
 
-        UserError when one of the two fields is no object.
+        UserError: one of the two fields is not an object.
         """
         for key in ("rope_parameters", "rope_scaling"):
             if (value := self.get(key) or {}) and not isinstance(value, dict):
@@ -99,7 +99,7 @@ class ConfigFields:
         return chosen
 
     def refuse_others(self, **supported: Any) -> None:
-        """UserError when a field is present, not null, and differs from the only supported value."""
+        """Check fields. UserError: a field is present, not null, and differs from the only supported value."""
         for key, value in supported.items():
             if self.get(key) not in (None, value):
                 raise self.error(f"{key} {self[key]!r} is not supported; must be {value!r}")

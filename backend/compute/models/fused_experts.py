@@ -1,4 +1,4 @@
-"""Experts whose matrices are two tensors of a layer in the files: gate and up as one, and down. No JAX."""
+"""Experts that files store as two tensors per layer: gate and up in one, and down. No JAX."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tinkerflow.backend.compute.weights.files import MadeTensor, Tensor
 def with_separate_experts(
     cfg: ModelConfig, tensors: Tensors, module: str = f"{LANGUAGE_MODEL.layer}mlp.experts."
 ) -> Tensors:
-    """The tensors with a matrix for each expert instead of those of all, gate before up.
+    """The tensors with a matrix for each expert instead of fused tensors, in which gate precedes up.
 
-    A tensor of all experts is [E, outputs, inputs], or [E, inputs, outputs] as Qwen3-VL-MoE is published. transformers
-    reads both, too, and distinguishes them by their shapes.
+    A fused tensor is [E, outputs, inputs], or [E, inputs, outputs] in the published Qwen3-VL-MoE. transformers reads
+    both, too, and distinguishes them by their shapes.
 
     cfg: the model. tensors: by name. module: the prefix of the names of experts' tensors, with a {} for the layer.
     """

@@ -1,6 +1,6 @@
 """The hybrid decoder of Qwen3-Next and Qwen3.5: three layers with gated DeltaNet, then one with gated attention.
 
-Their files differ in the prefix of the layers' names, and in the matrices that are one tensor. The fields of Qwen3.5's
+Their files differ in the prefix of the layers' names, and in which matrices are fused. The fields of Qwen3.5's
 text model may be inside those of a model that also takes images. No JAX.
 """
 
@@ -17,15 +17,15 @@ from tinkerflow.backend.compute.models.rope import FULL, LINEAR
 from tinkerflow.backend.compute.models.vision_config import read_vision
 
 SKIPPED = ("mtp.",)  # layers that predict several tokens
-_EVERY = 4  # layers have full attention, where `layer_types` is missing
-_ROTARY = 0.25  # the share of a head that is rotated, where the file has none
+_EVERY = 4  # if `layer_types` is missing, every 4th layer has full attention
+_ROTARY = 0.25  # the share of a head that is rotated, if the file sets none
 
 
 def hybrid(fields: ConfigFields, *, fused: bool = False, experts: bool = False) -> ModelConfig:
     """The config of a hybrid decoder.
 
     fields: of the text model. fused: as in GatedDeltaNet. experts: a mixture, with a shared expert, instead of each
-    MLP. UserError names a field that is missing, or the value of one that is not supported.
+    MLP. UserError: a field is missing or not supported.
     """
     fields.refuse_others(attn_output_gate=True)
     norm = RMSNorm.read(fields, plus_one=True)
@@ -47,14 +47,14 @@ def hybrid(fields: ConfigFields, *, fused: bool = False, experts: bool = False) 
 
 
 def with_tower(cfg: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    """The config with the vision tower that the outer `fields` describe, if they do."""
+    """The config with the vision tower that the outer `fields` describe, if any."""
     if fields.get("vision_config") is None:
         return cfg
     return replace(cfg, vision=read_vision(fields, sections=(11, 11, 10)))
 
 
 def with_tower_named(cfg: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors with those of the vision tower by their published names: transformers 5.5 writes others."""
+    """The tensors, those of the vision tower under their published names: transformers 5.5 writes others."""
     return renamed(tensors, lambda name: name.replace("model.language_model.visual.", "model.visual.", 1))
 
 

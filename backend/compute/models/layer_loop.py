@@ -1,4 +1,4 @@
-"""The loop over the layers of a model, alike or not.
+"""The loop over the layers of a model, whether or not they are alike.
 
 Layers of one kind are computed by one loop. Where kinds alternate (three layers with a window, one without), the loop
 goes over the repeated periods, and computes the layers of a period one after the other. A matrix is stacked over the
@@ -41,7 +41,7 @@ def over_layers(
     kept: Callable[[Step[Carry]], Step[Carry]] = lambda step: step,
     grouped: bool = False,
 ) -> Carry:
-    """The carry after `layer` of every layer.
+    """The carry after `layer` has computed every layer.
 
     cfg: the decoder's layers. layer: takes the layer's kind, the carry, and (place, weights, adapter pairs). The place
     follows `ModelConfig.place`. The kind is static. The place is static only if the weights are separate for each
@@ -89,8 +89,7 @@ def over_layers(
 def runs(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int]]:
     """(start, period, repeats) of each run, in order: the `period` layers from `start` on occur `repeats` times.
 
-    From the first layer on, each run is the one that holds the most layers, and of these the one with the shortest
-    period.
+    From the first layer on, each run is the one with the most layers; among equals, the shortest period wins.
     """
     start = 0
     while start < len(kinds):
@@ -120,7 +119,7 @@ def groups(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int, int
 
 
 def kept_carries(kinds: tuple[DecoderLayer, ...]) -> int:
-    """How many layers' carries a backward pass by `groups` keeps at the same time, at most."""
+    """The most carries that a backward pass by `groups` keeps at the same time."""
     found = list(groups(kinds))
     return sum(repeats // size for _, _, repeats, size in found) + max(size * period for _, period, _, size in found)
 

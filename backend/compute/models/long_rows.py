@@ -2,7 +2,7 @@
 
 The arrays inside a layer are larger than its input. For 32,768 tokens of Qwen3-4B, gate and up take 0.6 GB each, and
 their backward pass holds five arrays of that size. Apart from attention, a layer computes each token independently. A
-backward pass that computes a layer again does so for some tokens, differentiates, and goes on to the next tokens.
+backward pass that recomputes a layer does so for some tokens, differentiates, and continues with the next tokens.
 Attention needs the queries, keys and values of all tokens, so these are computed one more time.
 
 Letters: B rows, T tokens.
@@ -28,7 +28,7 @@ def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, ow
     """part(*arrays), which computes each token independently, for at most `most` tokens of each device at a time.
 
     arrays: pytrees of [B, T, ...], like the result of `part`; the first is an array. T is a power of two. A backward
-    pass keeps only the arguments of `part`. own_buffers: each loop writes to memory of its own. GPUs need this where a
+    pass keeps only the arguments of `part`. own_buffers: each loop writes to its own memory. GPUs need this if a
     backward pass computes the loop twice. XLA fills the output of a loop with zeros, and all loops of one shape share
     these zeros, so the memory stays in use from the first loop to the last.
     """

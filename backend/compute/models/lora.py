@@ -2,7 +2,7 @@
 
 The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both. Of the
 orders measured on CPU, forward and backward, this one was the fastest, and padding to a larger rank adds zeros along
-one axis. Every expert of a mixture has updates of its own, with the spec's rank for experts.
+one axis. Every expert of a mixture has its own updates, with the spec's rank for experts.
 
 Letters: L layers, E experts, R rank, S rows.
 """
@@ -32,8 +32,8 @@ Tree = TypeVar("Tree")
 class LoraPair:
     """A [..., R, in] and B [..., R, out], float32. Both begin with L inside `Lora.layers`, but not in a scan's body.
 
-    If each expert has such a matrix, E follows. blocks: in how many blocks of the rank a sampler that must be batch
-    invariant multiplies B.
+    If each expert has such a matrix, E follows L. blocks: the number of blocks of the rank in which a batch-invariant
+    sampler multiplies B.
     """
 
     A: Array
@@ -41,10 +41,10 @@ class LoraPair:
     blocks: int = flax.struct.field(pytree_node=False, default=1)  # type: ignore[no-untyped-call]
 
     def multiply(self, product: Callable[[slice], jax.Array]) -> jax.Array:
-        """The sum of product(columns) over the blocks. columns: of the rank.
+        """The sum of product(columns) over the blocks. columns: a slice of the rank.
 
-        The bits of one product over all columns may depend on the place of those that are not 0: a matmul adds columns
-        in groups.
+        The bits of one product over all columns may depend on where the nonzero columns are, because a matmul adds
+        columns in groups.
         """
         size = np.shape(self.B)[-2] // self.blocks
         products = [product(slice(start, start + size)) for start in range(0, self.blocks * size, size)]
@@ -73,15 +73,16 @@ class LoraApply(Protocol):
 
 
 def scale(rank: int) -> float:
-    """The factor of an update: alpha / rank, alpha 32. rank: of the pair; experts' pairs may have another one."""
+    """The factor of an update: alpha / rank, alpha 32. rank: of the pair; experts' pairs may have a different one."""
     return LORA_ALPHA / rank
 
 
 def apply_one(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
     """The `LoraApply` for one adapter shared by all rows: updates [..., out] in the dtype of x.
 
-    Off CPUs the A matrices of all pairs are one matmul, forward and backward: x is read once, and the gradient by x is
-    added up inside the matmul. Gradients by A and B are sums in float32 there, never rounded to the dtype of x.
+    Except on CPUs, one matmul multiplies by the A matrices of all pairs, forward and backward: x is read once, and the
+    gradient by x is summed inside the matmul. Gradients by A and B are summed in float32 there, and never rounded to
+    the dtype of x.
     """
     if on_cpu() or groups is not None or not pairs:
         return tuple(_update(x, pair, groups) for pair in pairs)
@@ -116,7 +117,7 @@ def _update(x: jax.Array, pair: LoraPair, groups: Groups | None) -> jax.Array:
     if groups is not None:
         low = checkpoint_name(groups.dot(x, A.swapaxes(-1, -2)), "low") * scale(A.shape[-2])
         return groups.dot(low, B)
-    # As plain matrices: with leading dimensions kept, XLA's CPU backward pass took half as long again.
+    # As plain matrices: with the leading dimensions, XLA's CPU backward pass took 1.5 times as long.
     return (low_rank(x.reshape(-1, x.shape[-1]), pair) @ B).reshape(*x.shape[:-1], B.shape[-1])
 
 
@@ -127,9 +128,9 @@ def low_rank(x: jax.Array, pair: LoraPair) -> jax.Array:
 
 
 def shardings(mesh: Mesh, tree: Tree) -> Tree:
-    """The sharding of each array of an adapter (or of a tree of its shape): split over all devices of the mesh.
+    """The sharding of each array of an adapter (or of a tree of the same shape): split over all devices of the mesh.
 
-    A pair's long side, `in` or `out`, is split over all axes; of pairs with experts, E is split over the expert axis.
+    A pair's long side, `in` or `out`, is split over all axes; in experts' pairs, E is split over the expert axis.
     Leaves outside of pairs (counts) are on every device.
     """
 
@@ -143,9 +144,9 @@ def shardings(mesh: Mesh, tree: Tree) -> Tree:
 
 
 def gathered(mesh: Mesh, lora: Lora) -> Lora:
-    """Inside a jitted function: the adapter as every device needs it for all layers; experts' pairs as they are.
+    """The adapter, gathered onto every device inside a jitted function; experts' pairs stay as they are.
 
-    Gathered once, because a transfer for each matrix and layer would wait for the network more often than it computes.
+    Gathered once, because transfers for each matrix and layer would mostly wait for the network.
     Experts' pairs are large, so they are gathered where they are used.
     """
 

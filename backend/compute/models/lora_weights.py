@@ -1,4 +1,4 @@
-"""Adapters on the host: fresh ones, their shapes, and their tensors as PEFT's files have them."""
+"""Adapters on the host: fresh adapters, their shapes, and conversion to and from PEFT's tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinkerflow.backend.spec.ranks import peft_factor
 
 
 def check_spec(spec: LoraSpec) -> LoraSpec:
-    """The spec itself; UserError when a rank is out of 0..MAX_RANK, or experts' above it, or it adapts nothing."""
+    """The spec itself. UserError: a rank is out of range, nothing is adapted, or rank 0 does not train all parts."""
     if not 0 <= spec.rank <= MAX_RANK:
         raise UserError(f"lora rank {spec.rank}: must be 1 to {MAX_RANK}, or 0 to train all parameters")
     if spec.full and not (spec.train_attn and spec.train_mlp and spec.train_unembed):
@@ -38,8 +38,8 @@ def check_spec(spec: LoraSpec) -> LoraSpec:
 def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
     """A fresh adapter on the host, float32: A uniform in +-1/sqrt(in) (PEFT's kaiming uniform), B zero.
 
-    Every matrix draws from its own stream of (seed, name), so that a part's values do not depend on which others are
-    adapted. NumPy, not JAX: the same on every backend, and nothing to compile.
+    Every matrix draws from its own stream of (seed, name), so that a part's values do not depend on which other
+    parts are adapted. NumPy, not JAX: values are the same on every backend, and nothing is compiled.
     """
     whole = projections(cfg)
 
@@ -55,7 +55,7 @@ def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
 
 
 def to_shared_scale(spec: LoraSpec, lora: Lora) -> Lora:
-    """A host adapter as PEFT's files have it: B of experts times `peft_factor`."""
+    """A host adapter as PEFT's files store it: B of experts times `peft_factor`."""
     return _scaled(spec, lora, lambda B, factor: B * np.float32(factor))
 
 
@@ -89,7 +89,7 @@ def shapes(cfg: ModelConfig, spec: LoraSpec) -> Lora:
 def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
     """A host adapter by PEFT's tensor names: A [rank, in] and B [out, rank], contiguous, layer by layer. Unscaled.
 
-    Each expert has tensors of its own, as PEFT names them for transformers before release 5, and as vLLM does. PEFT
+    Each expert has its own tensors, as PEFT names them for transformers before release 5, and as vLLM does. PEFT
     fuses them when it loads them into a transformers 5 model, whose experts are fused.
     """
     named: dict[str, npt.NDArray[np.float32]] = {}
@@ -104,7 +104,7 @@ def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
 def from_peft(
     cfg: ModelConfig, spec: LoraSpec, read: Callable[[str, tuple[int, int]], npt.NDArray[np.float32]]
 ) -> Lora:
-    """The inverse of `to_peft`: `read(name, shape)` gives each tensor, and raises when it has none of that shape."""
+    """The inverse of `to_peft`: `read(name, shape)` returns a tensor, and raises if it has none of that shape."""
 
     def pair(projection: Projection) -> LoraPair:
         names = [pair_names(projection.name(place)) for place in np.ndindex(projection.stack)]

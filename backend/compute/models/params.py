@@ -58,9 +58,9 @@ Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
 Axis = str | tuple[str, ...] | None  # mesh axes that split a dimension
 Part = Callable[..., None]  # (out, stored tensor or layer, slices...): write that part into `out`
-_THREADS = 8  # or one for each processor, if these are fewer
-_ROWS = 4096  # of an embedding that are copied by one thread
-_BLOCK = 32  # rows of a matrix that is transposed
+_THREADS = 8  # or the number of processors, if smaller
+_ROWS = 4096  # rows of a whole tensor that a thread copies at a time
+_BLOCK = 32  # rows that a transposition copies at a time
 _ALIGN = 64
 
 
@@ -73,13 +73,13 @@ def load_params(
     *,
     base_weights: BaseWeights = "full",
 ) -> Params:
-    """The model in `folder` on `mesh`; UserError names a tensor that is missing or has another shape or dtype.
+    """Load the model in `folder` onto `mesh`. UserError: a tensor is missing, or has the wrong shape or dtype.
 
-    cfg: parsed from the folder's `config.json`. folder: has the safetensors files. mesh: how arrays are split over
+    cfg: parsed from the folder's `config.json`. folder: contains the safetensors files. mesh: how arrays are split over
     devices. dtype: of the weights on the devices, "float32" or "bfloat16". progress: called with a line of text after
     each tensor of all layers, e.g. "loading weights 3/12". base_weights: with "int8" and "nf4" the layers' matrices are
     rounded (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs. With
-    "mxfp4" the experts' matrices stay as the files have them; UserError if the files do not have MXFP4.
+    "mxfp4" the experts' matrices stay as the files store them. UserError: the files do not contain MXFP4.
     """
     _check_expert_axis(cfg, folder, mesh)
     _check_mxfp4(cfg, folder, base_weights)
@@ -171,7 +171,7 @@ class _Loader:
         shape = (matrix.outputs, matrix.inputs)
         axes = self.axes(matrix.inputs)[::-1] if matrix.sums_inputs else self.axes(matrix.outputs)
         each = np.empty(matrix.stack, object)
-        for place in () if self.stored is None else np.ndindex(matrix.stack):  # names of 10,000 experts take a second
+        for place in () if self.stored is None else np.ndindex(matrix.stack):  # naming 10,000 experts takes a second
             each[place] = self._tensor(f"{matrix.name(place)}.weight", shape)
 
         def stacked(part: Part, shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: Any) -> jax.Array:
@@ -234,7 +234,7 @@ class _Loader:
         return self._place(shape, (None, *axes), dtype, fill)
 
     def _all(self, do: Callable[[int], None], numbers: range) -> None:
-        """`do` of each number, in threads: copies of large arrays do not hold the interpreter's lock."""
+        """Call `do` with each number, in threads: copies of large arrays do not hold the interpreter's lock."""
         assert self.threads is not None
         for _ in self.threads.map(do, numbers):
             pass
@@ -281,7 +281,7 @@ def _floats(tensor: Tensor, *where: slice) -> Array:
 
 
 def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
-    """An array without values, aligned so that a CPU device keeps this memory instead of a copy."""
+    """An array without values, aligned so that a CPU device uses this memory instead of a copy."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + _ALIGN, np.uint8)
     start = -raw.ctypes.data % _ALIGN
@@ -289,11 +289,11 @@ def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
 
 
 def _copy(out: Array, tensor: Tensor, *where: slice) -> None:
-    """Copy a part of a stored tensor into `out`, in its dtype; as bits where these are the same, which is faster."""
+    """Copy a part of a stored tensor into `out`, in its dtype; as bits if the dtypes are equal, which is faster."""
     source = tensor.view(DTYPES[tensor.dtype])[where]
     if out.flags.c_contiguous:
         _convert(out, source)
-    else:  # turned: block by block, which the processor's cache holds
+    else:  # transposed: in blocks that fit the processor's cache
         for row in range(0, len(out), _BLOCK):
             _convert(out[row : row + _BLOCK], source[row : row + _BLOCK])
 
@@ -314,7 +314,7 @@ def by_layer(cfg: ModelConfig, params: Params) -> Params:
     XLA:CPU copies a layer out of the stack before it multiplies by it, which takes most of a decode step's time
     (81.8M parameters, one row: 98 ms against 35). Other platforms read the stack in place and prefer the shorter
     program of a loop. Quantized matrices stay stacked. In a program without a loop, XLA:CPU converts the matrices of
-    all layers to floats before it decodes, and keeps these through the chunk: 3.3 MB for 3.15 MB of int8 matrices,
+    all layers to floats before it decodes, and keeps the floats through the chunk: 3.3 MB for 3.15 MB of int8 matrices,
     against 0.9 MB in a loop.
     """
     if not on_cpu() or isinstance(params.layers, tuple) or _is_quantized(params.layers):

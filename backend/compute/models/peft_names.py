@@ -1,4 +1,4 @@
-"""The tensors of an adapter as PEFT's files have them: their names and their shapes. No JAX."""
+"""The names and shapes of an adapter's tensors in PEFT's files. No JAX."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair_names(module: str) -> tuple[str, str]:
 
 
 def modules(cfg: ModelConfig, spec: LoraSpec) -> dict[str, Projection]:
-    """Every module that an adapter of `spec` adapts, by Hugging Face's name, and the projection that it is one of."""
+    """The projection of every module that an adapter of `spec` adapts, by the module's name in Hugging Face."""
     whole = projections(cfg)
     return {
         whole[name].name(place): whole[name] for name in targets(cfg, spec) for place in np.ndindex(whole[name].stack)

@@ -1,6 +1,6 @@
 """Rotary position embeddings: how fast each pair of a head's dimensions turns. No JAX.
 
-Each class here is one `rope_type` of Hugging Face's `config.json`. The formulas are those of transformers'
+Each scaling class here is one `rope_type` of Hugging Face's `config.json`. The formulas are those of transformers'
 `modeling_rope_utils.py`, which names their papers; `tests/compute/test_rope.py` compares with it.
 """
 
@@ -39,7 +39,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, those between are blended.
+    """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, others are blended.
 
     attention: the factor of cos and sin. truncate: the blend begins and ends at whole dimensions. query_beta:
     queries at position p are multiplied by 1 + query_beta * log(1 + floor(p / original_max_positions)) (Llama 4).
@@ -70,7 +70,7 @@ class LongRope:
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """A share of a head's frequencies, counted as if all turned; the other pairs do not turn (Gemma 4)."""
+    """A share of a head's pairs turns, with the frequencies of a head whose pairs all turn (Gemma 4)."""
 
     factor: float
     share: float
@@ -133,8 +133,8 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
     """The rotary embedding of each of `layer_types`, or of all layers under the name "".
 
     fields: of `config.json`. transformers 5 writes rope_parameters, for all layers or by `layer_types`; earlier
-    releases wrote rope_scaling besides rope_theta. head_dim: of a head. theta: where the file has none. UserError for
-    values that contradict each other.
+    releases wrote rope_scaling besides rope_theta. head_dim: of a head. theta: the default. UserError: values
+    contradict each other.
     """
     values = fields.rope
     newer, older = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
@@ -163,9 +163,9 @@ def read_rope(
 ) -> Rope:
     """The embedding that a `rope_parameters` or `rope_scaling` of `config.json` describes.
 
-    values: the fields of the object; empty for the default. theta: where it has no `rope_theta`. head_dim: of a head.
+    values: the fields of the object; empty for the default. theta: the default of `rope_theta`. head_dim: of a head.
     max_positions: the model's longest sequence, for scalings that are given by their ratio to it. error: makes the
-    UserError for a type without fixed frequencies and for a field that is missing or no number.
+    UserError for an unsupported type, and for a field that is missing or wrong.
     """
 
     def number(key: str, default: float | None = None, least: float = 0.0) -> float:
@@ -180,7 +180,7 @@ def read_rope(
         return float(value)
 
     def share_of(key: str) -> float:
-        """A number that may be 0, which stands for no effect."""
+        """A number, or 0, which means no effect."""
         return number(key, 0.0) if values.get(key) else 0.0
 
     def factors(key: str, count: int) -> Frequencies:
@@ -236,7 +236,7 @@ def read_rope(
 
 
 def _stretched(scaling: Llama3Rope, frequency: float) -> float:
-    """Llama 3: keep fast frequencies, divide slow ones by `factor`, blend those between."""
+    """Llama 3: keep fast frequencies, divide slow ones by `factor`, blend the others."""
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = min(1.0, max(0.0, blend))
@@ -244,7 +244,7 @@ def _stretched(scaling: Llama3Rope, frequency: float) -> float:
 
 
 def _interpolated(rope: Rope, scaling: YarnRope) -> Frequencies:
-    """How much of each frequency is divided by `factor`: 0 of fast ones, 1 of slow ones, a ramp between."""
+    """How much of each frequency is divided by `factor`: 0 for fast ones, 1 for slow ones, and a ramp in between."""
 
     def dimension(turns: float) -> float:
         return rope.dims * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -264,5 +264,5 @@ def _yarn_attention(factor: float, mscale: float, mscale_all_dim: float) -> floa
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """How much YaRN's attention grows with `factor`; DeepSeek V3 multiplies its scores by the square of it."""
+    """How much YaRN's attention grows with `factor`; DeepSeek V3 multiplies its scores by the square."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

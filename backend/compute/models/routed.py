@@ -1,6 +1,6 @@
 """The layers of DeepSeek V3, GLM-4.5 and their relatives: the first have an MLP, the others a mixture of experts.
 
-The router scores by sigmoids with corrections, and some experts, which are one MLP, get every token. No JAX.
+The router scores by sigmoids with corrections. Every token also goes to the shared experts, which are one MLP. No JAX.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tinkerflow.backend.compute.models.layers import (
 )
 from tinkerflow.backend.compute.models.layers.mlp import refuse_other_mlps
 
-_PREDICTOR = ".eh_proj.weight"  # in layers that predict several tokens, which follow the model's own
+_PREDICTOR = ".eh_proj.weight"  # in the layers that predict several tokens, after the model's own layers
 _DENSE, _SPARSE = "dense", "sparse"  # of `mlp_layer_types`
 
 
 def routed_layers(fields: ConfigFields, attention: Attention | LatentAttention, norm: RMSNorm) -> list[DecoderLayer]:
-    """All layers. UserError names a field of `config.json` that is missing or not supported.
+    """All layers. UserError: a field of `config.json` is missing or not supported.
 
     fields: of `config.json`. attention: of every layer. norm: of hidden states.
     """

@@ -1,11 +1,11 @@
 """Decoder-only transformers as pure functions on pytrees.
 
 Training, prefill and decode share `DecoderLayer`. They differ in the `Mixers` (which tokens a token sees, and where its
-keys and values are kept) and in `lora_apply` (one adapter for all rows, or one for each row). `forward` here and
+keys and values are stored) and in `lora_apply` (one adapter for all rows, or one for each row). `forward` here and
 `sampler.decode` loop over the layers with `layer_loop.over_layers`.
 
 The caches of a pool (pages of keys, states) are stacked over the pool's layers (`ModelConfig.numbers`). A layer's place
-in the stack comes with its weights.
+in the stack is passed with its weights.
 
 Letters: B rows, T tokens, D hidden, V vocabulary, L layers, E vectors of an image's token, P width of a layer's input.
 """
@@ -36,7 +36,7 @@ from tinkerflow.backend.compute.models.rotary import rope_table
 from tinkerflow.backend.compute.platforms import TURING, platform
 
 Shared = Mapping[str, tuple[jax.Array, jax.Array]]  # keys and values of the last layer of each pool
-# From layer to layer: hidden states, shared keys and values, the number, and `ForwardInputs.routes_BTLk`'s agreement.
+# From layer to layer: hidden states, shared keys and values, the layer's number, and the agreement (`forward`).
 Carry = tuple[jax.Array, Shared, jax.Array, jax.Array | None]
 
 
@@ -60,7 +60,7 @@ def kept_names(cfg: ModelConfig) -> tuple[str, ...]:
     """The names of saved results of a layer (`Keep.RESULTS`): the results of matmuls and of attention.
 
     low: an adapter's x @ A.T. Attention names `attended` and `log_totals`. Keeping everything took twice the memory,
-    and on CPU more time too, for writing it out.
+    and on CPUs also more time, to write it.
     """
     names = {plain_name(name) for name, matrix in projections(cfg).items() if matrix.kept}
     return (*sorted(names), "attended", "log_totals", "low")
@@ -72,7 +72,7 @@ class Params:
 
     embed_VD: the embedding.
     layers: by our names, each stacked over the layers that have it (`families.projections`, `layer_tensors`). Matrices
-    of experts lie transposed, and matrices may be `quantized.Int8` or `FourBit`. Or a tuple of layers
+    of experts are transposed, and matrices may be `quantized.Int8` or `FourBit`. Or a tuple of layers
     (`params.by_layer`).
     final_norm_D: of the last layer's result.
     unembed_VD: None when the embedding is tied.
@@ -145,8 +145,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Final hidden states [B, T, D] for training, in the dtype of the weights; and the routers' agreement.
 
-    The agreement, int32 [B, T, 2], counts the given experts in layers whose router chooses just these, in any order.
-    Its second number is 1 where the first layer with given experts is such a layer. None without given experts. cfg,
+    The agreement, int32 [B, T, 2], counts the given experts in layers whose router chooses exactly these, in any order.
+    Its second number is 1 if the first layer with given experts is such a layer. None without given experts. cfg,
     mesh, params: the base model and its devices. lora: an adapter, A and B in float32.
     """
     images, mixers, constrain, keep = inputs.images, inputs.mixers, inputs.constrain, inputs.keep
@@ -209,7 +209,7 @@ def _agrees(routing: Routing) -> jax.Array:
 
 
 def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, images: ImageFeatures | None = None) -> jax.Array:
-    """x_BTD, scaled, in the dtype of the weights; the features of images instead of their tokens' embeddings."""
+    """Scaled embeddings x_BTD, in the dtype of the weights; images' tokens have the images' features instead."""
     x_BTD = params.embed_VD[tokens_BT]
     x_BTD = x_BTD if cfg.embed_scale == 1 else x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
     if images is None:
@@ -218,7 +218,7 @@ def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, images: ImageFeatu
 
 
 def rope_tables(cfg: ModelConfig, positions: jax.Array) -> RopeTables:
-    """cos and sin by rotary embedding, made once, outside of the loop over layers.
+    """cos and sin of each rotary embedding, computed once, outside the loop over layers.
 
     positions: int32 [B, T]; or [B, T, 3], time, row and column, in a model that takes images.
     """
@@ -276,7 +276,7 @@ def capped(params: Params, logits_BTV: jax.Array) -> jax.Array:
 
 
 def capped_pullback(params: Params, logits_BTV: jax.Array, d_logits_BTV: jax.Array) -> jax.Array:
-    """The gradient of `capped` by its input, from that by its output, logits_BTV."""
+    """The gradient of `capped` by its input. logits_BTV: the output. d_logits_BTV: the gradient by the output."""
     return d_logits_BTV if not params.softcap else d_logits_BTV * (1 - (logits_BTV / params.softcap) ** 2)
 
 

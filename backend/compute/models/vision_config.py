@@ -1,6 +1,6 @@
-"""The tower of Qwen3-VL and Qwen3.5 that sees images: its fields in `config.json`, its processor, its tensors. No JAX.
+"""The vision tower of Qwen3-VL and Qwen3.5: its fields in `config.json`, its processor, its tensors. No JAX.
 
-Shared by the families whose models have one; `vision` computes it.
+The families whose models have a tower share this file; `vision_tower` computes the tower.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PLAIN = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_conve
 
 
 def read_vision(fields: ConfigFields, sections: tuple[int, int, int]) -> Vision:
-    """The tower that the fields of `config.json` describe. UserError names a missing field or an unsupported value.
+    """The tower that the fields of `config.json` describe. UserError: a field is missing or not supported.
 
-    sections: the family's `mrope_section`, where the file has none.
+    sections: the family's default of `mrope_section`.
     """
     own = fields.inner("vision_config")
     text = fields.inner("text_config")
@@ -66,7 +66,7 @@ def read_vision(fields: ConfigFields, sections: tuple[int, int, int]) -> Vision:
 
 
 def tower_tensors(vision: Vision, hidden: int) -> dict[str, LayerTensor]:
-    """Every tensor of the tower by the name that `vision` uses, each stacked over the parts that have it.
+    """Every tensor of the tower by the name that `vision_tower` uses, each stacked over the parts that have it.
 
     hidden: the width of the text model.
     """
@@ -101,9 +101,9 @@ def tower_tensors(vision: Vision, hidden: int) -> dict[str, LayerTensor]:
 
 
 def open_processor(cfg: ModelConfig, folder: str | Path) -> ImageProcessor | None:
-    """The image processor of the model in `folder`; None when the model takes text, or its folder has no such file.
+    """The image processor of the model in `folder`; None if the model takes text only, or its folder has no such file.
 
-    UserError when the file has an unsupported value.
+    UserError: the file has an unsupported value.
     """
     vision, path = cfg.vision, Path(folder) / PROCESSOR
     if vision is None or not path.is_file():

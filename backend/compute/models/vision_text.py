@@ -25,7 +25,7 @@ _TOWER = tuple(
 def with_unused_tower(
     text_model: Family, *, types: tuple[str, ...], model_type: str, title: str, defaults: Mapping[str, Any] = {}
 ) -> Family:
-    """The family of models that have a text model of `text_model` and a vision tower, which is not loaded.
+    """The family of models with a text model of the family `text_model`, and a vision tower that is not loaded.
 
     types: the text model's values of `model_type`. model_type, title: of the new family. defaults: fields of
     `text_config` that its file may leave out.

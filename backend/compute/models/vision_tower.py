@@ -1,8 +1,8 @@
 """The frozen vision tower of Qwen3-VL and Qwen3.5: vectors that replace the embeddings of placeholder tokens.
 
 Each image is computed alone, with its patches padded to one of a few counts, on a complete copy of the tower on every
-device. Its vectors have the same bits in every batch. The host copies the vectors into arrays shaped like the tokens,
-so the programs of training depend only on the shape of a micro-batch.
+device, so its vectors have the same bits in every batch. The host copies them into arrays shaped like the tokens, so
+the programs of training depend only on the shape of a micro-batch.
 
 Letters: P patches, N tokens of an image, E vectors of a token, C numbers of a patch, W width of the tower, H its heads;
 B rows, T tokens, D hidden.
@@ -34,7 +34,7 @@ from tinkerflow.backend.spec.packing import bucket
 
 LEAST_PATCHES = 256
 _QUERIES = 256  # patches whose attention is computed together
-_EPS = 1e-6  # of the tower's norms
+_EPS = 1e-6  # in the tower's norms
 _THETA = 10_000.0
 _MASKED = -1e30
 
@@ -45,8 +45,8 @@ Tower = Mapping[str, jax.Array]
 class Patches:
     """One image, padded to P patches. The patches of a token are neighbours.
 
-    colours_PC uint8: channel, row and column of a patch. rows_P, columns_P int32: where it is. corners_P4 int32 and
-    shares_P4 float32: the learned positions around it, and their weights. count: int32 scalar, patches of the image.
+    colours_PC uint8: channel, row and column of a patch. rows_P, columns_P int32: the patch's place. corners_P4 int32
+    and shares_P4 float32: the learned positions around it, and their weights. count: int32 scalar, real patches.
     """
 
     colours_PC: Array
@@ -58,19 +58,19 @@ class Patches:
 
 
 def most_patches(vision: Vision, max_context: int) -> int:
-    """The padded patches of the largest image that is served."""
+    """The number of patches, with padding, of the largest image that is served."""
     return bucket(min(MAX_IMAGE_TOKENS, max_context) * vision.merge**2, LEAST_PATCHES)
 
 
 def tower_bytes(vision: Vision, max_context: int, item: int) -> int:
-    """About how many bytes of a device the tower needs for the largest image. item: bytes of each of the weights."""
+    """About how many bytes of a device the tower needs for the largest image. item: the bytes of a weight."""
     patches = most_patches(vision, max_context)
     rows = patches * (4 * (8 * vision.hidden + 3 * vision.patch**2) + 2 * item * (vision.mlp + 2 * vision.hidden))
     return rows + 2 * 4 * _QUERIES * patches * vision.heads
 
 
 def to_patches(vision: Vision, pixels_HWC: npt.NDArray[np.uint8]) -> Patches:
-    """An image whose sides are multiples of the pixels of a token's side."""
+    """The patches of an image whose sides are multiples of `vision.token_side`."""
     side, merge = vision.patch, vision.merge
     height, width, colours = pixels_HWC.shape
     rows, columns = height // side, width // side
@@ -101,7 +101,7 @@ def to_patches(vision: Vision, pixels_HWC: npt.NDArray[np.uint8]) -> Patches:
 
 
 def _between(grid: int, count: int) -> tuple[Int32, Int32, npt.NDArray[np.float32]]:
-    """For `count` places spread over `grid` learned ones: the ones before and behind, and the share of the latter."""
+    """For `count` places spread over `grid` learned ones: the learned ones before and after, and the latter's share."""
     at = np.linspace(0, grid - 1, count, dtype=np.float32)
     before = at.astype(np.int32)
     return before, np.minimum(before + 1, grid - 1), at - before
@@ -114,7 +114,7 @@ def see(cfg: ModelConfig, mesh: Mesh, tower: Tower, scale: jax.Array, patches: P
     The vectors of padding are not used.
 
     cfg, mesh: the base model's shape, and the devices. tower: its tensors. scale: float32 [2, 3], mean and standard
-    deviation of each colour, of 0 to 1. patches: the image.
+    deviation of each colour, from 0 to 1. patches: the image.
     """
     vision, dtype = _vision(cfg), tower["qkv"].dtype
     P = patches.colours_PC.shape[0]
@@ -212,7 +212,7 @@ class VisionTower:
         return see(self._cfg, self._mesh, self._weights, self._scale, patches)
 
     def programs(self, max_context: int) -> Iterator[Program]:
-        """The programs that look at images of every size."""
+        """The programs that encode images of every size."""
         vision, whole = self.vision, replicated(self._mesh)
         patches, distance = LEAST_PATCHES, 1
         while patches <= most_patches(vision, max_context):
@@ -223,7 +223,7 @@ class VisionTower:
 
 
 def open_vision_tower(cfg: ModelConfig, folder: str, mesh: Mesh, params: Params) -> VisionTower | None:
-    """The tower of the model in `folder`; None if the model takes text. UserError for an unsupported processor."""
+    """The tower of the model in `folder`; None without an image processor. UserError: the processor is unsupported."""
     processor = open_processor(cfg, folder)
     return (
         None
@@ -260,7 +260,7 @@ def image_positions(vision: Vision, length: int, images: Sequence[ImagePixels]) 
 
 
 def image_shift(vision: Vision, images: Sequence[ImagePixels]) -> int:
-    """The rotary position of a token behind all images, minus its index. Most images make this negative.
+    """The rotary position of a token after all images, minus its index. Most images make this negative.
 
     vision: the tower. images: of the sequence.
     """

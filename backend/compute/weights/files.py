@@ -21,7 +21,7 @@ from tinkerflow.backend.core.errors import UserError
 
 Read = TypeVar("Read")
 WEIGHTS = "model.safetensors"
-_FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of a matrix in blocks; `key` + _SCALES has its scales
+_FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of a matrix in blocks; the tensor named `key` + _SCALES holds its scales
 INDEX = "model.safetensors.index.json"
 # The supported dtypes of weights, by safetensors' names.
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
@@ -45,8 +45,8 @@ class StoredTensor:
 class MadeTensor:
     """A tensor that is computed from others when it is read: a part of a fused tensor, or dequantized blocks.
 
-    make: takes the matching NumPy dtype, and returns the elements. packed: returns a matrix as the file has it in
-    MXFP4, both uint8: [rows, columns / 2] with two numbers in a byte, and the scales [rows, blocks]; None = it is not.
+    make: takes the matching NumPy dtype, and returns the elements. packed: returns a matrix that the file stores
+    in MXFP4, as uint8: [rows, columns / 2], two numbers in a byte, and scales [rows, blocks]; None = it is not MXFP4.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ Tensor = StoredTensor | MadeTensor
 
 
 def read_object(path: Path, name: str) -> Mapping[str, Any]:
-    """The JSON object in a file of the base model `name`; UserError when it is missing, unreadable or not an object."""
+    """The JSON object in a file of the base model `name`. UserError: the file is missing, unreadable or no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -77,10 +77,10 @@ def read_object(path: Path, name: str) -> Mapping[str, Any]:
 
 
 def open_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """Every tensor of the base model `name`, by Hugging Face's name; the files stay mapped as long as it is held.
+    """Every tensor of the base model `name`, by Hugging Face's name. Files stay mapped while a tensor is referenced.
 
-    Matrices in FP8 blocks (`fp8`) are as if the files had them in float32.
-    Errors (UserError) name the file that is missing or no safetensors file.
+    Matrices in FP8 blocks (`fp8`) appear as float32 matrices.
+    UserError: a file is missing, or is not a safetensors file.
     """
     tensors: dict[str, Tensor] = {}
     for file in _files(folder, name):
@@ -99,12 +99,12 @@ def stored_names(folder: Path, name: str) -> Collection[str]:
 
 
 def modified(folder: Path) -> tuple[int, ...]:
-    """When the file or the index of the model in `folder` was written last, in nanoseconds."""
+    """When the weights file and the index of the model in `folder` were last modified, in nanoseconds."""
     return tuple(path.stat().st_mtime_ns for path in (folder / WEIGHTS, folder / INDEX) if path.is_file())
 
 
 def _read(path: Path, name: str, read: Callable[[Path], Read]) -> Read:
-    """read(path); UserError names a file that is missing or is no safetensors file."""
+    """read(path). UserError: the file is missing, or is not a safetensors file."""
     try:
         return read(path)
     except FileNotFoundError as error:
@@ -120,7 +120,7 @@ def _without_blocks(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tenso
         key = scaled.removesuffix(_SCALES)
         scales, blocks = tensors[scaled], tensors.get(key)
         if blocks is None or blocks.dtype != _FP8:
-            continue  # named as a tensor that the model does not use
+            continue  # reported later, as a tensor that the model does not use
         if scales.shape != scales_shape(blocks.shape) or scales.dtype not in ("F32", "BF16"):
             raise _broken(
                 name,
@@ -140,8 +140,8 @@ def _of_blocks(blocks: Tensor, scales: Tensor, _: Any) -> npt.NDArray[Any]:
 
 
 def _open_file(path: Path) -> dict[str, StoredTensor]:
-    # safetensors reads the header, and refuses files whose tensors do not lie one after the other up to the end. Its
-    # own slices are copies: a model took twice the CPU time to load with them as with a memory map.
+    # safetensors reads the header, and refuses files whose tensors do not follow each other up to the end. Its own
+    # slices are copies: loading a model with them took twice the CPU time of a memory map.
     opened: Any = safetensors.safe_open(path, framework="numpy")
     data = np.memmap(path, dtype=np.uint8, mode="r")
     tensors: dict[str, StoredTensor] = {}
@@ -161,13 +161,13 @@ def _names(path: Path) -> list[str]:
 
 
 def _bits(dtype: str) -> int:
-    """The size of an element: the first number in safetensors' name, as in "BF16" and "F8_E4M3"; of "BOOL", 8."""
+    """The size of an element: the first number in safetensors' name, as in "BF16" and "F8_E4M3"; 8 for "BOOL"."""
     size = re.search(r"\d+", dtype)
     return int(size[0]) if size else 8
 
 
 def _files(folder: Path, name: str) -> list[str]:
-    """The files with weights. One file for all goes before an index, as in transformers."""
+    """The files with weights. A single file takes precedence over an index, as in transformers."""
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [WEIGHTS]
     return sorted(set(_weight_map(folder, name).values()))

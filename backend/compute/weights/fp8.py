@@ -1,7 +1,7 @@
-"""FP8 in blocks, as DeepSeek V3 publishes its matrices: e4m3 numbers, and one scale for each 128 x 128 of them. No JAX.
+"""FP8 in blocks, as DeepSeek V3 publishes its matrices: e4m3 numbers, one scale for each block of 128 x 128. No JAX.
 
-DeepSeek V3's report, arXiv 2412.19437, section 3.3.2. The scales are called `weight_scale_inv`, and are multiplied by.
-A number is a sign, an exponent of four bits with a bias of 7, and three bits of a fraction (arXiv 2209.05433).
+DeepSeek V3's report, arXiv 2412.19437, section 3.3.2. The scales are called `weight_scale_inv`, but multiply
+the numbers. A number is a sign, an exponent of four bits with a bias of 7, and a fraction of three (arXiv 2209.05433).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 128
-_SMALL = [fraction * 2.0**-9 for fraction in range(8)]  # of exponent 0
+_SMALL = [fraction * 2.0**-9 for fraction in range(8)]  # with exponent 0
 _LARGE = [(8 + fraction) * 2.0 ** (exponent - 10) for exponent in range(1, 16) for fraction in range(8)]
 _MAGNITUDES = [*_SMALL, *_LARGE[:-1], np.nan]
 _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
@@ -24,7 +24,7 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dequantised(bits: npt.NDArray[np.uint8], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """The matrix [rows, columns] of e4m3 numbers, uint8 of that shape, and scales [blocks, blocks]; in float32."""
+    """The matrix [rows, columns] in float32. bits: the e4m3 numbers, of that shape. scales: [blocks, blocks]."""
     whole = np.empty(bits.shape, np.float32)
     for place, scales_of_row in enumerate(np.asarray(scales, np.float32)):
         rows = slice(place * BLOCK, (place + 1) * BLOCK)

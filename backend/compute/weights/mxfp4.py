@@ -1,7 +1,7 @@
-"""MXFP4, as gpt-oss stores its experts: blocks of 32 numbers of 4 bits with one power of two (OCP MX 1.0). No JAX.
+"""MXFP4, as gpt-oss stores its experts: blocks of 32 numbers of 4 bits that share a power of two (OCP MX 1.0). No JAX.
 
-A byte has two numbers, the lower four bits first. A number is a sign and one of eight magnitudes; a block's scale is an
-exponent with a bias of 127.
+A byte holds two numbers, the lower four bits first. A number is a sign and one of eight magnitudes. A block's scale is
+an exponent with a bias of 127.
 """
 
 from __future__ import annotations

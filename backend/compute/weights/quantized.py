@@ -1,19 +1,19 @@
-"""Base weights that are kept in 8 or 4 bits.
+"""Base weights stored in 8 or 4 bits.
 
 Int8 has one scale for each output: a quarter of float32's memory, half of bfloat16's. For a matrix as Hugging Face
 stores it, W [out, in], scale[o] = max|W[o]| / 127, rounded to the dtype of the activations. values[o, i] =
 W[o, i] / scale[o] in float32, rounded to the nearest integer (halves to even) and clipped to +-127. A row of zeros has
 scale 0 and values 0. A product is computed as x @ values.T * scale; the matrix values * scale is never made.
 
-FourBit has two numbers in a byte, and a scale for each block of inputs. A number is an index of a table:
+FourBit stores two numbers in a byte, and a scale for each block of inputs. A number is an index into a table:
 
 - NF4 (QLoRA, arXiv 2305.14314, section 3): quantiles of the normal distribution, between -1 and 1. A block has 64
   inputs, and its scale is its largest absolute value, rounded to the dtype of the activations. A weight is divided by
-  the scale in float32, and gets the nearest number of the table. Scales are not quantized again.
-- MXFP4 (`mxfp4`), as files have it.
+  the scale in float32, and rounded to the nearest number of the table. Scales are not quantized again.
+- MXFP4 (`mxfp4`), as files store it.
 
-A matrix is computed back, number * scale in float32 and then in the dtype of the activations, wherever it is
-multiplied by. So training and sampling multiply by the same bits.
+A matrix is dequantized wherever it is multiplied by: number * scale in float32, then rounded to the dtype of the
+activations. So training and sampling multiply by the same bits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tinkerflow.backend.compute.platforms import TURING, platform
 from tinkerflow.backend.compute.weights import mxfp4
 
 BLOCK = 64  # inputs that share a scale in NF4
-_AT_ONCE = 2**18  # numbers that are rounded in one go, which the processor's cache holds
-# Appendix E of the paper, as bitsandbytes has them.
+_AT_ONCE = 2**18  # numbers that are rounded at a time, which fit the processor's cache
+# Appendix E of the paper, as in bitsandbytes.
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -49,7 +49,7 @@ TABLES = {"nf4": NF4, "mxfp4": mxfp4.VALUES}
 class Int8:
     """A frozen matrix: values int8 [..., out, in], scale [..., out] in the dtype of the activations.
 
-    The values of experts lie the other way, [..., in, out].
+    The values of experts are transposed, [..., in, out].
     """
 
     values: jax.Array
@@ -57,7 +57,7 @@ class Int8:
 
     @property
     def size(self) -> int:
-        """How many parameters it has."""
+        """How many parameters the matrix has."""
         return int(self.values.size)
 
 
@@ -65,8 +65,8 @@ class Int8:
 class FourBit:
     """A frozen matrix: packed uint8 [..., out, in / 2], the number of the first of two inputs in the lower four bits.
 
-    scale: [..., out, blocks], in the dtype of the activations; of MXFP4 uint8, an exponent of two with a bias of 127.
-    The matrices of experts lie the other way, packed [..., in / 2, out] and scale [..., blocks, out].
+    scale: [..., out, blocks], in the dtype of the activations; in MXFP4 uint8, an exponent of two with a bias of 127.
+    The matrices of experts are transposed: packed [..., in / 2, out] and scale [..., blocks, out].
     """
 
     packed: jax.Array
@@ -75,14 +75,14 @@ class FourBit:
 
     @property
     def size(self) -> int:
-        """How many parameters it has."""
+        """How many parameters the matrix has."""
         return 2 * int(self.packed.size)
 
     def dense(self, dtype: Any, *, of_experts: bool = False) -> jax.Array:
-        """The matrix, [..., out, in], of experts [..., in, out], in `dtype`.
+        """The matrix in `dtype`: [..., out, in], or [..., in, out] for experts.
 
-        It is elementwise operations of its operands. No program has it for more than one layer at a time: loops over
-        layers take a layer's part out of the stack first, and backward passes compute it again (`jax.checkpoint`).
+        All operations are elementwise. No program holds the matrix of more than one layer at a time: loops over layers
+        take a layer's part out of the stack first, and backward passes compute the matrix again (`jax.checkpoint`).
         """
         axis = self.packed.ndim - (2 if of_experts else 1)
         before, after, blocks = self.packed.shape[:axis], self.packed.shape[axis + 1 :], self.scale.shape[axis]
@@ -99,7 +99,7 @@ Weight = jax.Array | Int8 | FourBit
 def numbers_of(codes: jax.Array, table: str) -> jax.Array:
     """The numbers that `codes` (integers from 0 to 15) stand for, float32.
 
-    By selections instead of a gather: they fuse and vectorize on every platform, and TPUs gather one by one.
+    By selections, which fuse and vectorize on every platform. TPUs would gather the numbers one by one.
     """
     if platform() is TURING:  # where XLA materializes a constant matrix for each number of a selection
         return jnp.asarray(TABLES[table]).at[codes].get(mode="promise_in_bounds")
@@ -131,7 +131,7 @@ def rounded(rows: npt.NDArray[Any], scale: npt.NDArray[Any]) -> npt.NDArray[np.i
 
 
 def block_of(inputs: int) -> int:
-    """The inputs that share a scale in NF4: 64, or the largest power of two below that divides the matrix's inputs."""
+    """The inputs that share a scale in NF4: 64, or the largest smaller power of two that divides `inputs`."""
     return math.gcd(inputs, BLOCK)
 
 

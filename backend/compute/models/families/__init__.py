@@ -1,7 +1,7 @@
 """Model families, one file each. A new file with a `FAMILY` registers its family everywhere.
 
-A file composes the family's layers from the parts in `layers`, by the fields of `config.json`. No JAX, because the API
-and the engine import it as well.
+A file composes the family's layers from the parts in `layers`, according to the fields of `config.json`. No JAX,
+because the API and the engine import these files as well.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def registered() -> Mapping[str, Family]:
 
 
 def family_of(cfg: ModelConfig) -> Family:
-    """The family that a config was parsed by."""
+    """The family that parsed a config."""
     return registered()[cfg.architecture]
 
 
 @cache
 def projections(cfg: ModelConfig) -> Mapping[str, Projection]:
-    """The matrices of a model that LoRA can adapt by our names, stacked over the layers that have them."""
+    """The matrices of a model that LoRA can adapt, by our names, stacked over the layers that have them."""
     stacked = _stacked(cfg, [layer.projections() for layer in cfg.decoder_layers])
     return {**stacked, UNEMBED: Projection("lm_head", cfg.hidden, cfg.vocab, "train_unembed", kept=False)}
 
 
 @cache
 def layer_tensors(cfg: ModelConfig) -> Mapping[str, LayerTensor]:
-    """The other tensors of a model's layers by our names, stacked over the layers that have them."""
+    """The other tensors of a model's layers, by our names, stacked over the layers that have them."""
     return _stacked(cfg, [layer.tensors() for layer in cfg.decoder_layers])
 
 
 def layer_input_tensors(cfg: ModelConfig) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-    """The tensors of `LayerInput.all_layers` by our names: Hugging Face's names and shapes; {} in most models."""
+    """Hugging Face's names and shapes of the tensors of `LayerInput.all_layers`, by our names; {} in most models."""
     if cfg.layer_input is None:
         return {}
     model, tensors = family_of(cfg).names.model, cfg.layer_input.model_tensors(cfg.vocab, cfg.layers)
@@ -62,7 +62,7 @@ def layer_input_tensors(cfg: ModelConfig) -> Mapping[str, tuple[str, tuple[int, 
 
 @cache
 def layers_with(cfg: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """The numbers of the layers that have each matrix and each other tensor, by our names, as it is stacked."""
+    """The numbers of the layers that have each matrix or other tensor, by our names, in the order of its stack."""
     every = tuple(range(cfg.layers))
     parts: dict[str, Projection | LayerTensor] = {**projections(cfg), **layer_tensors(cfg)}
     return {name: every if part.layers is None else part.layers for name, part in parts.items() if name != UNEMBED}
@@ -81,7 +81,7 @@ def _stacked(cfg: ModelConfig, layers: list[dict[str, Part]]) -> dict[str, Part]
 
 
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelConfig:
-    """A config from the fields of a Hugging Face `config.json`; UserError, if not, calls the model `name`."""
+    """The config from a Hugging Face `config.json`. UserError: a value is unsupported. name: of the model, in errors."""
     fields, families = ConfigFields(name, values), registered()
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in families:
@@ -92,7 +92,7 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelConfig:
 
 
 def _check_quantization(fields: ConfigFields, family: Family) -> None:
-    """UserError for a way to quantize that is not read here."""
+    """Check the config. UserError: the quantization is not supported."""
     inner = fields.get("text_config")
     for values in (fields.values, inner if isinstance(inner, dict) else {}):
         if not values.get("quantization_config"):
@@ -111,10 +111,10 @@ def _check_quantization(fields: ConfigFields, family: Family) -> None:
 
 
 def load_config(folder: str | Path, *, name: str = "") -> ModelConfig:
-    """The config of the model in `folder`; UserError when it is missing, unreadable or of a kind that is not served.
+    """The config of the model in `folder`. UserError: the file is missing, unreadable or not supported.
 
-    A config that ties the embeddings is untied if the files have another unembedding, as in transformers.
-    name: of the model in errors; the folder when it is empty.
+    A config that ties the embeddings is untied if the files have a different unembedding, as in transformers.
+    name: of the model, in errors; "" = the folder.
     """
     name, folder = name or str(folder), Path(folder)
     cfg = parse_config(read_object(folder / "config.json", name), name=name)

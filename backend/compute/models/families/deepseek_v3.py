@@ -9,7 +9,7 @@ from tinkerflow.backend.compute.models.routed import routed_layers, without_pred
 
 
 def deepseek_v3(fields: ConfigFields, *, eps: float = 1e-6) -> ModelConfig:
-    """The decoder of a `config.json`. eps: of norms, where the file has none."""
+    """The decoder of a `config.json`. eps: the default of norms if the file sets none."""
     norm = RMSNorm.read(fields, eps)
     return decoder(fields, norm, routed_layers(fields, LatentAttention.read(fields), norm))
 

@@ -1,4 +1,4 @@
-"""Gemma 3 with 4B parameters and more: the text model, without the vision tower in its files."""
+"""Gemma 3 with 4B parameters or more: the text model, without the vision tower in its files."""
 
 from tinkerflow.backend.compute.models.families.gemma3_text import FAMILY as TEXT_MODEL
 from tinkerflow.backend.compute.models.vision_text import with_unused_tower

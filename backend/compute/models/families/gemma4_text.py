@@ -1,7 +1,7 @@
-"""Gemma 4, the text model: windows in most layers, and in the others wider heads, whose keys may also be the values.
+"""The text model of Gemma 4: most layers have windows; the others have wider heads, whose keys may also be the values.
 
 Small models (E2B, E4B) give every layer an input of its own for each token, and their last layers read the keys and
-values of earlier layers. Other models have experts besides each MLP.
+values of earlier layers. Some models have experts in addition to each MLP.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DEFAULTS = {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
 }
-_EVERY = 6  # layers have full attention, where `layer_types` is missing
+_EVERY = 6  # if `layer_types` is missing, every 6th layer has full attention
 
 
 class _ParallelNorms(NamedTuple):
@@ -59,7 +59,7 @@ class _ParallelNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class MLPBesideExperts:
-    """An MLP and experts that both get the layer's hidden states, each after a norm of its own; their sum is added."""
+    """An MLP and experts in parallel, each with its own norm of the layer's hidden states. The sum of both is added."""
 
     mlp: MLP
     experts: Experts
@@ -71,11 +71,11 @@ class MLPBesideExperts:
         return self.experts
 
     def projections(self) -> dict[str, Projection]:
-        """The matrices of both by our names."""
+        """The matrices of both, by our names."""
         return {**self.mlp.projections(), **self.experts.projections()}
 
     def tensors(self) -> dict[str, LayerTensor]:
-        """The router and the norms by our names."""
+        """The router and the norms, by our names."""
         names = {
             "router_norm": "router.scale",
             "shared_out_norm": "post_feedforward_layernorm_1.weight",
@@ -95,7 +95,7 @@ class MLPBesideExperts:
 
 
 def gemma4(fields: ConfigFields) -> ModelConfig:
-    """The config of the text model. UserError names a field that is missing or not supported."""
+    """The config of the text model. UserError: a field is missing or not supported."""
     fields = ConfigFields(fields.name, {**_DEFAULTS, **fields.values})
     fields.refuse_others(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention="vision")
     norm = RMSNorm.read(fields)
@@ -190,9 +190,9 @@ def _experts(fields: ConfigFields, norm: RMSNorm, mlp: MLP) -> MLPBesideExperts:
 
 
 def unpack_gemma4(cfg: ModelConfig, tensors: Tensors, layer: str = "model.layers.{}.") -> Tensors:
-    """The tensors with a matrix for each expert, and without keys and values that no layer computes.
+    """The tensors with a matrix for each expert, and without the tensors for keys and values that no layer uses.
 
-    cfg: the model. tensors: by name. layer: the prefix of names in a layer.
+    cfg: the model. tensors: by name. layer: the prefix of names in a layer, with a {} for its number.
     """
     unused = tuple(
         f"{layer.format(number)}self_attn.{part}."

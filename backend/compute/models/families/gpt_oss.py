@@ -104,7 +104,7 @@ def _of_blocks(stored: Callable[[], tuple[npt.NDArray[Any], npt.NDArray[Any]]], 
 
 
 def _plain(_: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors with the experts' matrices [E, inputs, outputs] in bfloat16, which holds all that MXFP4 holds."""
+    """The tensors with the experts' matrices [E, inputs, outputs] in bfloat16, which represents MXFP4 exactly."""
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith("_blocks")]:
         fused = name.removesuffix("_blocks")

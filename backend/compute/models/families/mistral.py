@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825): a dense decoder; in its first releases every layer has a sliding window."""
+"""Mistral (arXiv 2310.06825): a dense decoder. In the first releases, every layer has a sliding window."""
 
 from dataclasses import replace
 

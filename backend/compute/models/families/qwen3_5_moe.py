@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE: Qwen3.5 with a mixture of experts, stored as two tensors of a layer, and with a shared expert."""
+"""Qwen3.5-MoE: Qwen3.5 with a mixture of experts, stored as two tensors per layer, and a shared expert."""
 
 from dataclasses import replace
 

@@ -8,7 +8,7 @@ from tinkerflow.backend.compute.models.layers import Attention, DecoderLayer, Ex
 
 
 def qwen3_moe(fields: ConfigFields, *, normalized: bool = False, rope_theta: float = 10_000.0) -> ModelConfig:
-    """The decoder of a `config.json`. normalized, rope_theta: where the file has none (`norm_topk_prob`)."""
+    """The decoder of a `config.json`. normalized (`norm_topk_prob`), rope_theta: defaults."""
     norm = RMSNorm.read(fields)
     attention = Attention.read(fields, rope_theta=rope_theta, qk_norm="each head", norm=norm)
     layer = DecoderLayer(attention, Experts.read(fields, normalized=normalized), norm)

@@ -9,7 +9,7 @@ from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, Family
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.vision_config import read_vision
 
-SECTIONS = (24, 20, 20)  # of M-RoPE, where the file has none
+SECTIONS = (24, 20, 20)  # of M-RoPE, if the file sets none
 
 
 def _qwen3_vl(fields: ConfigFields) -> ModelConfig:

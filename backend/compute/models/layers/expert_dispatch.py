@@ -81,7 +81,7 @@ def _blocks(weight: Weight | OfLayer) -> int:
 
 
 def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any:
-    """Split the experts over their axis, and F over `inner`; gather over fsdp."""
+    """Specs that split the experts over their axis, and F over `inner`. Matrices are gathered over fsdp."""
     if isinstance(weight, OfLayer):
         return _of_layer(_weight_specs(name, weight.stack, inner))
     whole: Any = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)

@@ -24,7 +24,10 @@ DELTA = "delta"  # the pool of states
 
 
 class GatedDeltaNetWeights(NamedTuple):
-    """Weights of one layer. in_qkvz, in_ba: each key head's q, k, v and z, or b and a. None: fused otherwise."""
+    """Weights of one layer. in_qkvz, in_ba: for each key head, q, k, v and z, and b and a.
+
+    If these are given, the other in_* are None, and vice versa.
+    """
 
     in_qkv: Linear | None  # [C, D]
     in_z: Linear | None  # [H * v, D]
