@@ -84,7 +84,7 @@ class ConfigFields:
     def rope(self) -> Mapping[str, Any]:
         """The object with the parameters of rotary embeddings; transformers 4 and 5 name it differently.
 
-        UserError: one of the two fields is not an object.
+        UserError: a field is not an object.
         """
         for key in ("rope_parameters", "rope_scaling"):
             if (value := self.get(key) or {}) and not isinstance(value, dict):

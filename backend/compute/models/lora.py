@@ -1,8 +1,8 @@
 """LoRA adapters (arXiv 2106.09685): low-rank updates of frozen matrices, as pytrees with their own rank and targets.
 
-The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both. Of the
-orders measured on CPU, forward and backward, this one was the fastest, and padding to a larger rank adds zeros along
-one axis. Every expert of a mixture has its own updates, with the spec's rank for experts.
+The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both. On
+CPUs, this order was the fastest of those measured, forward and backward. Padding to a larger rank adds zeros along one
+axis. Every expert of a mixture has its own updates, with the spec's rank for experts.
 
 Letters: L layers, E experts, R rank, S rows.
 """

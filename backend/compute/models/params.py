@@ -314,7 +314,7 @@ def by_layer(cfg: ModelConfig, params: Params) -> Params:
     XLA:CPU copies a layer out of the stack before it multiplies by it, which takes most of a decode step's time
     (81.8M parameters, one row: 98 ms against 35). Other platforms read the stack in place and prefer the shorter
     program of a loop. Quantized matrices stay stacked. In a program without a loop, XLA:CPU converts the matrices of
-    all layers to floats before it decodes, and keeps the floats through the chunk: 3.3 MB for 3.15 MB of int8 matrices,
+    all layers to floats before it decodes. It keeps the floats through the chunk: 3.3 MB for 3.15 MB of int8 matrices,
     against 0.9 MB in a loop.
     """
     if not on_cpu() or isinstance(params.layers, tuple) or _is_quantized(params.layers):

@@ -1,8 +1,8 @@
 """The frozen vision tower of Qwen3-VL and Qwen3.5: vectors that replace the embeddings of placeholder tokens.
 
-Each image is computed alone, with its patches padded to one of a few counts, on a complete copy of the tower on every
-device, so its vectors have the same bits in every batch. The host copies them into arrays shaped like the tokens, so
-the programs of training depend only on the shape of a micro-batch.
+Each image is computed alone, on a complete copy of the tower on every device. Its patches are padded to one of a few
+counts. So the image's vectors have the same bits in every batch. The host copies them into arrays shaped like the
+tokens, so the programs of training depend only on the shape of a micro-batch.
 
 Letters: P patches, N tokens of an image, E vectors of a token, C numbers of a patch, W width of the tower, H its heads;
 B rows, T tokens, D hidden.

@@ -81,8 +81,8 @@ class FourBit:
     def dense(self, dtype: Any, *, of_experts: bool = False) -> jax.Array:
         """The matrix in `dtype`: [..., out, in], or [..., in, out] for experts.
 
-        All operations are elementwise. No program holds the matrix of more than one layer at a time: loops over layers
-        take a layer's part out of the stack first, and backward passes compute the matrix again (`jax.checkpoint`).
+        All operations are elementwise. No program holds the matrices of two layers at a time: loops over layers take a
+        layer's part out of the stack first, and backward passes compute the matrix again (`jax.checkpoint`).
         """
         axis = self.packed.ndim - (2 if of_experts else 1)
         before, after, blocks = self.packed.shape[:axis], self.packed.shape[axis + 1 :], self.scale.shape[axis]

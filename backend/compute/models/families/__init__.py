@@ -81,7 +81,7 @@ def _stacked(cfg: ModelConfig, layers: list[dict[str, Part]]) -> dict[str, Part]
 
 
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelConfig:
-    """The config from a Hugging Face `config.json`. UserError: a value is unsupported. name: of the model, in errors."""
+    """The config from a Hugging Face `config.json`. UserError: a field is wrong. name: of the model, in errors."""
     fields, families = ConfigFields(name, values), registered()
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in families:

@@ -163,7 +163,7 @@ class Attention:
         from tinkerflow.backend.compute.platforms import TPU, platform
 
         def attended(x_BTD: jax.Array) -> jax.Array:
-            # Twice the tokens of the MLP: these arrays are narrow, and XLA:GPU would keep the zeros of equal loops.
+            # Twice the MLP's tokens, because heads are narrow, and XLA:GPU would keep the zeros of equal loops.
             q_BTHd, k_BTGd, v_BTGd, gate_BTHd = step.by_token(
                 lambda x_BTD, tables: self._heads(step, step.norm(before, "attn_norm", x_BTD), tables),
                 x_BTD,

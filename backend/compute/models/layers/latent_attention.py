@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinkerflow.backend.compute.models.rotary import CosSin
 
 
-_EPS = 1e-6  # in the norms of latents, whatever `rms_norm_eps` is
+_EPS = 1e-6  # in the norms of latents, independent of `rms_norm_eps`
 
 
 class LatentAttentionWeights(NamedTuple):
