@@ -135,7 +135,7 @@ def test_verify_names_damaged_files(tmp_path: Path, store: Store) -> None:
     )
     assert checkpoint(tmp_path, "verify", PATH).exit_code == 0
     missing = checkpoint(tmp_path, "verify", f"tinker://{RUN}/weights/never")
-    assert missing.exit_code == 1 and "weights/never: there is none" in missing.stdout
+    assert missing.exit_code == 1 and "weights/never: it is not in the store" in missing.stdout
 
 
 def test_gc_lists_orphans_and_removes_them_with_yes(tmp_path: Path, store: Store) -> None:
