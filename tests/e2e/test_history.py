@@ -225,7 +225,7 @@ def test_a_receipt_is_verified_and_damage_is_named(run: str, command: Any, serve
     for damage, text in (
         ({"signature": "00" * 64}, "the signature does not match"),
         ({"marks": [{**issued["marks"][0], "inputs": "ab"}]}, "the signature does not match"),
-        ({"format": "other"}, "it is no tinkerflow-receipt-1"),
+        ({"format": "other"}, "it is not a tinkerflow-receipt-1"),
     ):
         file.write_text(json.dumps({**issued, **damage}))
         with pytest.raises(UserError, match=text):

@@ -507,7 +507,7 @@ async def test_ui_buttons_take_effect(
             state: dict[str, Any] = {}
             while "Retry has changed nothing" not in state.get("message", ""):
                 state = await in_state(http, run, "Cancelled")
-        assert state["message"].startswith(CANCELLED) and "nothing to go on with" in state["message"]
+        assert state["message"].startswith(CANCELLED) and "nothing to continue from" in state["message"]
 
 
 async def test_hold_survives_the_engine_and_ends_with_the_session(

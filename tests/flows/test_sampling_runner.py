@@ -362,7 +362,7 @@ async def test_request_lost_by_the_sampler_fails_as_a_server_error(
     pool.executor.execute = forgetful
     pool.hold.set()
     failed = await client.result(request)
-    assert failed.category == "server" and "does not have this request" in failed.error
+    assert failed.category == "server" and "no longer has this request" in failed.error
 
 
 async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any, until: Any) -> None:

@@ -97,7 +97,7 @@ def test_image_has_the_position_that_the_template_gives_it(
     [
         ([{"type": "image_url", "image_url": {"url": "https://127.0.0.1/x.png"}}], "the server fetches no images"),
         ([{"type": "image_url", "image_url": {"url": "data:image/gif;base64,AAAA"}}], "data:image/png;base64,"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "image_url.url is no png"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "image_url.url is not a png"),
         ([{"type": "text", "text": SIGN}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,PNG"}}],
          "2 times <|pad|> for 1 images"),
         ([{"type": "input_audio"}], "sounds"),
