@@ -146,7 +146,7 @@ class Authenticator:
         except UnknownKeyError as error:
             self._known.pop(shown, None)
             if error.guess and not self._guesses.allow(address):
-                raise _too_many() from error
+                raise _too_many("this address sent too many unknown keys") from error
             await self._audit_refusal(shown, address)
             raise HTTPException(401, str(error), error.headers) from error
         self._remember(shown, identity, now, seconds)
@@ -179,7 +179,7 @@ class Authenticator:
         recognised = digest in self._recognised
         name, threads = f"key {key}", self._threads if recognised else self._first_look
         if not recognised and name not in self._asking and len(self._asking) >= _MOST_ASKED:
-            raise _too_many()
+            raise _too_many(f"{_MOST_ASKED} keys are being looked up for the first time")
         row = await self._ask(name, threads, self._journal.keys.verify, key)
         if row is None:
             reason = (
@@ -257,8 +257,6 @@ def _of_row(key: UsableKey) -> Identity:
     return Identity(key.owner, key.id, key.admin, key.name, limits=key.limits or {})
 
 
-def _too_many() -> HTTPException:
+def _too_many(reason: str) -> HTTPException:
     seconds = f"{_GUESS_SECONDS:.0f}"
-    return HTTPException(
-        429, f"too many unknown keys came from this address: try again in {seconds} s", {"Retry-After": seconds}
-    )
+    return HTTPException(429, f"{reason}: try again in {seconds} s", {"Retry-After": seconds})

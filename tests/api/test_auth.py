@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 from tests.manual_clock import ManualClock
 
+from tinkerflow.api import identity
 from tinkerflow.api.identity import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity
 from tinkerflow.api.links import linked
 from tinkerflow.api.tokens import Claims, sign_token
@@ -80,6 +81,17 @@ async def test_concurrent_checks_of_one_key_cost_one_query(journal: Any, setting
             assert len(looks) <= 2
     finally:
         sa.event.remove(sa.Engine, "before_cursor_execute", note)
+
+
+def test_first_look_ups_of_keys_are_limited(start: Any, journal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(host="0.0.0.0")
+    known, late = (journal.keys.create(name, "team")[1] for name in ("a", "b"))
+    assert server.get("training_runs", key=known).status_code == 200
+    monkeypatch.setattr(identity, "_MOST_ASKED", 0)
+    server.clock.advance(REMEMBERED_SECONDS)
+    refused = server.get("training_runs", key=late)
+    assert refused.status_code == 429 and "are being looked up for the first time" in refused.json()["detail"]
+    assert server.get("training_runs", key=known).status_code == 200, "it was looked up before"
 
 
 def test_unknown_keys_are_rate_limited_and_valid_ones_are_not(start: Any, journal: Any) -> None:
