@@ -289,6 +289,27 @@ def put_checkpoint(connection: sa.Connection, saved: CheckpointSaved, now: datet
         connection.execute(sa.update(Checkpoint).where(col(Checkpoint.path) == saved.path).values(**values))
 
 
+def mark_deleted(
+    connection: sa.Connection,
+    which: Sequence[sa.ColumnElement[bool]],
+    now: datetime,
+    event: audit.AuditedEvent,
+    *,
+    actor: str,
+    details: Mapping[str, object] | None = None,
+) -> Sequence[sa.Row[Any]]:
+    """Mark `which` checkpoints as deleted, in the caller's transaction. Returns their rows.
+
+    Writes an event for each of them; actor and details as in `audit.write_event`.
+    """
+    rows = connection.execute(
+        sa.update(Checkpoint).where(*which).values(deleted_at=now).returning(*columns(Checkpoint))
+    ).all()
+    for row in rows:
+        audit.write_checkpoint_event(connection, now, event, row, actor=actor, details=details)
+    return rows
+
+
 def exists(now: datetime) -> sa.ColumnElement[bool]:
     """The filter for checkpoints that are neither deleted nor expired. Clients see only these."""
     due = col(Checkpoint.expires_at)

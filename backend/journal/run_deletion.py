@@ -18,12 +18,12 @@ from sqlmodel import col
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.checkpoints import exists
-from tinkerflow.backend.journal.database import Aggregate, columns, get_owned
-from tinkerflow.backend.journal.quotas import lock_project, text_bytes, uncount_kept
+from tinkerflow.backend.journal.checkpoints import exists, mark_deleted
+from tinkerflow.backend.journal.database import Aggregate, get_owned
+from tinkerflow.backend.journal.quotas import lock_project, uncount_kept
 from tinkerflow.backend.journal.results import EXPIRED, dropped_values
 from tinkerflow.backend.journal.run_events import RunEventRow
-from tinkerflow.backend.journal.run_metrics import RunMetric, RunMetricValue
+from tinkerflow.backend.journal.run_metrics import delete_metrics
 from tinkerflow.backend.journal.samples import is_named_save, is_unnamed_save
 from tinkerflow.backend.journal.tables import (
     TAKES_WORK,
@@ -35,9 +35,8 @@ from tinkerflow.backend.journal.tables import (
     SessionState,
     TrainingStep,
 )
+from tinkerflow.backend.journal.training_runs import kept_texts
 from tinkerflow.backend.spec.run_metadata import OUTCOME, REASON
-
-_ROWS = (TrainingStep, RunMetricValue, RunMetric, RunEventRow)  # the tables whose rows are deleted with a run
 
 
 @dataclass(frozen=True)
@@ -69,40 +68,41 @@ class RunDeletions(Aggregate):
         for run_id in run_ids:
             with self._write() as connection:
                 lock_project(connection, owner)
-                lost = self._contents(connection, run_id, owner)
-                _delete(connection, lost, owner, audit.actor_of_key(key_id), self._now())
+                _delete(connection, _ended_run(connection, run_id, owner), audit.actor_of_key(key_id), self._now())
 
     def _contents(self, connection: sa.Connection, run_id: str, owner: str) -> RunContents:
-        run = get_owned(connection, Model, run_id, owner)
-        if run.state in TAKES_WORK:
-            raise UserError(f"run {run_id} is {run.state}: only runs that have ended can be deleted")
-        if get_owned(connection, Session, run.session_id, None).state == SessionState.ACTIVE:
-            raise UserError(f"run {run_id}: its session {run.session_id} goes on; runs can be deleted after its end")
+        _ended_run(connection, run_id, owner)
         saved = sa.select(Checkpoint).where(col(Checkpoint.run_id) == run_id, exists(self._now()))
         rows = connection.execute(saved.order_by(col(Checkpoint.path))).all()
         paths, sizes = tuple(row.path for row in rows), (row.size_bytes for row in rows)
         return RunContents(run_id, paths, sum(sizes), sum(row.public for row in rows))
 
 
-def _delete(connection: sa.Connection, lost: RunContents, owner: str, actor: str, now: datetime) -> None:
-    run = get_owned(connection, Model, lost.id, owner)
-    deleted = sa.update(Checkpoint).where(col(Checkpoint.run_id) == run.id, col(Checkpoint.deleted_at).is_(None))
-    for row in connection.execute(deleted.values(deleted_at=now).returning(*columns(Checkpoint))).all():
-        audit.write_checkpoint_event(connection, now, audit.AuditedEvent.CHECKPOINT_DELETED, row, actor=actor)
+def _ended_run(connection: sa.Connection, run_id: str, owner: str) -> sa.Row[Any]:
+    """The row of a run that may be deleted; errors as in `RunDeletions.contents`."""
+    run = get_owned(connection, Model, run_id, owner)
+    if run.state in TAKES_WORK:
+        raise UserError(f"run {run_id} is {run.state}: only runs that have ended can be deleted")
+    if get_owned(connection, Session, run.session_id, None).state == SessionState.ACTIVE:
+        raise UserError(f"run {run_id}: its session {run.session_id} goes on; runs can be deleted after its end")
+    return run
+
+
+def _delete(connection: sa.Connection, run: sa.Row[Any], actor: str, now: datetime) -> None:
+    is_left = (col(Checkpoint.run_id) == run.id, col(Checkpoint.deleted_at).is_(None))
+    event = audit.AuditedEvent.CHECKPOINT_DELETED
+    lost = mark_deleted(connection, is_left, now, event, actor=actor)
     _drop_bytes(connection, run, now)
-    metrics = connection.execute(sa.select(RunMetric).where(col(RunMetric.model_id) == run.id)).all()
-    names = sum(row.number * text_bytes(row.name) for row in metrics)
-    uncount_kept(connection, owner, "metrics", sum(row.number for row in metrics), names)
+    delete_metrics(connection, run.id, run.owner)
     counted = {key: text for key, text in run.user_metadata.items() if key not in (OUTCOME, REASON)}
-    texts = text_bytes(run.base_model, *counted, *counted.values())  # counted as in `insert_model`
-    uncount_kept(connection, owner, "training_runs", 1, texts)
-    for table in _ROWS:
+    uncount_kept(connection, run.owner, "training_runs", 1, kept_texts(run.base_model, counted))
+    for table in (TrainingStep, RunEventRow):
         connection.execute(sa.delete(table).where(col(table.model_id) == run.id))
     emptied = sa.update(Model).where(col(Model.id) == run.id)
     connection.execute(emptied.values(user_metadata={}, detail=None, history=False, deleted_at=now))
     event = audit.AuditedEvent.TRAINING_RUN_DELETED
-    details = {"checkpoints": len(lost.paths), "size_bytes": lost.size_bytes}
-    audit.write_event(connection, now, owner=owner, event=event, actor=actor, model_id=run.id, details=details)
+    details = {"checkpoints": len(lost), "size_bytes": sum(row.size_bytes for row in lost)}
+    audit.write_event(connection, now, owner=run.owner, event=event, actor=actor, model_id=run.id, details=details)
 
 
 def _drop_bytes(connection: sa.Connection, run: sa.Row[Any], now: datetime) -> None:

@@ -11,7 +11,7 @@ from sqlmodel import Field, col
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal.curves import EVERY_STEP, FIRST_STEP, LAST_STEP, Span
 from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Table, Text, get_owned, in_chunks
-from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, lock_project, text_bytes
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, lock_project, text_bytes, uncount_kept
 from tinkerflow.backend.journal.tables import Model
 
 MOST_NAMES = 100  # of one run
@@ -129,6 +129,15 @@ class RunMetrics(Aggregate):
         """How many values a run has; changes with every new value. One statement."""
         with self._read() as connection:
             return int(connection.execute(_NUMBER, {"run_id": run_id}).scalar_one())
+
+
+def delete_metrics(connection: sa.Connection, run_id: str, owner: str) -> None:
+    """Delete the metrics of a run in the caller's transaction, and subtract them from the totals of its project."""
+    names = connection.execute(_NAMES, {"run_id": run_id}).all()
+    texts = sum(row.number * text_bytes(row.name) for row in names)  # as `record` counts them
+    uncount_kept(connection, owner, "metrics", sum(row.number for row in names), texts)
+    for table in (RunMetricValue, RunMetric):
+        connection.execute(sa.delete(table).where(col(table.model_id) == run_id))
 
 
 def _stored(connection: sa.Connection, run_id: str, steps: set[int], names: set[str]) -> dict[tuple[int, str], float]:

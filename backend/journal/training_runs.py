@@ -337,8 +337,13 @@ def insert_model(
         "last_request_at": now,
     }
     if insert_if_absent(connection, Model, row):
-        texts = text_bytes(model.base_model, *model.user_metadata, *model.user_metadata.values())
+        texts = kept_texts(model.base_model, model.user_metadata)
         count_kept(connection, model.owner, "training_runs", texts, limits)
+
+
+def kept_texts(base_model: str, metadata: Mapping[str, str]) -> int:
+    """The bytes that the texts of a new run count for its project. `note_outcome` adds texts that do not count."""
+    return text_bytes(base_model, *metadata, *metadata.values())
 
 
 def _with_checkpoints(connection: sa.Connection, models: Sequence[sa.Row[Any]], now: datetime) -> list[RunView]:

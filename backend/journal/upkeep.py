@@ -14,8 +14,8 @@ from sqlmodel import col
 
 from tinkerflow.backend.core.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared
-from tinkerflow.backend.journal.database import Aggregate, columns
+from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared, mark_deleted
+from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.tables import Checkpoint, SamplerRow, SamplerState, WeightsShare
 
 _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
@@ -106,12 +106,9 @@ class Upkeep(Aggregate):
         self, which: Sequence[sa.ColumnElement[bool]], now: datetime, details: Mapping[str, object] | None = None
     ) -> list[str]:
         """Mark the matching checkpoints as expired and deleted. Returns their paths."""
-        deleted = sa.update(Checkpoint).where(*which).values(deleted_at=now)
         with self._write() as connection:
-            rows = connection.execute(deleted.returning(*columns(Checkpoint))).all()
-            for row in rows:
-                event = audit.AuditedEvent.CHECKPOINT_EXPIRED
-                audit.write_checkpoint_event(connection, now, event, row, actor=audit.SERVICE, details=details)
+            event = audit.AuditedEvent.CHECKPOINT_EXPIRED
+            rows = mark_deleted(connection, which, now, event, actor=audit.SERVICE, details=details)
         return [row.path for row in rows]
 
 
