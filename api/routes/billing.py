@@ -95,6 +95,34 @@ class CurrentStorage(Wire):
     data: list[StorageItem]
 
 
+class ModelPrices(Wire):
+    """The prices of one base model in US dollars per million tokens ("$1.5"), in the form of the vendor's price list.
+
+    Only configured prices are set.
+    """
+
+    tinker_id: str
+    prefill: str | None = None
+    cached_prefill: str | None = None
+    sample: str | None = None
+    train: str | None = None
+
+
+@router.get("/billing/prices", response_model_exclude_none=True)
+async def prices(call: Authorised) -> list[ModelPrices]:
+    """The prices of each served base model. Programs of tinker-cookbook compute the costs of their steps from them."""
+    settings = call.services.settings
+    configured = {
+        "prefill": settings.price_prefill,
+        "cached_prefill": settings.price_cached_prefill,
+        "sample": settings.price_sample,
+        "train": settings.price_training,
+    }
+    listed = {name: f"${price}" for name, price in configured.items() if price}
+    names = await asyncio.to_thread(lambda: [row.name for row in call.journal.base_models.all()])
+    return [ModelPrices(tinker_id=name, **listed) for name in names]
+
+
 @router.get("/billing/usage/events", response_model_exclude_none=True)
 async def usage(call: Authorised, starting_on: datetime, ending_before: datetime) -> BillingUsage:
     """The usage of the hours in [starting_on, ending_before), at most 14 days. A time without a zone is UTC."""

@@ -74,6 +74,16 @@ def test_usage_covers_one_project_or_all_for_an_admin(start: Any, journal: Any, 
     assert {event.project_id for event in root.data} == {"ann"}
 
 
+def test_prices_of_served_models_are_listed_for_the_cookbook(start: Any, server: Any) -> None:
+    assert server.get("billing/prices").json() == [{"tinker_id": BASE}]
+    priced = start(price_training=1.5, price_prefill=0.25, price_cached_prefill=0.00001, price_sample=3)
+    (entry,) = priced.get("billing/prices").json()
+    prices = {"prefill": "$0.25", "cached_prefill": "$1e-05", "sample": "$3.0", "train": "$1.5"}
+    assert entry == {"tinker_id": BASE, **prices}
+    costs = pytest.importorskip("tinker_cookbook.utils.cost_estimation", reason="needs tinker-cookbook 0.6")
+    assert costs.rates_from_pricing_entry(entry) == costs.TokenCostRates(0.25, 0.00001, 3.0, 1.5)
+
+
 def test_the_command_line_shows_usage(server: Any, used: Any, window: Any, tmp_path: Path) -> None:
     session = used(server, "tml-test")
     command_line = Cli(server.url, tmp_path, own_process=True, more={"COLUMNS": "400"})

@@ -254,7 +254,7 @@ IN_QUERY = {"training_runs": "project_id", "billing/usage/checkpoints/current": 
 NO_ID = {
     "/", "/openapi.json", "/v1/models", "/v1/embeddings", "/v1/feedback",
     "healthz", "client/config", "client/dynamic_config", "get_server_capabilities", "create_session", "auth/token",
-    "auth/apikey/me", "metrics", "checkpoints", "sessions", "audit", "billing/usage/events",
+    "auth/apikey/me", "metrics", "checkpoints", "sessions", "audit", "billing/usage/events", "billing/prices",
     "assets", "external_weights_upload_start",  # its destination_project_id is a label, as that of copy_weights
     "telemetry",  # its session_id is written to the log, and never looked up
 }  # fmt: skip

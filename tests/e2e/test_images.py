@@ -16,7 +16,7 @@ import pytest
 import tinker
 from family import IMAGE_TOKEN, make_family, png
 from PIL import Image
-from test_cookbook import run
+from test_cookbook import metrics_of
 from tinker import types
 
 pytestmark = pytest.mark.thorough
@@ -32,9 +32,9 @@ import sys
 from pathlib import Path
 from tinker_cookbook.recipes.vlm_classifier.train import ExperimentConfig, run_experiment
 
-url, model, log, _ = sys.argv[1:]
+model, log, _ = sys.argv[1:]
 run_experiment(ExperimentConfig(
-    experiment_dir=log, base_url=url, model_name=model, renderer_name="qwen3_vl_instruct",
+    experiment_dir=log, model_name=model, renderer_name="qwen3_vl_instruct",
     behavior_if_log_dir_exists="raise", learning_rate=2e-2, lora_rank=8, num_epochs=1, batch_size=4,
     examples_per_class=8, eval_every=4, save_every=4, n_eval=2, max_tokens=4, run_nll_evaluator=True))
 (metrics,) = Path(log).glob("*/metrics.jsonl")
@@ -131,7 +131,7 @@ def test_the_cookbooks_classifier_learns_and_is_evaluated(
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    metrics = run(CLASSIFIER, server, tmp_path / "log")
+    metrics = metrics_of(CLASSIFIER, server, tmp_path / "log", "record", "-o", str(tmp_path / "classifier.cassette"))
     nll = [line["train_mean_nll"] for line in metrics if "train_mean_nll" in line]
     assert len(nll) == 4 and nll[-1] < nll[0]
     evaluated = [line for line in metrics if "accuracy" in line]
