@@ -1,4 +1,4 @@
-"""A served base model whose answers the test sets, and clients of OpenAI and Anthropic for it."""
+"""A served base model whose answers tests set, and OpenAI's and Anthropic's clients for it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ END = "<|im_end|>"
 
 @dataclass
 class Speaker:
-    """Answers the next sample requests with these texts, and keeps what was asked."""
+    """Answers sample requests with texts that a test sets, and records the requests."""
 
     engine: Engine
     tokenizer: Any
     asked: list[SampleBody] = field(default_factory=list)
 
     def says(self, *texts: str, reason: str = "stop") -> None:
-        """Answer the next request with these texts, one a sample."""
+        """Answer the next request with these texts, one per sample."""
 
         def answer(request: Pending) -> Outcome:
             self.asked.append(SampleBody.from_values(parse(request.payload)))
@@ -80,27 +80,27 @@ def card(journal: Journal, tiny: Path) -> ModelCard:
 
 @pytest.fixture
 def speaker(engine: Engine, card: ModelCard, tiny: Path) -> Speaker:
-    """Says what the model answers."""
+    """Sets the model's answers."""
     return Speaker(engine, tokenizers.Tokenizer.from_file(str(tiny / "tokenizer.json")))
 
 
 @pytest.fixture
 def gpt(server: Running) -> Iterator[openai.OpenAI]:
-    """OpenAI's client of the server."""
+    """OpenAI's client, connected to the server."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
 def claude(server: Running) -> Iterator[anthropic.Anthropic]:
-    """Anthropic's client of the server."""
+    """Anthropic's client, connected to the server."""
     with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
 def post(server: Running) -> Callable[..., Any]:
-    """POSTs a JSON body to /v1/…; the answer."""
+    """post(path, body): the response to a POST of this JSON body to /v1/`path`."""
     return lambda path, body: server.http.post(
         f"{server.url}/v1/{path}", json=body, headers={"Authorization": f"Bearer {KEY}"}
     )

@@ -1,4 +1,4 @@
-"""Reading one sample as its tokens come."""
+"""AnswerReader on pieces of one sample, with a stand-in for the parser."""
 
 from __future__ import annotations
 

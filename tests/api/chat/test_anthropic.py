@@ -1,4 +1,4 @@
-"""Messages through Anthropic's own client: answers, streams, tools, thinking, counting, and refusals."""
+"""The messages endpoint through Anthropic's own client: answers, streams, tools, thinking, token counts and errors."""
 
 from __future__ import annotations
 

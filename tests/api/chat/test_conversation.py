@@ -1,4 +1,4 @@
-"""The schema that a required call must fit."""
+"""The JSON schema that a required tool call must match."""
 
 from __future__ import annotations
 

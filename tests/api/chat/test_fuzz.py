@@ -1,4 +1,4 @@
-"""Whatever is sent to the chat endpoints, and whatever the model says: no 5xx, no broken stream."""
+"""Chat endpoints under broken requests and arbitrary model output: no 5xx and no broken stream."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ WORDS = [
 
 @pytest.fixture
 def babble(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> Speaker:
-    """A model that says anything, with characters that begin and do not end."""
+    """A model with random output, including incomplete UTF-8 characters."""
     chance = random.Random(1)
 
     def sequence(top: int) -> SampledSequence:
@@ -131,7 +131,7 @@ def send(server: Running, path: str, content: bytes) -> httpx.Response:
 
 
 def check(path: str, answer: httpx.Response) -> None:
-    """Not a failure of ours; a stream ends as its wire says, and holds no error."""
+    """Assert that there is no 5xx, that a stream ends with its last event, and that an error has a message."""
     assert answer.status_code < 500, (path, answer.status_code, answer.text)
     if answer.headers["content-type"].startswith("text/event-stream"):
         *_, last = [part for part in answer.text.split("\n\n") if part]

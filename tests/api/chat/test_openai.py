@@ -1,4 +1,4 @@
-"""Chat completions through OpenAI's own client: answers, streams, tools, logprobs, and refusals."""
+"""Chat completions through OpenAI's own client: answers, streams, tools, logprobs and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 
 
 def streamed(stream: Any) -> tuple[str, str, list[dict[str, str]], str, list[Any]]:
-    """What the chunks of a stream amount to: content, reasoning, calls, finish reason; and the chunks."""
+    """A stream's content, reasoning, calls, finish reason and chunks."""
     content, reasoning, calls, finish, chunks = "", "", [], "", []
     for chunk in stream:
         chunks.append(chunk)
@@ -333,7 +333,7 @@ def test_required_tool_call_and_response_schema_constrain_sampling(gpt: openai.O
 def test_answer_ends_where_the_template_ends_a_turn(
     card: ModelCard, journal: Journal, gpt: openai.OpenAI, speaker: Speaker, tmp_path: Path
 ) -> None:
-    """As Gemma 4's does, whose base models have another end of a text."""
+    """Gemma 4's template ends a turn with a token that is not the base model's end of text."""
     folder = Path(shutil.copytree(card.path, tmp_path / "gemma"))
     words = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(words.replace("<|pad|>", "<turn|>"))

@@ -1,4 +1,4 @@
-"""Every family's parser finds reasoning, calls and content, and finds the same in any split of the text."""
+"""Each family's parser finds reasoning, calls and content, regardless of how the text is split."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ CASES = [
     Case("harmony", " to=functions.stop<|channel|>commentary<|message|>{}<|call|>", calls=(("stop", {}),)),
     Case("harmony", "No channel at all", "No channel at all"),
     Case("harmony", "<|channel|>fin", "<|channel|>fin"),
-    # What models are known to write: forms of parallel calls, order of keys, white space, reasoning that is not closed.
+    # Output known from real models: forms of parallel calls, orders of keys, white space, unclosed reasoning.
     Case("hermes", f"I look\n\n<tool_call>\n{JSON}\n</tool_call>", "", "I look", (PARIS,), opened=True),
     Case("hermes", f"<think>so<tool_call>{JSON}</tool_call>", "", "so", (PARIS,)),
     Case("hermes", "in <tool_call> tags\n</think>\n\nOk", "Ok", "in <tool_call> tags", opened=True),
@@ -293,7 +293,7 @@ CASES = [
         """<function_calls>weather(city='Martha\\'s Vineyard', units='\\"cool\\"')</function_calls>""",
         calls=(("weather", {"city": "Martha's Vineyard", "units": '"cool"'}),),
     ),
-    # A call that is none drops no other one.
+    # An invalid call does not drop valid calls.
     Case("olmo3", f"<function_calls>bad(x=b'z')\n{OLMO}</function_calls>", "bad(x=b'z')\n", calls=(PARIS,)),
     Case("olmo3", f"<function_calls>calc(x=1e999)\n{OLMO}</function_calls>", "calc(x=1e999)\n", calls=(PARIS,)),
     Case("olmo3", "<function_calls>foo(x=1])</function_calls>", "<function_calls>foo(x=1])</function_calls>"),
@@ -366,7 +366,7 @@ def read(case: Case, pieces: list[str]) -> tuple[FullAnswer, list[Event]]:
 
 
 def answer_from(events: list[Event]) -> FullAnswer:
-    """What these events amount to; each call in them must have ended or broken."""
+    """The answer that these events form. Asserts that each call has ended or broken."""
     said = FullAnswer()
     for event in events:
         said.add(event)

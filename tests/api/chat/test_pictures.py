@@ -1,4 +1,4 @@
-"""Images in conversations: through the chat template into the prompt, for OpenAI's and Anthropic's clients."""
+"""Images in conversations, from OpenAI's and Anthropic's clients through the chat template to the prompt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def png() -> str:
 
 @pytest.fixture
 def sees(card: ModelCard, journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base model sees images, and its chat template knows them."""
+    """The base model takes images, and its chat template renders them."""
     shutil.copytree(card.path, tmp_path / "sees")
     (tmp_path / "sees" / "chat_template.jinja").write_text(TEMPLATE)
     journal.base_models.register([(BASE, replace(card, path=str(tmp_path / "sees")).to_json())])
@@ -57,7 +57,7 @@ def sees(card: ModelCard, journal: Journal, tmp_path: Path, monkeypatch: pytest.
 
 
 def chunks(speaker: Speaker) -> list[Any]:
-    """The newest prompt: its texts, and its images as data and tokens."""
+    """The latest prompt's chunks: texts, and images as (data, expected tokens)."""
     return [
         (chunk["data"], chunk["expected_tokens"])
         if chunk["type"] == "image"
@@ -151,7 +151,7 @@ PARTS: dict[str, Callable[[str], tuple[dict[str, Any], str]]] = {
 def test_damaged_image_is_named_by_its_place_in_the_request(
     path: str, stream: bool, sees: None, post: Callable[..., Any], speaker: Speaker, png: str
 ) -> None:
-    """What is wrong behind a file's head is found where it is decoded: by the engine."""
+    """An error after the file's header is found only when the engine decodes the image."""
 
     def decode(request: Pending) -> Outcome:
         asked: Any = {"request_id": "", "owner": "", "vocab_size": VOCAB, "max_context": 4096}

@@ -1,4 +1,4 @@
-"""What the endpoints for other clients say of a wrong request: the field that is wrong, its value and the rule."""
+"""Errors of the OpenAI and Anthropic endpoints for invalid requests: each names the field, its value and the rule."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
         "messages[1].tool_calls[0].function.arguments is 'x': must be a JSON object as text",
     ),
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id is None: must be the id"),
-    ({"stop": 5, "stop_token_ids": "x"}, "stop is 5: must be a string or a list"),  # the first wrong field
+    ({"stop": 5, "stop_token_ids": "x"}, "stop is 5: must be a string or a list"),  # the first invalid field is named
     ({"stream": "yes", "stream_options": 5}, "stream is 'yes': must be true or false"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': must be 'function'"),
     ({"tools": [{"type": "function"}]}, "tools[0].function is missing"),
@@ -128,7 +128,7 @@ Post = Callable[..., Any]
 
 
 def test_refusal_names_the_invalid_field(post: Post, speaker: Speaker) -> None:
-    """One server for all rows; `param` is the field's name at the top of the request."""
+    """All rows share one server. `param` is the name of the top-level field."""
     wrong = []
     for path, change, message in TABLE:
         answer = post(path, {"model": BASE, **GOOD[path], **change})
@@ -178,7 +178,7 @@ def test_answer_longer_than_the_context_has_the_context_code(post: Post, speaker
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_litellm_raises_context_window_exceeded_error(provider: str, server: Running, speaker: Speaker) -> None:
-    import litellm  # here, because it takes seconds in each process that collects tests
+    import litellm  # here, because the import takes seconds in each process that collects tests
 
     base = f"{server.url}/v1" if provider == "openai" else server.url
     with pytest.raises(litellm.ContextWindowExceededError):

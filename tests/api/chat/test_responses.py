@@ -1,4 +1,4 @@
-"""Responses through OpenAI's own client: the same answers as chat completions, as items and events."""
+"""The responses endpoint through OpenAI's own client: the answers of chat completions, as items and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Special tokens in texts of a conversation are text on every endpoint, unless the request allows them."""
+"""Special tokens in the texts of a conversation are plain text on every endpoint, unless the request allows them."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ CASES = [
 
 
 def without(value: Any) -> Any:
-    """The value without special tokens in its texts."""
+    """The value with its special tokens replaced by plain text."""
     return json.loads(json.dumps(value).replace(END, "[end]").replace(START, "[start]"))
 
 
 @pytest.mark.parametrize(("path", "name", "body"), CASES, ids=[f"{path}-{name}" for path, name, _ in CASES])
 def test_special_tokens_in_texts_are_text(path: str, name: str, body: Any, post: Post, speaker: Speaker) -> None:
-    """The prompt has as many of them as that of the same request without them, and its text is the user's."""
+    """The prompt contains as many special tokens as without any in the request's texts, and shows the user's text."""
     marks = [speaker.tokenizer.token_to_id(mark) for mark in (START, END)]
     counts, texts = [], []
     for sent in (body, without(body), {**body, "allow_special_tokens": True}):

@@ -1,4 +1,4 @@
-"""Streams of chats while tokens still come: their parts, errors in the wire's form, and who leaves is cancelled."""
+"""Streams of chats while tokens are sampled: parts, errors in the form of the protocol, and clients that leave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST, SECOND = "It is ", "raining.<|im_end|>"
 
 
 class Decoder:
-    """Decodes one request, in chunks that the test sets."""
+    """Decodes one request, in chunks set by the test."""
 
     def __init__(self, journal: Journal, folder: Path) -> None:
         self.journal = journal
@@ -35,7 +35,7 @@ class Decoder:
         self.sampled: list[int] = []
 
     def until(self, what: Callable[[], Any]) -> Any:
-        """What is found, within a minute."""
+        """The first true value of `what`, awaited for at most a minute."""
         deadline = time.monotonic() + 60
         while not (found := what()):
             assert time.monotonic() < deadline
@@ -43,24 +43,24 @@ class Decoder:
         return found
 
     def take(self) -> Pending:
-        """The request, when it comes."""
+        """Wait for the request."""
         (request,) = self.until(lambda: self.journal.requests.pending_samples(10))
         return request  # type: ignore[no-any-return]
 
     def says(self, request: Pending, text: str) -> None:
-        """Tell more tokens."""
+        """Stream the tokens of `text`."""
         tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         new = NewTokens(request.id, 0, len(self.sampled), tokens, -np.ones(len(tokens), np.float32))
         self.sampled += tokens.tolist()
         self.journal.streams.write([StreamedTokens(stream_name(str(request.sampler_id), request.seq_id), new)])
 
     def ends(self, request: Pending) -> None:
-        """Answer with all tokens."""
+        """Answer the request with all tokens streamed so far."""
         one = SampledSequence(np.array(self.sampled, np.int32), -np.ones(len(self.sampled), np.float32), "stop")
         self.journal.results.finish([request.done(encode_sample(SampleResult(request.id, (one,))), "proto")])
 
     def fails(self, request: Pending) -> None:
-        """Answer with a failure."""
+        """Fail the request."""
         self.journal.results.finish([request.failed("the weights have diverged", "user")])
 
 

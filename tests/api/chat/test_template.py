@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers gives, and errors that name the model."""
+"""Chat templates: the same text as from transformers, and errors that name the model."""
 
 from __future__ import annotations
 
