@@ -1,4 +1,4 @@
-"""Visits by a browser without scripts, and a project with a bit of everything."""
+"""A browser without scripts, and a project with objects of all kinds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinkerflow.backend.journal.tables import TrainingStep
 
 @dataclass(frozen=True)
 class Browser:
-    """A browser of its own, with its own cookies. It follows no redirect by itself."""
+    """A browser with its own cookies, which does not follow redirects."""
 
     server: Running
     http: httpx.Client
@@ -34,13 +34,13 @@ class Browser:
         return self.post("/sign-in", {"key": key, "next": wanted})
 
     def mark(self, path: str = "/keys") -> str:
-        """What a form on this page must repeat."""
+        """The CSRF token of this page's forms."""
         found = re.search(r'name="csrf" value="([0-9a-f]+)"', self.get(path).text)
         assert found is not None
         return found[1]
 
     def send(self, path: str, fields: dict[str, str] | None = None, page: str = "/keys") -> httpx.Response:
-        """Send the form of a page."""
+        """Submit a form of `page`, with its CSRF token."""
         return self.post(path, {**(fields or {}), "csrf": self.mark(page)})
 
 
@@ -67,7 +67,7 @@ def browser(server: Running, browse: Callable[[Running], Browser]) -> Browser:
 
 @dataclass(frozen=True)
 class Things:
-    """What a person has made: ids and paths."""
+    """Ids and paths of a user's objects."""
 
     session: str
     run: str
@@ -78,7 +78,7 @@ class Things:
 
 @pytest.fixture
 def furnish(server: Running, engine: Any) -> Callable[..., Things]:
-    """furnish(key): a run with three steps, two checkpoints and a sample."""
+    """furnish(key): creates a run with three steps, two checkpoints and a sample."""
 
     def make(key: str = KEY) -> Things:
         run = server.model(key)
@@ -109,7 +109,7 @@ def furnish(server: Running, engine: Any) -> Callable[..., Things]:
 
 @pytest.fixture
 def put_steps(server: Running) -> Callable[..., None]:
-    """put_steps(run, count, first): rows of steps, as the engine writes them with its answers."""
+    """put_steps(run, count, first): writes rows of steps, as the engine does with its answers."""
 
     def put(run: str, count: int, first: int = 1) -> None:
         start = datetime(2026, 1, 1, tzinfo=UTC)
@@ -128,6 +128,6 @@ def put_steps(server: Running) -> Callable[..., None]:
 
 
 def of_checkpoint(path: str) -> str:
-    """The console's path of a checkpoint, quoted as the SDK quotes it."""
+    """The console's path of a checkpoint, quoted as by the SDK."""
     run, _, rest = path.removeprefix("tinker://").partition("/")
     return f"/checkpoints/{run.replace(':', '%3A')}/{rest.replace('/', '%2F')}"

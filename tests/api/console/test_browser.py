@@ -22,15 +22,15 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A page in a browser."""
+    """A page of Chromium, shared by the module's tests."""
     with open_page(tmp_path_factory.mktemp("chromium")) as page:
         yield page
 
 
 @pytest.fixture
 def page(chromium: Page) -> Page:
-    """An empty page that nobody has signed in on."""
-    chromium.open("about:blank")  # a page of the test before may still ask its server, which has ended
+    """An empty page without a sign-in."""
+    chromium.open("about:blank")  # the previous test's page may still send requests to its server, which has ended
     chromium.look()
     chromium.forget()
     chromium.complaints()
@@ -38,7 +38,7 @@ def page(chromium: Page) -> Page:
 
 
 def inspect(page: Page, url: str) -> None:
-    """Open a page, and look for barriers in light and dark, for a phone that must be scrolled sideways, for errors."""
+    """Check a page for accessibility barriers (light and dark), sideways scrolling on a phone, and errors."""
     for width in (1400, 360):
         page.look(width=width)
         page.open(url)
@@ -61,7 +61,7 @@ def test_every_page_of_an_empty_service(page: Page, server: Any) -> None:
     for path in (*PAGES, "/training_runs/none"):
         page.complaints()
         page.open(server.url + path)
-        page.complaints()  # a 404 is one
+        page.complaints()  # a 404 is a complaint
         inspect(page, server.url + path) if path in PAGES else None
 
 
@@ -226,7 +226,7 @@ def test_two_models_answer_side_by_side_with_the_probabilities_of_their_tokens(
     page.fill("#model-1", lettered.name)
     page.run("document.getElementById('mode').value = 'text'")
     page.fill("#max_tokens", "5")
-    page.fill("#temperature", "0")  # a drawn token may end both answers before their first word
+    page.fill("#temperature", "0")  # a random token could end both answers before their first word
     page.press("Send")
     assert page.run("return document.querySelectorAll('.turn').length") == 0, "an empty text is not sent"
     page.fill("#say", "bcd")

@@ -1,4 +1,4 @@
-"""Charts: every value has its place, gaps stay gaps, and text is escaped."""
+"""Charts: positions of values, gaps and escaped text, checked in the SVG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of charts: places on the x axis, means, zoom, and links that open the same view."""
+"""Views of charts: positions on the x axis, means, zoom, and links to the same view."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_runs_of_another_project_are_not_archived(server: Any, journal: Any, eng
     found["ann"].send("/training_runs/archive", {"run": found["ann's"]})
     assert journal.models.get(found["ann's"], None).archived
     assert found["ann"].post("/training_runs/archive", {"run": found["ann's"]}).status_code == 403, "no mark"
-    for who, status in (("bob", 404), ("ann", 400)):  # her run has not ended
+    for who, status in (("bob", 404), ("ann", 400)):  # ann's run has not ended
         picked = {"run": found["ann's"]}
         question = found[who].get("/training_runs/delete", params=picked)
         answer = found[who].send("/training_runs/delete", picked)

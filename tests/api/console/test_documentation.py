@@ -65,7 +65,7 @@ def test_documentation_pages_are_accessible_and_their_scripts_run(
             for width in (1400, 360):
                 page.look(width=width)
                 page.open(f"{server.url}/docs/{path}")
-                for scheme in (0, 1):  # light and dark, as the page's button chooses them
+                for scheme in (0, 1):  # light and dark, chosen with the page's button
                     page.run(f"document.getElementById('__palette_{scheme}').click()")
                     assert page.barriers() == [], f"/docs/{path}, {width} wide, scheme {scheme}"
                 assert page.run("return document.documentElement.scrollWidth") <= width

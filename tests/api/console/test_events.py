@@ -1,4 +1,4 @@
-"""The page of a run has its events, its next checkpoint, and its lineage."""
+"""The page of a run: its events, its next checkpoint and its lineage."""
 
 from __future__ import annotations
 

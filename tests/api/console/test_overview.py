@@ -1,4 +1,4 @@
-"""The front page has facts about the server, in HTML or JSON, and shows strangers nothing else."""
+"""The front page of the console, as HTML and as JSON: facts about the server, access, and links to Prefect."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_an_admin_key_opens_prefect(start: Any, browse: Any, journal: Any) 
     assert anybody.get("/prefect").status_code == 403, "an open server, which every user of the machine can reach"
     for name, admin, status in (("ann", False, 403), ("boss", True, 303)):
         key = journal.keys.create(name, name, admin=admin)[1]
-        server.clock.advance(60)  # the server looks for keys now and then
+        server.clock.advance(60)  # so that the server looks for keys again
         browser = browse(server)
         assert browser.sign_in(key).status_code == 303
         answer = browser.get("/prefect")
@@ -95,7 +95,7 @@ def test_the_page_of_a_run_links_the_flow_run_that_shows_it(
         text = browser.get(f"/training_runs/{server.model(flow_run=named)}").text
         assert ("flow run of the pipeline</a>" in text) is shown and "elsewhere" not in text
     key = journal.keys.create("boss", "boss", admin=True)[1]
-    server.clock.advance(60)  # the server looks for keys now and then
+    server.clock.advance(60)  # so that the server looks for keys again
     browser.sign_in(key)
     text = browser.get(f"/training_runs/{run}").text
     assert f'href="/prefect?flow_run={flow_run}"' in text and "tinkerflow prefect" not in text

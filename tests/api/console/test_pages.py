@@ -1,4 +1,4 @@
-"""Every page, empty and full, and its forms."""
+"""Each page of the console, empty and with objects, and its forms."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_page_limited_by_bytes_links_to_the_remaining_rows(
     with server.journal.models._write() as connection:
         copy_rows(connection, "model", things.run, [f"{things.run}again"])
         copy_rows(connection, "checkpoint", things.weights, [f"{things.weights}again"], "path")
-    monkeypatch.setattr(database, "PAGE_BYTES", 10)  # a row is longer
+    monkeypatch.setattr(database, "PAGE_BYTES", 10)  # less than a row
     for path in ("/training_runs", "/checkpoints"):
         page = browser.get(path).text
         assert "1 to 1 of" in page and f"{path}?offset=1" in page, path
@@ -292,7 +292,7 @@ def test_keys_are_created_shown_once_and_revoked(browser: Any, server: Any, brow
 def test_large_pages_take_few_statements_and_read_few_rows(
     browser: Any, server: Any, engine: Any, furnish: Any, lettered: Any, put_steps: Any
 ) -> None:
-    """What is read is counted in the database's own instructions, some ten to ninety a row: time is the machine's."""
+    """Reads are counted in SQLite's instructions (10 to 90 per row), because time depends on the machine."""
     import sqlalchemy as sa
 
     things = furnish()
@@ -353,7 +353,7 @@ def test_large_pages_take_few_statements_and_read_few_rows(
 
 
 def copy_rows(connection: Any, name: str, key: str, keys: list[str], column: str = "id") -> None:
-    """Copies of a row under other keys."""
+    """Copy a row under other keys."""
     import sqlalchemy as sa
 
     table = sa.Table(name, sa.MetaData(), autoload_with=connection)

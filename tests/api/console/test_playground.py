@@ -1,4 +1,4 @@
-"""The playground's answers: text and tokens as they come, and errors that are pages."""
+"""The playground's page and its answers: streams of text and tokens, and errors as alerts."""
 
 from __future__ import annotations
 

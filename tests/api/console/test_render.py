@@ -1,4 +1,4 @@
-"""How numbers, sizes and times are written."""
+"""Numbers, sizes, paths and times as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run's rollouts: groups side by side, filters, token probabilities, and who may look."""
+"""The page of a run's rollouts: groups, filters, token probabilities, evaluations and access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may look: signing in and out, tenants, and requests that other sites have sent."""
+"""Access to the console: sign-in and sign-out, projects, and requests from other sites."""
 
 from __future__ import annotations
 
