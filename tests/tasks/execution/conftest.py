@@ -1,4 +1,4 @@
-"""The real parts of the engine's tests: a SQLite journal, a store, and a unigram model as worker group."""
+"""The real parts of the engine's tests: an SQLite journal, a store, and a unigram model as the worker group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine_parts import *  # noqa: F403
 
 @pytest.fixture
 def execute(context: Any) -> Callable[..., Awaitable[list[Outcome | None]]]:
-    """`await execute(model)`: execute all requests of the model that are ready, in order. Returns their outcomes."""
+    """`await execute(model)` executes the model's ready requests in order, and returns their outcomes."""
 
     async def execute(model: str, generation: int | None = None) -> list[Outcome | None]:
         bound = context if generation is None else context.bound_to(generation)

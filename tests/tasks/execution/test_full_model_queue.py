@@ -1,4 +1,4 @@
-"""Requests for full-parameter models: few models at a time, and owners share fairly."""
+"""The queue of full-parameter models: few models at a time, shared fairly by owners."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Line:
         self.ends: dict[str, asyncio.Event] = {}
 
     async def ask(self, *names: str, owner: str = "a") -> None:
-        """Submit requests. The name of each is its weights and a number."""
+        """Submit requests. A name consists of a letter for the weights and a number."""
         for name in names:
             self.ends[name] = asyncio.Event()
             self.tasks[name] = asyncio.create_task(self._run(name, owner))
@@ -29,7 +29,7 @@ class Line:
             await self.ends[name].wait()
 
     async def end(self, *names: str) -> list[str]:
-        """End requests. Returns the requests that begin then."""
+        """End requests, and return the requests that begin as a result."""
         before = len(self.begun)
         for name in names:
             self.ends[name].set()

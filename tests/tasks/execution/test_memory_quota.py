@@ -1,4 +1,4 @@
-"""Requests of a project wait only for earlier requests of the same project."""
+"""Memory quotas: requests of a project wait only for earlier requests of the same project."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_project_waits_only_for_its_own_reservations_in_order() -> None:
         for owner, name, size in (("a", "a6", 6), ("a", "a5", 5), ("a", "a1", 1), ("b", "b10", 10), ("c", "c99", 99)):
             group.create_task(hold(owner, name, size))
         await asyncio.sleep(0.01)
-        assert came == ["a6", "b10", "c99"]  # a1 would fit, but a5 is earlier; c99 exceeds the quota, and has it alone
+        assert came == ["a6", "b10", "c99"]  # a1 would fit, but a5 is earlier; c99 exceeds the quota and holds it alone
         assert (quota.reserved("a"), quota.reserved("b")) == (6, 10)
         leave.set()
     assert came == ["a6", "b10", "c99", "a5", "a1"]

@@ -77,7 +77,7 @@ async def test_commands_are_sent_inside_the_trace_of_their_request(
         with tracing.span("POST", None, "SERVER"):
             model, _ = client.submit_create()
             context = tracing.current.get()
-        client.optim_step(model)  # in no span
+        client.optim_step(model)  # outside any span
         assert context is not None
         await execute(model)
     finally:

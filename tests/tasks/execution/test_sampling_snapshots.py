@@ -83,7 +83,7 @@ def test_surplus_snapshots_are_stored_idle_and_least_recently_used() -> None:
         assert snapshots.surplus(1, 0) == ["c", "d"]
     snapshots.dropped("b")
     assert snapshots.surplus(1, 0) == ["c", "d"]
-    snapshots.published("c", SnapshotHeld(7))  # over the old one, as an inflight save does
+    snapshots.published("c", SnapshotHeld(7))  # replaces the old one, as an inflight save does
     snapshots.moving("x", "c")
     assert "c" not in snapshots.surplus(1, 0)
 
@@ -101,7 +101,7 @@ def test_host_keeps_surplus_snapshots_up_to_its_bytes() -> None:
     assert snapshots.surplus(1, 49) == ["a", "b"]
     assert snapshots.surplus(1, 0) == ["a", "b", "c"]
     assert snapshots.surplus(4, 0) == []
-    with snapshots.using("a"):  # it is on the host, and stays there
+    with snapshots.using("a"):  # it is on the host, and remains there
         assert snapshots.surplus(1, 59) == ["b"]
         assert snapshots.surplus(2, 0) == ["b"], "never the last used ones in its stead"
     snapshots.published("newer, not stored", SnapshotHeld(50))

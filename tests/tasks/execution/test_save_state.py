@@ -1,4 +1,4 @@
-"""The life of a save, state by state."""
+"""The states of saves, changed by hand."""
 
 from __future__ import annotations
 

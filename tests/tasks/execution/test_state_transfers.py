@@ -1,4 +1,4 @@
-"""States travel with commands, or each process reads and writes its part. Recovery snapshots are taken."""
+"""Transfers of states, with commands or by processes that read and write their own parts, and recovery snapshots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tinkerflow.tasks.execution.state_transfers import Copy, bring, take_snapsho
 
 
 class ReachingPool:
-    """A group whose processes reach the store; `fails` ends it while it writes."""
+    """A group whose processes reach the store. fails: the group ends during a write."""
 
     reaches_store = True
 
