@@ -17,7 +17,7 @@ ANY = Use("data check", ("chat", "prompt_completion", "preference", "prompt", "t
 
 
 def parse(raw: Any) -> Row:
-    """The content of a row of the form that its fields give; other fields are kept."""
+    """Parse a row in the form that its fields indicate, and keep other fields."""
     return RowReader(guess_form(raw), extra=None).parse(raw)
 
 
@@ -40,7 +40,7 @@ def work(tmp_path: Path) -> str:
 
 @pytest.fixture
 def check(tmp_path: Path, work: str, renderer: Renderer) -> Callable[..., DataReport]:
-    """Write rows (values, or lines as text or bytes) to a file, and check them as `use` does."""
+    """check(rows, use): writes rows (values, or lines as text or bytes) to a file, and checks them for `use`."""
 
     def check(rows: Iterable[Any], use: Use = SFT, **source: Any) -> DataReport:
         file = tmp_path / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""Advantages, by the formulas of the papers."""
+"""Advantage estimators, compared with the formulas of their papers."""
 
 from __future__ import annotations
 

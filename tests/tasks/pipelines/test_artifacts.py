@@ -1,4 +1,4 @@
-"""What people see of a run: Markdown that cannot be broken by data, and no more updates than are wanted."""
+"""Artifacts of a run: Markdown that data cannot break, and a limited number of updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinkerflow.tasks.pipelines.progress import Sample, SegmentRecord, StepMetri
 
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """What would go to Prefect: kind of the artifact, and its content."""
+    """The artifacts that would be sent to Prefect: the kind and content of each."""
     written: list[tuple[str, Any]] = []
 
     async def keep(self: RunArtifacts, kind: str, create: Any, data: object, title: str, name: str) -> None:
@@ -43,7 +43,7 @@ async def test_a_line_every_ten_seconds_has_the_step_its_values_and_the_time_lef
     clock, lines = ManualClock(), list[str]()
     monkeypatch.setattr(module, "log_line", lines.append)
     artifacts = RunArtifacts("sft-mine", clock)
-    for step in range(4, 9):  # an earlier process has made three
+    for step in range(4, 9):  # an earlier process made three steps
         await artifacts.progress(step, 8, {"loss": 1 / step, "reward": 0.5})
         clock.advance(0.6 * LINE_SECONDS)
     assert lines == [

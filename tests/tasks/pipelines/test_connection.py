@@ -1,4 +1,4 @@
-"""Clients of a server for a pipeline, and their end."""
+"""A pipeline's clients of a server, and how they are closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinkerflow.tasks.pipelines.connection import ServerClients, connect
 
 
 class StuckService:
-    """A client of the SDK whose `close` never ends, and reports a sample that it could not cancel."""
+    """An SDK client whose `close` never ends, and which logs that it could not cancel a sample."""
 
     def __init__(self, **told: Any) -> None:
         self.told = told
@@ -30,7 +30,7 @@ async def test_session_that_cannot_be_closed_does_not_block_a_pipeline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tinker, "ServiceClient", StuckService)
-    monkeypatch.setattr(tinker, "RestClient", StuckService)  # the SDK's asks the server when it is made
+    monkeypatch.setattr(tinker, "RestClient", StuckService)  # the SDK's client sends a request when it is created
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
     with caplog.at_level(logging.WARNING):
         async with connect(close_seconds=0.01):
@@ -39,7 +39,7 @@ async def test_session_that_cannot_be_closed_does_not_block_a_pipeline(
 
 
 class Runs:
-    """A client of the SDK for a server with one training run, `run-1`."""
+    """An SDK client for a server with one training run, `run-1`."""
 
     def __init__(self, newest: types.Checkpoint | None) -> None:
         self._newest = newest

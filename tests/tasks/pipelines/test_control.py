@@ -1,4 +1,4 @@
-"""What the buttons of Prefect's UI mean to a pipeline's run, by the states that they put it in."""
+"""Effects of Prefect's buttons, by the states that they set, and of signals on a pipeline's run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_signal_stops_a_run_and_its_parts() -> None:
         async with controlled() as control:
             control.pause()
             begun.set()
-            return await control.may_go_on()  # which waits until somebody asks for an end
+            return await control.may_go_on()  # waits until the run is stopped
 
     async with controlled() as outer:
         events = [asyncio.Event(), asyncio.Event()]

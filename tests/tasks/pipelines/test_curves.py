@@ -1,4 +1,4 @@
-"""The picture of curves is well-formed and holds what it was given."""
+"""Pictures of curves: well-formed SVG, with all finite values inside the panels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading every kind of file, and the check: a digest of good rows, a quarantine for bad ones."""
+"""Reads of every kind of file, and the check of rows: a digest of good rows, and a quarantine for bad ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def table(rows: list[dict[str, Any]], delimiter: str) -> bytes:
 
 
 def saved_to_disk(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the files of `datasets.Dataset.save_to_disk`: Arrow streams, and state.json that names them."""
+    """Write the files of `datasets.Dataset.save_to_disk`: Arrow streams, and a state.json with their names."""
     folder.mkdir(parents=True)
     arrow = pa.Table.from_pylist(rows)
     with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), arrow.schema) as stream:
@@ -60,7 +60,7 @@ def saved_to_disk(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_every_format(folder: Path) -> dict[str, tuple[str, str]]:
-    """The same rows in every kind of file: name -> (url, split)."""
+    """Write the same rows to every kind of file. Returns name -> (url, split)."""
     files: dict[str, bytes] = {
         "rows.jsonl": b"\xef\xbb\xbf" + LINES.encode() + b"\n",
         "rows.ndjson.gz": gzip.compress(LINES.encode()),
@@ -103,7 +103,7 @@ def test_the_same_rows_have_the_same_digest_in_every_kind_of_file(
     assert len({report.digest for report in reports.values()}) == 1
     rows = load_rows(work, reports["rows.csv"])
     assert [row.chosen[0]["content"] for row in rows] == ["1", "2", "3", "4"]
-    # The digests of release 0.2: a run that began with it can be resumed.
+    # These are the digests of release 0.2, so that runs that it began can be resumed.
     assert reports["rows.jsonl"].digest == "e2d694653890e672f4e6b1979f224a7e"
     assert reports["rows.jsonl"].tokenized == "1e9d77aedcb1e7a38309ab08f22b3fa1"
 
@@ -230,7 +230,7 @@ def test_a_bad_row_of_a_json_list_is_a_bad_row(tmp_path: Path, work: str, render
 
 
 def test_equal_problems_of_many_rows_are_one_and_name_the_fix(check: Check) -> None:
-    """A file of questions and answers whose columns have other names, with cells that are empty here and there."""
+    """The file contains questions and answers in columns with other names. Some cells are missing."""
     rows = [{"Frage": "a?", "Antwort": "a", **({"Kapitel": i} if i % 2 else {})} for i in range(60)]
     with pytest.raises(DataCheckError, match="60 of 60 rows are wrong") as error:
         check(rows)
@@ -363,7 +363,7 @@ def test_duplicates_are_counted_a_limit_is_kept_and_good_rows_may_be_required(ch
         check(ROWS, min_rows=10)
     with pytest.raises(UserError, match=r"schema preference: sft needs chat or prompt_completion or text"):
         check([{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    partial = [{"prompt": "a"}, *ROWS]  # the form is that of most rows
+    partial = [{"prompt": "a"}, *ROWS]  # the form of most rows is used
     assert check(partial, ANY, max_bad_fraction=1).form == "prompt_completion"
 
 

@@ -1,4 +1,4 @@
-"""Tasks in the form of Harbor, worked on by given answers."""
+"""Tasks in Harbor's form, worked on with given answers."""
 
 from __future__ import annotations
 

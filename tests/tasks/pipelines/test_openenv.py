@@ -43,7 +43,7 @@ class Seen(Observation):  # type: ignore[misc]
 
 
 class EchoEnvironment(Environment):  # type: ignore[misc]
-    """Repeats what it is sent; done after "1", or after three steps. A reward is the length of the message."""
+    """Repeats each message, and is done after "1" or after three steps. The reward is the message's length."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -100,7 +100,7 @@ def serve() -> Iterator[Any]:
 
 
 async def talk(renderer: Renderer, tokenizer: Any, url: str, *texts: str, lost: list[Lost] | None = None) -> Episode:
-    """A conversation in which the model says `texts`."""
+    """A conversation in which the model answers with `texts`."""
     sampler, make = Saying(tokenizer, *texts), environment_maker("", f"openenv:{url}")
     rollouts = Rollouts(renderer, make, 1, 64, 9, environment_retries=0)
     ((episode,),) = await rollouts.groups(sampler, [ROW], [1], lost)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rows that spoil a step are left out; steps that no row explains are made as they are. With a model of one number."""
+"""Rows that spoil a step are left out, and steps that no row explains are kept. The model is a single number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def done(result: Any) -> asyncio.Future[Any]:
 
 
 class Model:
-    """Its gradient is the sum of the rows' tokens times their weights, and its weight the sum of all gradients."""
+    """The gradient sums the rows' targets times their weights. A step adds rate times gradient to the weight."""
 
     def __init__(self, service: Service, weight: float, step: int) -> None:
         self.service, self.weight, self.step, self.gradient = service, weight, step, 0.0
@@ -78,9 +78,9 @@ def example(weight: float, target: int = 1) -> TokenizedExample:
 
 
 async def trained(work: str, rows: list[float], name: str, left_out: set[int] | None = None, harmless: int = -1) -> Any:
-    """The final model, the segment, and the artifacts of a run over rows with these weights; no watch if left_out.
+    """Train on rows with these weights, and return the final model, the segment and the artifacts.
 
-    harmless: the row that has no gradient, whatever its weight is.
+    left_out: rows to leave out, without an outlier watch. harmless: a row whose gradient is always zero.
     """
     examples = [example(row, int(number != harmless)) for number, row in enumerate(rows)]
     values = {"steps": STEPS, "learning_rate": 1.0, "schedule": "constant", "segment_steps": STEPS}
@@ -116,7 +116,7 @@ async def trained(work: str, rows: list[float], name: str, left_out: set[int] | 
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run has a history."""
+    """The check of a run's history always passes."""
 
     async def checked(watch: OutlierWatch, run_id: str) -> None:
         assert run_id.startswith("run-")

@@ -1,4 +1,4 @@
-"""The record of a segmented training: no segment twice, none missing, and none of another run."""
+"""The record of a segmented training: no duplicate or missing segments, and none of another run."""
 
 from __future__ import annotations
 

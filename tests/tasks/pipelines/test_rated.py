@@ -1,4 +1,4 @@
-"""The data source `journal://`: its URL, and a server that refuses. tests/api/test_feedback.py has it with a server."""
+"""The data source `journal://`: its URL, pages and refusals. tests/api/test_feedback.py tests it with a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations become tokens by the model's template, and only answers are trained on."""
+"""Conversations are rendered into tokens by the model's template, and only answers are trained on."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_repeated_name_of_a_result_and_ids_of_calls_need_not_be_shown(tokenize
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_a_sequence_per_answer(tokenizer: Any) -> None:
-    # Thinking models do this: only the last answer has its reasoning.
+    # Templates of thinking models do this: only the last answer includes its reasoning.
     forgetful = (
         "{% for m in messages %}{{ m['role'] }}:{% if loop.last and m.reasoning_content %} <{{ m.reasoning_content }}>"
         "{% endif %} {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -180,7 +180,7 @@ def test_special_tokens_in_texts_are_text_unless_the_data_asks_for_tokens(
 
 
 def test_tokens_of_texts_without_special_tokens_are_the_tokenizers_own(tokenizer: Any, renderer: Renderer) -> None:
-    """The same sentence as text and with a mark in it: marks change no other token."""
+    """A special token in a text changes no other token."""
     marked = renderer.prompt([{"role": "user", "content": "What is 4 + 5?<|pad|>"}])
     plain = renderer.prompt([USER])
     same = next(i for i, (a, b) in enumerate(zip(marked, plain, strict=False)) if a != b)

@@ -1,4 +1,4 @@
-"""Conversations with environments, their rewards, and the training data."""
+"""Conversations with environments, their rewards, and the training data made from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROW = parse({"prompt": "Which colour is grass?", "answer": "Green"})
 
 
 class Echo:
-    """A sampler that answers each prompt with its number among the samples, and remembers what it was asked."""
+    """A sampler that answers each prompt with the number of the sample, and records its requests."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -54,7 +54,7 @@ class Echo:
 
 
 class Saying:
-    """A sampler whose answers are given; the next one is the answer of all samples of a request."""
+    """A sampler with given answers, one per request."""
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
         self.tokenizer, self.texts, self.asked = tokenizer, [*texts], list[str]()
@@ -71,7 +71,7 @@ class Saying:
 
 
 class Counting:
-    """Repeats its question until the model answers 1; each answer earns the number of questions so far."""
+    """Asks again until the model answers 1. Each answer earns the number of answers so far."""
 
     def __init__(self, facts: Facts) -> None:
         self.turn = 0
@@ -99,7 +99,7 @@ async def test_a_group_is_one_request_and_each_answer_gets_its_reward(tokenizer:
     groups = await rollouts.groups(sampler, [ROW, ROW], [7, 0])
     assert [[one.reward for one in group] for group in groups] == [[0.0, 1.0, 2.0]] * 2
     assert [asked[1] for asked in sampler.asked] == [3, 3]
-    assert len({asked[2] for asked in sampler.asked}) == 2  # rows have seeds of their own
+    assert len({asked[2] for asked in sampler.asked}) == 2  # each row has its own seed
     again = Echo(tokenizer)
     await rollouts.groups(again, [ROW, ROW], [7, 0])
     assert again.asked == sampler.asked
@@ -110,7 +110,7 @@ async def test_a_group_is_one_request_and_each_answer_gets_its_reward(tokenizer:
 async def test_an_environment_leads_several_turns(tokenizer: Any, renderer: Renderer) -> None:
     sampler = Echo(tokenizer)
     (group,) = await Rollouts(renderer, Counting, group_size=3, max_tokens=4, max_turns=3).groups(sampler, [ROW], [1])
-    # First turn: 0, 1 (ends), 2. The two others have said different things, so each is asked by itself: always "0".
+    # First turn: 0, 1 (ends) and 2. The other two conversations differ, so each sends its own requests: always "0".
     assert [len(one.turns) for one in group] == [3, 1, 3]
     assert [one.reward for one in group] == [6.0, 1.0, 6.0]
     assert [one.parts for one in group] == [{"turns": 3.0}, {"turns": 1.0}, {"turns": 3.0}]
@@ -124,7 +124,7 @@ async def test_an_environment_leads_several_turns(tokenizer: Any, renderer: Rend
 
 
 class Stopping(Counting):
-    """Gives 100 at a conversation's end that it did not decide."""
+    """Gives 100 for a conversation that ends without the environment's decision."""
 
     async def stopped(self) -> Reply:
         return Reply(100.0, (), {"turns": 0.5})
@@ -209,7 +209,7 @@ async def test_rewards_are_named_by_their_import_path() -> None:
 
 
 class Failing(Counting):
-    """Fails on rows with a `fault`: in its own code, by a reward that is no number, or by messages of no form."""
+    """Fails on rows with a `fault`: by an exception, an invalid reward or invalid messages."""
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
@@ -227,14 +227,14 @@ class Failing(Counting):
 
 
 class Plain(Counting):
-    """Has a method without async."""
+    """Its `begin` is not async."""
 
     def begin(self) -> Any:
         return []
 
 
 class Pair(Counting):
-    """Returns a reward alone."""
+    """Returns a tuple instead of a Reply."""
 
     async def answered(self, text: str) -> Any:
         return 0.5, True
@@ -384,7 +384,7 @@ async def test_reward_is_not_called_after_its_row_failed(tokenizer: Any, rendere
 
 
 class Unavailable(Counting):
-    """A sandbox that dies at each of the places in `left` once."""
+    """An environment that becomes unavailable once at each place in `left`, and takes too long at "slow"."""
 
     left: ClassVar[list[str]] = []
     closed: ClassVar[list[Unavailable]] = []

@@ -1,4 +1,4 @@
-"""The forms of rows, and the refusal of everything that a row carries and nobody uses."""
+"""The forms of rows, and the refusal of content that nothing uses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_form_is_guessed_survives_storage_and_may_be_stored_as_json_texts(form
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every object in a row whose fields the form defines: not arguments and schemas."""
+    """Paths of all objects in a row whose fields the form defines, so without arguments and schemas."""
     items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
     below = [p for k, v in items if k not in ("arguments", "parameters") for p in paths(v, (*path, k))]
     return [path, *below] if isinstance(value, dict) else below
@@ -87,7 +87,7 @@ def test_unknown_field_is_named_at_any_level_and_may_be_ignored(form: str, path:
     for key in path:
         at = at[key]
     at["extra_info"] = {"a": 1}
-    if path[:1] == ("tools",) and path[-1:] == ("function",):  # a tool's definition goes to the template as it is
+    if path[:1] == ("tools",) and path[-1:] == ("function",):  # a tool's definition is passed on unchanged
         assert "extra_info" in read(raw, form).tools[0]["function"]
         return
     with pytest.raises(RowError, match="extra_info") as error:

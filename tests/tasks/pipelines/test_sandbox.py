@@ -1,4 +1,4 @@
-"""Programs in sandboxes: their limits, all that they cannot reach, and sandboxes that are killed."""
+"""Programs in sandboxes: their limits, their isolation, and killed sandboxes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def new_mark() -> str:
 
 @pytest.fixture(params=["namespaces", "container"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The sandbox of this machine, or a command of one's own, which has no isolation here."""
+    """This machine's sandbox, or a configured command, which does not isolate here."""
     monkeypatch.setenv(COMMAND, "" if request.param == "namespaces" else f"env {sys.executable}")
     if request.param == "namespaces" and sandbox._refusal():
         pytest.skip(f"no namespaces: {sandbox._refusal()}")
@@ -122,7 +122,7 @@ async def test_sandbox_ends_all_processes_of_its_program() -> None:
 
 
 async def marked(mark: str) -> psutil.Process:
-    """The program with this argument, as soon as it runs in a sandbox."""
+    """Wait for the program with this argument, and return its process."""
     while True:
         for each in psutil.process_iter(["cmdline"]):
             if mark in (each.info["cmdline"] or ()):
@@ -131,7 +131,7 @@ async def marked(mark: str) -> psutil.Process:
 
 
 async def kill_sandbox(mark: str) -> None:
-    """Kill the sandbox of a program, and the program, as a container would."""
+    """Kill a program's sandbox and the program, as the end of a container does."""
     program = await marked(mark)
     parent = program.parent()
     assert parent is not None
@@ -160,7 +160,7 @@ async def test_a_cancelled_program_is_ended() -> None:
 @needs_namespaces
 @pytest.mark.parametrize("kills", [2, 99])
 async def test_conversation_with_a_killed_sandbox_is_restarted(tokenizer: Any, renderer: Renderer, kills: int) -> None:
-    """Two kills cost a group of three nothing. After a kill at each attempt, there is no group, and no reward of 0."""
+    """A group of three survives two kills. If each attempt is killed, there is no group, instead of rewards of 0."""
     killing = list[asyncio.Task[None]]()
 
     async def reward(facts: Facts, text: str) -> float:

@@ -1,4 +1,4 @@
-"""Scores of weights on rows with answers or by a reward, and the passes over answers that recipes measure with."""
+"""Scores of weights by known answers or by a reward, and the forward passes behind the metrics of recipes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = [
 
 
 class Sampler:
-    """Answers green to every prompt; each token but the first has the log probability -0.5."""
+    """Answers every prompt with green. Each token but the first has the log probability -0.5."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -50,7 +50,7 @@ async def test_loss_and_exact_matches(tokenizer: Any, renderer: Renderer) -> Non
     context = len(renderer.prompt(ROWS[1].prompt)) + 3
     answers = await greedy_answers(sampler, renderer, ROWS, max_tokens=4, max_context=context)
     assert [answer.wanted for answer in answers] == ["green", "black"]
-    assert sampler.longest == 3  # an answer ends with the context
+    assert sampler.longest == 3  # the context limits an answer
 
 
 class Varied:
@@ -67,7 +67,7 @@ class Varied:
 
 
 class Graded:
-    """One question; the reward is the answer, times ten for coal, with a part."""
+    """One question. The reward is the answer, times ten for coal. The answer 1 has a part. The sky raises an error."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts

@@ -1,4 +1,4 @@
-"""The service that commands and pipelines use: that of TINKER_BASE_URL, or of the data dir, and never a stranger's."""
+"""The service that commands and pipelines use: from TINKER_BASE_URL or the data dir, and never a stranger's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline's steps in a tracker: once, also when the run is continued; a tracker that fails never stops training."""
+"""A pipeline's steps in a tracker: each once, even in a continued run. A failing tracker never stops training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_continued_run_shows_each_step_once(folder: Path) -> None:
             steps.add([made(3)])
             raise StoppedError
     async with tracked(one, "night-1", [segment(1, 2)]) as steps:
-        steps.add([made(3, loss=9.0)])  # made again, because no segment has it
+        steps.add([made(3, loss=9.0)])  # made again, because no segment contains it
         steps.add([made(4)])
     files = sorted(folder.glob("*.tfevents.*"))
     assert len(files) == 2
@@ -79,7 +79,7 @@ async def test_failing_tracker_is_retried_and_never_stops_training(
     assert len(said) == 2 and "FileExistsError" in said[0] and "has not stored all values" in said[1]
     folder.unlink()
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 60.0)
-    steps.close("finished")  # its thread goes on meanwhile
+    steps.close("finished")  # the tracker's thread continues meanwhile
     assert shown(sorted(folder.glob("*.tfevents.*"))) == {"loss": [(1, 0.25)]}
 
 

@@ -19,7 +19,7 @@ from tinkerflow.tasks.pipelines.trainer import Lineage, Trainer, data_name, trai
 
 
 class Client:
-    """A model that counts what it is asked."""
+    """A model that records its saves."""
 
     def __init__(self, origin: str, user_metadata: Mapping[str, str]) -> None:
         self.origin, self.user_metadata, self.model_id = origin, user_metadata, f"run on {origin}"
@@ -32,7 +32,7 @@ class Client:
 
 
 class Service:
-    """Makes clients that report their origin, and has room for one live model."""
+    """Creates clients that report their origin. Only one model may be live."""
 
     live = 0
 
@@ -55,7 +55,7 @@ class Service:
 
 
 class Recipe:
-    """Steps that take turns of the loop; step `fails` fails, and the largest number of concurrent steps is kept."""
+    """Steps that yield to the event loop. fails: the step that fails. most: the most steps at the same time."""
 
     def __init__(self, ahead: int = 0, fails: int = -1) -> None:
         self.ahead, self.fails = ahead, fails
@@ -64,7 +64,7 @@ class Recipe:
         self.begun: list[int] = []
 
     async def prepare(self, trainer: Trainer) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def begin(self, step: int) -> None:
         self.begun.append(step)
@@ -119,7 +119,7 @@ async def test_segments_are_made_recorded_and_continued_by_another_process(work:
     client: Any = await second.at(3)
     assert client.origin == "tinker://step-00000003"
     await train_segment.fn(second, 4, 6, Control(), shown.append)
-    assert client.saved == [("step-00000006", None)]  # the last state stays
+    assert client.saved == [("step-00000006", None)]  # the last state does not expire
     assert [(one.first_step, one.last_step) for one in second.progress.segments()] == [(1, 3), (4, 6)]
 
 

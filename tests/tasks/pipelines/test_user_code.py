@@ -1,4 +1,4 @@
-"""Rewards and environments that cannot be imported: the error says why, and what to write."""
+"""Rewards and environments that cannot be imported: the error gives the reason and the fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkerflow.tasks.pipelines.user_code import import_named
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with modules, which is searched first."""
+    """A folder with modules, first on the import path."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "their_rewards.py").write_text("def letters(facts, answer):\n    return 1.0\n")
     (tmp_path / "their_broken.py").write_text("import math\n\nmath.no\n")

@@ -1,4 +1,4 @@
-"""Environments of verifiers as rows and as conversations: one turn, several turns, and tools."""
+"""Environments of the verifiers library, as rows and in conversations with one turn, several turns, and tools."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def load_environment(kind="single", reward="right", size=2):
 
 @pytest.fixture(autouse=True, scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A module `guessing_games`, which verifiers knows as guessing-games."""
+    """A module `guessing_games`, which verifiers finds as guessing-games."""
     folder = tmp_path_factory.mktemp("environments")
     (folder / "guessing_games.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patched:
@@ -115,7 +115,7 @@ def rows_of(query: str = "", **changes: Any) -> list[Row]:
 async def talk(
     renderer: Renderer, tokenizer: Any, query: str, *texts: str, max_turns: int = 9, lost: list[Lost] | None = None
 ) -> tuple[Episode, Sequence[str]]:
-    """A conversation that begins with the first row: the model says `texts`."""
+    """The conversation about the first row with these answers, and its prompts."""
     sampler = Saying(tokenizer, *texts)
     make = environment_maker("", "verifiers:guessing-games")
     rollouts = Rollouts(renderer, make, 1, 64, max_turns, environment_retries=0)

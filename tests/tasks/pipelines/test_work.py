@@ -1,4 +1,4 @@
-"""The work folder, and the connection that pipelines take from the environment."""
+"""The work folder, names of runs, and the base model that a pipeline uses."""
 
 from __future__ import annotations
 
