@@ -1,4 +1,4 @@
-"""The monitor counts silence in its own beats."""
+"""The heartbeat monitor, which measures silence by counting its own beats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal whose training runs grow by calls, and trackers that are read back in a process of their own."""
+"""A journal whose training runs grow by calls, and reads of trackers in separate processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Points = dict[str, list[list[float]]]
 
 @dataclass
 class GrowingRuns:
-    """A journal in a folder."""
+    """A journal in a folder, and steps of its training runs."""
 
     folder: Path
     journal: Journal
@@ -34,7 +34,7 @@ class GrowingRuns:
         return run
 
     def train(self, run: str, *steps: int) -> None:
-        """Make steps with these numbers; the loss of each is its number."""
+        """Record steps with these numbers. The loss of a step is its number."""
         for step in steps:
             for effect in (LossMeasured(run, 10, 2.0, 2.0 * step, kl=0.5), None):
                 seq = self._seqs[run] = self._seqs.get(run, 0) + 1
@@ -61,7 +61,7 @@ def runs(tmp_path: Path, migrated: bytes) -> Iterator[GrowingRuns]:
 
 @pytest.fixture
 def read() -> Callable[..., Points]:
-    """read(tracker, folder, run, project): the values of a run that the tracker has."""
+    """read(tracker, folder, run, project): the values that a tracker has stored for a run."""
 
     def read(tracker: str, folder: Path, run: str, project: str = "local") -> Points:
         script = Path(__file__).with_name("reading.py")

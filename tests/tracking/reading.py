@@ -1,6 +1,6 @@
-"""`reading.py TRACKER FOLDER RUN PROJECT` prints {name: [[step, value]]}, as the tracker's own library reads a run.
+"""`reading.py TRACKER FOLDER RUN PROJECT` prints a run's {name: [[step, value]]}, read with the tracker's own library.
 
-Values that a tracker has twice are listed twice.
+Values that are stored twice are listed twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Points = Iterator[tuple[str, int, float]]
 def tensorboard(folder: Path, run: str, project: str) -> Points:
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-    except ImportError:  # CI has only the library that writes
+    except ImportError:  # CI installs only the library that writes
         from tensorboardX.proto.event_pb2 import Event
 
         from tinkerflow.backend.tracking.trackers.tensorboard import _summaries

@@ -1,4 +1,4 @@
-"""The mirror of the journal: which runs and values it writes, and that a tracker that fails holds nobody up."""
+"""The mirror of the journal: the runs and values that it writes, and trackers that fail without blocking others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mirror(runs: Any, *projects: str) -> JournalMirror:
 
 
 def shown(runs: Any, run: str, project: str = "local") -> Values:
-    """The values that the event files of a run have; each must be there once."""
+    """The values in the event files of a run. Asserts that each is there once."""
     found: Values = {}
     for file in files_of(runs, run, project):
         for event in _summaries(file):
@@ -50,7 +50,7 @@ def test_steps_repeated_from_an_earlier_checkpoint_are_appended(runs: Any) -> No
     mirrored.turn()
     assert shown(runs, run)["loss"] == {1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0, 5: 4.0}
     mirrored.close()
-    (runs.folder / "tracking/tensorboard/stored.txt").unlink()  # as if it had been killed
+    (runs.folder / "tracking/tensorboard/stored.txt").unlink()  # as after a kill
     mirror(runs).once()
     assert shown(runs, run)["loss"] == {1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0, 5: 4.0}
 

@@ -1,4 +1,4 @@
-"""A mirror that is killed and started again: each step is once in each tracker, read back by the tracker's library."""
+"""A mirror that is killed and restarted: each tracker stores each step once, read back by the tracker's own library."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_a_killed_mirror_writes_each_value_once(runs: Any, read: Any, tracker: s
         runs.train(other, made + 1)  # both are open at the same time
         # wandb-core writes blocks of 32 KiB
         metrics.record(run, "local", {step: {"eval/reward": step / 4} for step in range(made * 100, made * 100 + 600)})
-        process.turns(2)  # the second one has seen these steps
+        process.turns(2)  # the second turn has seen these steps
         counts = (number_of(read(tracker, place, run)) for _ in range(20))
-        stored = next(count for count in counts if count > stored)  # some of them
+        stored = next(count for count in counts if count > stored)  # some of the new values
         runs.train(run, *range(made + 11, made + 21))
         metrics.record(run, "local", {made * 100 + 700: {"eval/reward": 9.0}})
-        process.kill()  # while it writes, or before, or after
+        process.kill()  # before, during or after a write
         metrics.record(run, "local", {made * 100 + 650: {"eval/reward": 9.0}})  # for an earlier step
         made += 20
     runs.journal.models.end(run, ModelState.UNLOADED, "the end")

@@ -1,4 +1,4 @@
-"""Trackers are named by their files, their extras and the docs; one that cannot be used is refused with the fix."""
+"""Trackers: each has an extra and a row in the docs, and an unusable one is refused with the fix."""
 
 from __future__ import annotations
 
