@@ -30,13 +30,13 @@ def _body(
 
 @pytest.fixture
 def body() -> Body:
-    """Makes a forward_backward body as the SDK sends it, of (data, loss, config, forward_only)."""
+    """body(data, loss, config, forward_only): a forward_backward body as the SDK sends it."""
     return _body
 
 
 @pytest.fixture
 def datum() -> Callable[..., types.Datum]:
-    """Makes a datum of tokens and named inputs; None leaves an input out."""
+    """datum(tokens, **inputs): a datum with these inputs. None leaves an input out."""
 
     def make(tokens: Sequence[int], **inputs: object) -> types.Datum:
         given = {"target_tokens": np.asarray(tokens, np.int64), "weights": np.ones(len(tokens), np.float32), **inputs}

@@ -1,4 +1,4 @@
-"""Constraints of requests: valid ones, invalid ones, and ones that would end the process that reads them."""
+"""Constraints of requests: valid, invalid, and hostile ones, which could end the process that reads them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_constraints_need_an_end_of_text_token() -> None:
 
 
 def chain(length: int) -> str:
-    """A grammar whose rules name each other in a line."""
+    """A grammar whose rules refer to each other in a chain."""
     return "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(length)) + f'\na{length}: "z"'
 
 

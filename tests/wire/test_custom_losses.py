@@ -1,4 +1,4 @@
-"""Traced losses: allowed parts, and errors that name other parts."""
+"""Traced losses: supported operations, and errors that name unsupported ones."""
 
 from __future__ import annotations
 

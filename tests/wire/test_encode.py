@@ -1,4 +1,4 @@
-"""What we encode, the SDK's own converters read back."""
+"""Encoded results, read back by the SDK's own converters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of the SDK are decoded correctly, and errors name each wrong content."""
+"""Decoding of the SDK's forward_backward requests, and errors that name invalid content."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_header_is_read_without_the_data(body: Any, datum: Any) -> None:
     assert forward_backward_header(body([datum([1, 2])], forward_only=True)).forward_only
 
 
-@example(b"\x80\x80\x80\x80\x88\x00\x00", 0)  # a tag in more bytes than a tag has
+@example(b"\x80\x80\x80\x80\x88\x00\x00", 0)  # a tag with more bytes than a tag may have
 @given(st.binary(max_size=60), st.integers(0, 60))
 @settings(max_examples=200)
 def test_header_reader_agrees_with_the_protobuf_parser(more: bytes, cut: int) -> None:
@@ -339,7 +339,7 @@ def test_the_pixels_of_a_request_are_bounded(body: Any, monkeypatch: pytest.Monk
 
 
 def test_the_number_of_data_and_of_cells_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few bytes may declare sparse tensors of any size."""
+    """A few bytes can declare sparse tensors of any size."""
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     for _ in range(4):
         datum = message.data.add()

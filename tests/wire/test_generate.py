@@ -1,4 +1,4 @@
-"""The checked-in code equals the output of the documented command, and agrees with the SDK."""
+"""The checked-in protobuf code equals the output of its generator, and its messages match the SDK's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_messages_match_the_sdk() -> None:
 
     ours, theirs = shape(tinker_pb2.DESCRIPTOR), shape(tinker_public_pb2.DESCRIPTOR)
     assert ours.pop("ForwardBackwardHeader") and ours.pop("WeightsSpan")
-    beyond = {field for field in ours["SampledSequence"] if field[0] >= 100}  # numbers that the SDK is far from
+    beyond = {field for field in ours["SampledSequence"] if field[0] >= 100}  # far above the SDK's field numbers
     assert [field[1] for field in beyond] == ["weights"]
     ours["SampledSequence"] -= beyond
     unused = {"SamplingParams", "StopStrings", "StopTokens"}  # declared by the SDK, and never sent

@@ -1,4 +1,4 @@
-"""Locations of uploaded images become their bytes, and nothing else of a request changes."""
+"""Locations of uploaded images are replaced by the images' bytes, and nothing else in a request changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_prompts_without_images_are_unchanged(prompt):
 def test_training_images_get_their_data_and_a_missing_one_is_named():
     request = pb.ForwardBackwardRequest(model_id="m", seq_id=3)
     chunks = request.data.add().model_input
-    chunks.add().encoded_text.tokens = b"tinker://assets/asset-1"  # no image: left alone
+    chunks.add().encoded_text.tokens = b"tinker://assets/asset-1"  # not an image: unchanged
     chunks.add().image.data = b"tinker://assets/asset-1"
     chunks.add().image.data = b"\x89PNG two"
     found = pb.ForwardBackwardRequest.FromString(with_files_to_train(request.SerializeToString(), find))

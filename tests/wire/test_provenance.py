@@ -1,4 +1,4 @@
-"""Provenance spans, and policy losses that need more than a token, in requests of the SDK."""
+"""Provenance spans in requests of the SDK, and policy losses with more inputs than others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sampled(length: int, offset: int = 0, name: str = "req-1-0") -> SampledProve
 
 
 def rollout(**more: Any) -> types.Datum:
-    """Prompt 5 6, sampled 7 8 9, shifted by one."""
+    """A datum with the prompt 5 6 and the sample 7 8 9, shifted by one."""
     inputs = {
         "target_tokens": np.array([6, 7, 8, 9]),
         "advantages": np.float32([0, 1, 1, 1]),
@@ -44,7 +44,7 @@ def attributed(**more: Any) -> types.Datum:
 
 
 def spans() -> tuple[Any, Any]:
-    """Of the model's input and of the loss's."""
+    """Spans of the model's input and of the loss's inputs."""
     return [prompt(2), sampled(2)], [prompt(1, 1), sampled(3)]
 
 
@@ -92,7 +92,7 @@ def test_sampled_experts_are_placed_before_their_target_token(body: Any, loss: s
 
 @pytest.mark.parametrize("loss", ["stable_reinforce", "ppo", "cross_entropy"])
 def test_sampled_supports_are_placed_at_their_target_token(body: Any, loss: str) -> None:
-    """The second token had too many. Losses that do not take the sampler's logprobs need none."""
+    """The second token's support was too large to record. Losses without the sampler's logprobs need no supports."""
     data = [attributed(), rollout()] if loss == "ppo" else [attributed()]
     if loss == "cross_entropy":
         inputs = {"target_tokens": np.array([6, 7, 8, 9]), "weights": np.float32([0, 1, 1, 1])}

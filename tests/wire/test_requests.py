@@ -1,4 +1,4 @@
-"""The JSON operations are decoded correctly, and errors name each wrong content."""
+"""Decoding of the JSON operations, and errors that name invalid content."""
 
 from __future__ import annotations
 

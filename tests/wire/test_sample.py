@@ -1,4 +1,4 @@
-"""Sample requests are decoded correctly, and errors name each wrong content."""
+"""Decoding of sample requests, and errors that name invalid content."""
 
 from __future__ import annotations
 

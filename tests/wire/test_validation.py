@@ -1,4 +1,4 @@
-"""The rules that all request models share, swept over every model and field of the wire and of the API."""
+"""The rules that all request models share, checked for every model and field of the wire and the API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for package in (routes, console):
     for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(name)
 MODELS = sorted({m for m in subclasses(WireModel) if m.__module__.startswith("tinkerflow.")}, key=lambda m: str(m))
-# For fields whose validators want more than a type: the first of these that makes a body right is taken.
+# For fields whose validators require more than a type. The first example that makes a body valid is used.
 EXAMPLES: tuple[dict[str, Any], ...] = (
     {},
     {"path": "tinker://sess-1:train:0/weights/a"},
@@ -62,7 +62,7 @@ def example(schema: dict[str, Any], defs: dict[str, Any]) -> Any:
 
 
 def smallest(model: type[WireModel]) -> dict[str, Any]:
-    """A body with the required fields of a model alone."""
+    """A body with only the required fields of a model."""
     schema = model.model_json_schema()
     body = {name: example(schema["properties"][name], schema.get("$defs", {})) for name in schema.get("required", ())}
     bodies = [body | {name: value for name, value in more.items() if name in body} for more in EXAMPLES]
@@ -70,7 +70,7 @@ def smallest(model: type[WireModel]) -> dict[str, Any]:
 
 
 def read(model: type[WireModel], body: dict[str, Any]) -> WireModel | str:
-    """The model of a body as a request brings it, or its error."""
+    """Parse a body as in a request, and return the model or the error message."""
     try:
         return model.from_json(json.dumps(body).encode())
     except UserError as error:
@@ -118,13 +118,13 @@ def test_booleans_and_strings_are_not_numbers() -> None:
 
 
 def test_every_request_model_has_the_one_base() -> None:
-    """No model of a request is pydantic's own BaseModel."""
+    """No request model inherits directly from pydantic's BaseModel."""
     strays = [child for child in BaseModel.__subclasses__() if child.__module__.startswith("tinkerflow.api")]
     assert strays == []
 
 
 class Inner(WireModel):
-    """Inside of another one."""
+    """A model inside another one."""
 
     text: Text
 
@@ -196,7 +196,7 @@ def test_json_other_than_an_object_is_refused(body: bytes, error: str) -> None:
 
 
 def test_stored_metadata_may_be_larger_than_the_current_limit() -> None:
-    """An earlier release accepted it, and a replay reads it again."""
+    """An earlier release accepted such metadata, and a replay reads it again."""
     body = {"path": "a", "user_metadata": {"a": "x" * MAX_METADATA_BYTES}}
     assert SaveWeights.decode(json.dumps(body).encode()).user_metadata == body["user_metadata"]
     with pytest.raises(UserError, match="user_metadata is '1 pairs with 16385 bytes'"):
