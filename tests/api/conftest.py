@@ -114,7 +114,6 @@ class Engine:
             self._paused = paused
 
     def run(self) -> None:
-        """Work until stopped."""
         while not self.stopped:
             with self._working:
                 busy = not self._paused and self._work()

@@ -152,7 +152,6 @@ def _holds(value: Any) -> bool:
 
 
 def edited(body: dict[str, Any], edits: tuple[Edit, ...]) -> dict[str, Any]:
-    """The body after the edits."""
     body = copy.deepcopy(body)
     for edit in edits:
         places = _places(body)
@@ -168,7 +167,6 @@ def edited(body: dict[str, Any], edits: tuple[Edit, ...]) -> dict[str, Any]:
 
 
 def broken(content: bytes, changes: tuple[Bytes, ...]) -> bytes:
-    """The bytes after the changes."""
     for change in changes:
         at = int(change.where * len(content))
         match change.what:
@@ -332,7 +330,6 @@ class Target:
         return answer
 
     def note(self, status: int) -> None:
-        """Count one answer."""
         self.sent += 1
         self.statuses[status] = self.statuses.get(status, 0) + 1
 

@@ -18,8 +18,6 @@ MIRRORING = Path(__file__).with_name("mirroring.py")
 
 
 class Mirroring:
-    """The process of mirroring.py."""
-
     def __init__(self, tracker: str, folder: Path) -> None:
         words = [sys.executable, str(MIRRORING), tracker, str(folder)]
         with (folder / "stderr").open("a") as errors:

@@ -64,7 +64,6 @@ class Speaker:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's folder."""
     return make_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 

@@ -60,7 +60,6 @@ class Decoder:
         self.journal.results.finish([request.done(encode_sample(SampleResult(request.id, (one,))), "proto")])
 
     def fails(self, request: Pending) -> None:
-        """Fail the request."""
         self.journal.results.finish([request.failed("the weights have diverged", "user")])
 
 

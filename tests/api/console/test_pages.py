@@ -353,7 +353,6 @@ def test_large_pages_take_few_statements_and_read_few_rows(
 
 
 def copy_rows(connection: Any, name: str, key: str, keys: list[str], column: str = "id") -> None:
-    """Copy a row under other keys."""
     import sqlalchemy as sa
 
     table = sa.Table(name, sa.MetaData(), autoload_with=connection)
