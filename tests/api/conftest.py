@@ -1,4 +1,4 @@
-"""A real server on a real journal, and an engine small enough to read: a bigram model trained by plain NumPy."""
+"""A real server on a real journal, and a small engine: a bigram model trained with plain NumPy."""
 
 from __future__ import annotations
 
@@ -89,23 +89,23 @@ def log_softmax(table: Any) -> Any:
 
 @dataclass
 class Engine:
-    """Answers the journal's requests, in order. A model is a table of logits [V, V]; its gradient is exact."""
+    """Answers the journal's requests in order. A model is a table of logits [V, V]; its gradients are exact."""
 
     journal: Journal
     store: Store
-    tables: dict[str, Any] = field(default_factory=dict)  # by model, and saved ones by path or sampler id
+    tables: dict[str, Any] = field(default_factory=dict)  # by model id, and saved tables by path or sampler id
     grads: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     executed: list[tuple[Kind, int | None]] = field(default_factory=list)
-    next_outcome: Callable[[Pending], Outcome] | None = None  # answers one request in our place
-    processor: ImageProcessor | None = None  # of images; the table gives placeholders logits like any token
+    next_outcome: Callable[[Pending], Outcome] | None = None  # answers the next request instead
+    processor: ImageProcessor | None = None  # for images; placeholders get logits from the table like other tokens
     stopped: bool = False
     _paused: bool = False
     _working: Any = field(default_factory=threading.RLock)
 
     @property
     def paused(self) -> bool:
-        """Whether it takes no requests. Setting it also stops a search that has begun."""
+        """Whether the engine takes no requests. Setting it waits for work in progress."""
         return self._paused
 
     @paused.setter
@@ -264,7 +264,7 @@ class Engine:
 # ------------------------------------------------------------------ the server
 @dataclass(frozen=True)
 class Running:
-    """A running server, with its parts."""
+    """A running server and its parts."""
 
     url: str
     journal: Journal
@@ -272,7 +272,7 @@ class Running:
     app: Any
     settings: Settings
     http: httpx.Client
-    clock: ManualClock  # of the app alone
+    clock: ManualClock  # used only by the app
 
     def post(self, path: str, json: Any = None, key: str = KEY, **more: Any) -> httpx.Response:
         """POST to /api/v1/`path`."""
@@ -283,17 +283,17 @@ class Running:
         return self.http.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": key}, **more)
 
     def session(self, key: str = KEY) -> str:
-        """A new session's id."""
+        """Create a session, and return its id."""
         return str(self.post("create_session", {"sdk_version": "0", "tags": []}, key).json()["session_id"])
 
     def model(self, key: str = KEY, **metadata: str) -> str:
-        """A new model's id, without waiting for it."""
+        """Create a model, and return its id without waiting for the model."""
         body = {"session_id": self.session(key), "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
         body |= {"user_metadata": metadata}
         return str(self.post("create_model", body, key).json()["model_id"])
 
     def result(self, request_id: str, key: str = KEY) -> httpx.Response:
-        """The answer of the last poll: the result, or an error."""
+        """Poll for at most a minute, and return the last answer: the result or an error."""
         deadline = time.monotonic() + 60
         while True:
             answer = self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True}, key)
@@ -317,7 +317,7 @@ def card_json() -> str:
 
 @pytest.fixture
 def settings_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
-    """Makes settings with their data in a fresh folder."""
+    """Makes settings whose data dir is a fresh folder."""
     monkeypatch.setenv("TINKER_API_KEY", KEY)
 
     def make(**more: Any) -> Settings:
@@ -328,7 +328,7 @@ def settings_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with all its tables and one base model, to be copied: migrating takes a second."""
+    """A migrated database with one base model. Tests copy it, because a migration takes a second."""
     file = tmp_path_factory.mktemp("migrated") / "journal.db"
     migrate(f"sqlite:///{file}")
     journal = Journal.open(f"sqlite:///{file}")
@@ -339,7 +339,7 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def journal(settings_for: Callable[..., Settings], migrated: Path) -> Iterator[Journal]:
-    """An empty journal that has one base model."""
+    """A journal that contains only one base model."""
     url = settings_for().journal_url
     shutil.copy(migrated, url.removeprefix("sqlite:///"))
     journal = Journal.open(url)
@@ -349,16 +349,16 @@ def journal(settings_for: Callable[..., Settings], migrated: Path) -> Iterator[J
 
 @pytest.fixture
 def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[Callable[..., Running]]:
-    """Starts servers with the given settings; all of them stop with the test."""
+    """Starts servers with given settings, and stops them after the test."""
     stops: list[Callable[[], None]] = []
 
     def begin(**more: Any) -> Running:
-        listening = socket.create_server(("127.0.0.1", 0))  # ours from now on
+        listening = socket.create_server(("127.0.0.1", 0))  # holds the port from now on
         port = listening.getsockname()[1]
         bound = more.pop("host", "127.0.0.1")
         recheck_seconds = more.pop("recheck_seconds", RECHECK_SECONDS)
         settings = settings_for(host=bound, port=port, **more)
-        # It stands still at the real time: the SDK compares the times in tokens with its own.
+        # The clock stands still at the present time, because the SDK compares times in tokens with its own clock.
         store, clock = Store.open(settings.store_url), ManualClock(datetime.now(UTC))
         started: dict[str, Any] = {}
         ready = threading.Event()
@@ -389,7 +389,7 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
 
 
 def lettered_card(folder: Path) -> ModelCard:
-    """The base model with a tokenizer in `folder`: token 1 ends a text, the others are letters from `a` on."""
+    """The base model with a tokenizer in `folder`: token 1 ends a text, and the others are the letters from `a` on."""
     letters = {"a": 0, "</s>": EOS, **{chr(ord("a") + n - 1): n for n in range(2, VOCAB)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -403,7 +403,7 @@ def lettered_card(folder: Path) -> ModelCard:
 
 @pytest.fixture
 def lettered(journal: Journal, tmp_path: Path) -> ModelCard:
-    """The base model with a tokenizer, registered."""
+    """The base model, registered with a tokenizer."""
     card = lettered_card(tmp_path / "bigram")
     journal.base_models.register([(BASE, card.to_json())])
     return card
@@ -411,13 +411,13 @@ def lettered(journal: Journal, tmp_path: Path) -> ModelCard:
 
 @pytest.fixture
 def server(start: Callable[..., Running]) -> Running:
-    """A server for its owner alone, as on loopback with no keys made."""
+    """A server on loopback without API keys, which serves only its owner."""
     return start()
 
 
 @pytest.fixture
 def engine(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[Engine]:
-    """The engine, at work."""
+    """A running engine."""
     engine = Engine(journal, Store.open(settings_for().store_url))
     thread = threading.Thread(target=engine.run)
     thread.start()
@@ -428,7 +428,7 @@ def engine(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[
 
 @pytest.fixture
 def client(server: Running, engine: Engine) -> Iterator[tinker.ServiceClient]:
-    """The real SDK against that server."""
+    """The real SDK, connected to the server."""
     service = tinker.ServiceClient(base_url=server.url)
     yield service
     service.close("success").result()

@@ -1,7 +1,7 @@
-"""Valid requests that are broken in a few places. The short test and the long benchmark share them.
+"""Valid requests with a few random defects, shared by a short test and a long benchmark.
 
-A `Target` has one valid request for every endpoint that takes a body. An `Attack`, which Hypothesis draws, breaks it.
-Each answer must come in time and must not be a 5xx. An accepted operation must get an answer to its future.
+A `Target` has one valid request for each endpoint that takes a body. Hypothesis draws `Attack`s, which break them.
+Each answer must arrive in time and must not be a 5xx. An accepted operation must resolve its future.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 BASE, KEY = "tiny/bigram", "tml-fuzz"
-ANSWERED_WITHIN = 60.0  # seconds, on a busy machine; anything longer is a hang
+ANSWERED_WITHIN = 60.0  # seconds, enough on a busy machine; a longer wait is a hang
 PROTO = "forward_backward"
 MODEL_OPERATIONS = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 
@@ -47,7 +47,7 @@ VALUES = st.one_of(
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a JSON value: at the `place`-th of its parts, `put` another value, `cut` it or `add` a field."""
+    """One change of a JSON value: `put` another value at its part number `place`, `cut` that part, or `add` a field."""
 
     place: int
     what: str
@@ -57,7 +57,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Bytes:
-    """One change of bytes at a part of their length: `flip` a bit, `cut` the rest, `add` some, or `double` them."""
+    """One change of bytes: at the fraction `where`, `flip` a bit, `cut` the rest or `add` bytes; or `double` all."""
 
     where: float
     what: str
@@ -66,7 +66,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class TensorEdit:
-    """Another tensor for one input of a forward_backward."""
+    """A tensor that replaces one input of a forward_backward."""
 
     name: str
     dtype: int
@@ -78,7 +78,7 @@ class TensorEdit:
 
 @dataclass(frozen=True)
 class Attack:
-    """One broken request; `endpoint` is its path, and names the valid one that it was."""
+    """One broken request. `endpoint` is `PROTO`, or the number of a valid request (see `Target.endpoints`)."""
 
     endpoint: str
     edits: tuple[Edit, ...] = ()
@@ -142,7 +142,7 @@ def attacks(json_endpoints: list[str]) -> st.SearchStrategy[Attack]:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every part of a JSON value, as its container and the key there."""
+    """All parts of a JSON value, each as its container and its key there."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
     return [place for key in keys for place in [(value, key), *(_places(value[key]) if _holds(value[key]) else [])]]
 
@@ -188,20 +188,20 @@ class Target:
 
     http: httpx.Client
     url: str
-    seq: int = 1  # the model's next
+    seq: int = 1  # the model's next sequence id
     sample_seq: int = 0
     ids: dict[str, str] = field(default_factory=dict)
     sent: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
 
     def post(self, path: str, body: Any) -> Any:
-        """A good request's answer."""
+        """Send a valid request, and return its answer."""
         answer = self.http.post(f"{self.url}/api/v1/{path}", json=body, headers={"X-API-Key": KEY})
         assert answer.status_code == 200, (path, answer.status_code, answer.text)
         return answer.json()
 
     def prepare(self) -> None:
-        """Make one of everything that has an id."""
+        """Create one object of each kind that has an id."""
         session = self.post("create_session", {"sdk_version": "0", "tags": []})["session_id"]
         done = self.post("create_session", {"sdk_version": "0", "tags": []})["session_id"]
         made = self.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE})
@@ -213,7 +213,7 @@ class Target:
         self.ids |= {"request": save["request_id"], "checkpoint": str(self.answer(save["request_id"])["path"])}
 
     def valid(self) -> dict[str, dict[str, Any]]:
-        """By path, a JSON body that is good now."""
+        """Valid JSON bodies by path, with the current sequence ids."""
         ids = self.ids
         on_model = {"model_id": ids["model"], "seq_id": self.seq}
         checkpoint = ids["checkpoint"].removeprefix("tinker://").split("/")
@@ -277,7 +277,7 @@ class Target:
         }  # fmt: skip
 
     def of_other_clients(self) -> dict[str, dict[str, Any]]:
-        """By path, a good JSON body of the endpoints that other vendors' clients speak."""
+        """Valid JSON bodies by path, for the endpoints of other vendors' clients."""
         said = {"messages": [{"role": "user", "content": "abc"}], "model": BASE, "max_tokens": 3}
         return {
             "/v1/completions": {
@@ -296,7 +296,7 @@ class Target:
         }  # fmt: skip
 
     def launch(self, attack: Attack) -> None:
-        """Send it, and check what must hold whatever it is."""
+        """Send a broken request, and check the rules for all answers."""
         if attack.endpoint == PROTO:
             path, content, media = PROTO, self._message(attack), "application/x-protobuf"
         else:
@@ -315,11 +315,11 @@ class Target:
             self._settle(path, answer)
 
     def endpoints(self) -> list[str]:
-        """What `attacks` may choose from: places in `valid`, whose paths hold ids."""
+        """The choices for `attacks`: numbers of the requests in `valid`, whose paths contain ids."""
         return [str(n) for n in range(len(self.valid()))]
 
     def request(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """One request; AssertionError for a 5xx, or when there is no answer in time."""
+        """Send one request. AssertionError: the answer is a 5xx, or does not arrive in time."""
         try:
             whole = path.partition("#")[0] if path.startswith("/") else f"/api/v1/{path}"
             answer = self.http.request(method, f"{self.url}{whole}", timeout=ANSWERED_WITHIN, **more)
@@ -334,7 +334,7 @@ class Target:
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
     def answer(self, request_id: str) -> Any:
-        """What came of an accepted operation: its JSON, or {} for protobuf."""
+        """The result of an accepted operation: its JSON, or {} for protobuf."""
         until = time.monotonic() + ANSWERED_WITHIN
         while time.monotonic() < until:
             body = {"request_id": request_id, "allow_metadata_only": False}
@@ -350,7 +350,7 @@ class Target:
         return int(endpoint) % len(self.valid())
 
     def _settle(self, path: str, answer: httpx.Response) -> None:
-        """Use up the sequence id with a good request, unless the broken request did. Both get an answer."""
+        """Use the sequence id for a valid request, unless the broken one has used it. Either must be answered."""
         if path == "asample":
             good = {**self.valid()["asample"], "sampling_params": {"max_tokens": 1}, "num_samples": 1}
         else:

@@ -1,4 +1,4 @@
-"""Images are uploaded once, belong to a project, and requests that name them are stored with their bytes."""
+"""Uploaded images: each file is stored once and belongs to a project, and stored requests contain its bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sent(server: Running, file: bytes = FILE, key: str = "tml-test") -> Any:
 
 
 def prompted(server: Running, name: str, seq: int, *locations: str, key: str = "tml-test") -> Any:
-    """The stored body of a sample that names these images."""
+    """Sample from a prompt with these images, and return the stored body."""
     chunks = [{"type": "image_asset_pointer", "format": "png", "location": location} for location in locations]
     body = {"sampling_session_id": name, "seq_id": seq, "prompt": {"chunks": chunks}, "sampling_params": {"seed": 1}}
     request = server.post("asample", body, key).json()["request_id"]
@@ -33,9 +33,9 @@ def prompted(server: Running, name: str, seq: int, *locations: str, key: str = "
 
 def test_stored_request_contains_the_bytes_of_its_images(server: Running, journal: Journal) -> None:
     name = sampler(server)
-    _, mine = journal.keys.create("us", "local")  # the first key's project takes over the sampler
+    _, mine = journal.keys.create("us", "local")  # the key gets the project that made the sampler
     _, theirs = journal.keys.create("them", "team-them")
-    server.clock.advance(60.0)  # keys are looked up again
+    server.clock.advance(60.0)  # so that the server looks for keys again
     kept = sent(server, key=mine).json()
     assert kept == {"asset_id": kept["asset_id"], "location": kept["location"], "size_bytes": len(FILE)}
     assert sent(server, key=mine).json() == kept
@@ -58,7 +58,7 @@ def test_stored_request_contains_the_bytes_of_its_images(server: Running, journa
 
 def test_project_sees_its_images_and_their_audit_entries(server: Running, journal: Journal) -> None:
     key, mine = journal.keys.create("us", "local")
-    server.clock.advance(60.0)  # keys are looked up again
+    server.clock.advance(60.0)  # so that the server looks for keys again
     headers = {"X-API-Key": mine}
     older = sent(server, key=mine).json()
     server.clock.advance(1.0)

@@ -1,4 +1,4 @@
-"""Keys open their own project's rows, and nothing is open without one."""
+"""API keys: each opens only its project's objects, and private routes refuse requests without one."""
 
 from __future__ import annotations
 
@@ -140,20 +140,20 @@ def test_objects_of_another_project_do_not_exist(server: Any, engine: Any, journ
     ]
     assert [answer.status_code for answer in refused] == [404] * len(refused)
     assert server.get("training_runs", theirs).json()["training_runs"] == []
-    # a colleague of the same project may poll and beat, as shadow clients do (27)
+    # Another key of the same project may poll and send heartbeats, as the SDK's shadow clients do.
     assert server.result(done, colleague).status_code == 200
     assert server.post("session_heartbeat", {"session_id": session}, colleague).status_code == 200
 
 
 def routes_of(app: Any) -> list[tuple[str, str, bool]]:
-    """Method, path, and whether a signed link opens it instead of a key: of every route of the app."""
+    """Every route of the app: its method, its path, and whether a signed link opens it instead of a key."""
     found, waiting = [], [("", route) for route in app.routes]
     while waiting:
         prefix, route = waiting.pop()
         if hasattr(route, "methods"):
             calls = {one.call for one in route.dependant.dependencies} if hasattr(route, "dependant") else set()
             found += [(method, prefix + route.path, linked in calls) for method in route.methods]
-        else:  # a router that was included, or mounted
+        else:  # an included or mounted router
             inner = getattr(route, "original_router", route)
             within = getattr(getattr(route, "include_context", None), "prefix", getattr(route, "path", ""))
             waiting += [(prefix + within, one) for one in inner.routes]

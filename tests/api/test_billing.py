@@ -1,4 +1,4 @@
-"""Usage, through the SDK: tokens and bytes of one's own project, with costs where prices are configured."""
+"""Usage through the SDK: tokens and bytes of one's own project, and their costs if prices are configured."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BASE, GIGABYTE = "tiny/bigram", 10**9
 
 @pytest.fixture
 def window() -> tuple[datetime, datetime]:
-    """An hour before this one until an hour after it."""
+    """From the start of the previous hour to the end of the next hour."""
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     return hour - timedelta(hours=1), hour + timedelta(hours=2)
 
 
 @pytest.fixture
 def used(journal: Any) -> Any:
-    """Has a new model of a key use things, as the engine does; its session."""
+    """used(server, secret): records usage by a new model of the key, as the engine does; returns its session."""
 
     def use(server: Any, secret: str) -> str:
         model = server.model(secret)

@@ -23,7 +23,7 @@ LIMIT = 1000
 
 
 def request(body: bytes, encoding: str | None = None, pieces: int = 1, *, length: int | None = None) -> Request:
-    """A request with this body, with a Content-Length when `length` is given."""
+    """A request with this body, and with a Content-Length if `length` is given."""
     size = max(1, -(-len(body) // pieces))
     parts = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
 
@@ -120,7 +120,7 @@ async def test_one_project_leaves_half_of_the_body_memory_to_other_projects() ->
     other = await asyncio.wait_for(memory.take("bob", 50), 5)
     assert not waiting.done()
     memory.give_back(first)
-    memory.give_back(first)  # changes nothing
+    memory.give_back(first)  # a second call changes nothing
     memory.give_back(await waiting)
     memory.give_back(other)
     assert (await asyncio.wait_for(memory.take("cat", 1000), 5)).size == 100, "alone, a body may have all"
@@ -181,7 +181,7 @@ def test_values_are_counted_before_they_are_parsed() -> None:
 
 # ------------------------------------------------------------------ over HTTP
 def test_endpoints_bound_their_bodies_and_stay_responsive(start: Any, lettered: Any) -> None:
-    """Each endpoint takes what it can use: a large body is answered before it is parsed, hashed or stored."""
+    """Each endpoint has its own limit. A larger body is refused before it is parsed, hashed or stored."""
     server = start(max_body_bytes=2**24)
     session = server.session()
     numbers = b'{"prompt": {"chunks": [{"tokens": [' + b"1," * 400_000 + b"1]}]}}"

@@ -1,4 +1,4 @@
-"""Long answers are read piece by piece, and any part of them is the part of the whole."""
+"""Downloads: read piece by piece, and sent as a whole, in ranges or as archives."""
 
 from __future__ import annotations
 

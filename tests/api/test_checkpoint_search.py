@@ -1,4 +1,4 @@
-"""Searching for checkpoints over HTTP: each filter, all of them, pages, and whose checkpoints are found."""
+"""Searches for checkpoints over HTTP: filters alone and combined, pages and access."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_search_filters_work_alone_and_combined(server: Running, journal: Journa
 
 @pytest.mark.parametrize("metadata", [{}, {"a": "b"}])
 def test_pages_contain_each_checkpoint_once(server: Running, journal: Journal, metadata: dict[str, str]) -> None:
-    """Also of checkpoints that were saved at the same time."""
+    """All checkpoints have the same time, so that time alone cannot separate the pages."""
     paths = [put(journal, n, created_at=BEGIN, user_metadata={"a": "b"}) for n in range(5)]
     seen, query = [], {"limit": 2, "user_metadata": metadata}
     while True:

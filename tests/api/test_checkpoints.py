@@ -1,4 +1,4 @@
-"""Checkpoints after their save, through the SDK: published, copied, exported, downloaded, kept for a time."""
+"""Saved checkpoints through the SDK: publication, copies, exports, downloads and TTLs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Person:
-    """A key, and the SDK with it."""
+    """A key, and SDK clients that use it."""
 
     def __init__(self, server: Any, secret: str) -> None:
         self.server, self.secret = server, secret
@@ -50,10 +50,10 @@ class Person:
 
 @pytest.fixture
 def people(server: Any, engine: Any, journal: Any) -> Iterator[Callable[[str], Person]]:
-    """Keys of people: `ann` and `bob` have a project each, `root` is the admin of a third."""
+    """people(name): `ann` or `bob`, with a project each, or `root`, an admin in a third project."""
     projects = {"ann": "team-a", "bob": "team-b", "root": "team-c"}
     secrets = {name: journal.keys.create(name, team, admin=name == "root")[1] for name, team in projects.items()}
-    server.clock.advance(1.0)  # the app looks again whether there are keys
+    server.clock.advance(1.0)  # so that the server looks for keys again
     made: list[Person] = []
 
     def person(name: str) -> Person:
@@ -81,7 +81,7 @@ def test_published_checkpoints_are_readable_by_all_and_changed_by_their_owner(pe
     for hidden in (path, for_sampling):
         with pytest.raises(tinker.NotFoundError):
             bob.rest.get_weights_info_by_tinker_path(hidden).result()
-        for _ in range(2):  # repeating is fine, and quick
+        for _ in range(2):  # repeated calls succeed
             ann.rest.publish_checkpoint_from_tinker_path(hidden).result()
     assert [c.public for c in ann.rest.list_user_checkpoints().result().checkpoints] == [True, True]
     info = bob.rest.get_weights_info_by_tinker_path(path).result()
@@ -219,10 +219,10 @@ def test_repeated_copy_is_idempotent_and_other_projects_are_refused(people: Any)
     assert copy(bob, "team-b", key) == first
     assert copy(bob, "team-b", str(uuid.uuid4())) != first
     assert len(bob.rest.list_user_checkpoints().result().checkpoints) == 2
-    copy(bob, "team-a", key)  # a label in bob's own project: ann's has nothing new
+    copy(bob, "team-a", key)  # only a label: the copy belongs to bob's project
     assert len(ann.rest.list_user_checkpoints().result().checkpoints) == 1
     assert len(bob.rest.list_user_checkpoints().result().checkpoints) == 3
-    given = copy(root, "team-a", key)  # an admin's key writes where keys were made for
+    given = copy(root, "team-a", key)  # an admin's key may copy into any project that has keys
     assert given in {c.tinker_path for c in ann.rest.list_user_checkpoints().result().checkpoints}
     wrong = ann.request("POST", "copy_weights", json={"source_path": path, "ttl_seconds": 1})
     assert (wrong.status_code, "ttl_seconds is 1" in wrong.text) == (400, True)

@@ -1,4 +1,4 @@
-"""Connections cost strangers something: clocks, sizes and numbers are bounded before a key was accepted."""
+"""Connections without an accepted key: limits on their time, size and number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Connect = Callable[..., socket.socket]
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clocks and bounds that a test can wait for."""
+    """Timeouts and limits that are small enough for a test."""
     monkeypatch.setattr(connections, "_SECOND", 0.05)
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(connections, "BODY_SECONDS", 0.2)
@@ -46,7 +46,7 @@ def connect(quick: None, server: Running) -> Iterator[Connect]:
 
 
 def answer_of(connection: socket.socket) -> bytes:
-    """The status of one answer, which is read to its end: a head may come without its body."""
+    """Read one answer to its end, because its body may arrive after its head, and return its status."""
     answer = HTTPResponse(connection)
     answer.begin()
     answer.read()

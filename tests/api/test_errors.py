@@ -1,4 +1,4 @@
-"""Errors in the form of each wire. OpenAI's `param` is the field that the message names."""
+"""Errors in OpenAI's form: `param` is the field that the message names."""
 
 from __future__ import annotations
 

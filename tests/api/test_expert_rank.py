@@ -1,4 +1,4 @@
-"""The rank that experts of a new model have: by the setting, and a checkpoint's own where one is loaded."""
+"""The rank of a new model's experts: from the setting, or from the checkpoint that is loaded."""
 
 from __future__ import annotations
 

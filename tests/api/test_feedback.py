@@ -1,4 +1,4 @@
-"""Feedback over HTTP: kept with its sample, for its own project; and the rows that the pipelines make of it."""
+"""Feedback over HTTP: stored with its sample, private to its project, and turned into rows for pipelines."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_rated_answers_are_rows_for_every_pipeline(server: Running, monkeypatch:
     good, bad, written, poor = (answered(server, prompt, seed=seed) for prompt, seed in
                                 [("bb", 1), ("bb", 2), ("cc", 3), ("dd", 4)])  # fmt: skip
     rate(server, good["id"], label="bad")
-    rate(server, good["id"], label="good")  # on second thoughts
+    rate(server, good["id"], label="good")  # the newest rating counts
     rate(server, bad["id"], reward=-1)
     rate(server, written["id"], text="ee")
     rate(server, poor["id"], label="bad")

@@ -1,4 +1,4 @@
-"""Results on their way: sizes first, the poller of a sampling session, copies of a client, samples given up."""
+"""Results over HTTP: announced sizes, the poller of a sampling session, copies of a client, and cancelled samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def poll(server: Running, name: str, cursor: int, clone: int = 0, **more: Any) -
 
 
 def calls_of(server: Running) -> list[str]:
-    """The paths that are asked for from now on."""
+    """A list that receives the path of each later request."""
     seen: list[str] = []
     stack = server.app.middleware_stack
 
@@ -207,8 +207,8 @@ def test_training_request_cannot_be_cancelled(server: Running, engine: Any) -> N
 
 
 def test_poll_takes_few_queries(start: Any, engine: Any) -> None:
-    """A held poll makes no queries. Looking takes one, and an answer takes two, because its first read is stored."""
-    server = start(recheck_seconds=600.0)  # a recheck asks for all samplers that are followed
+    """A held poll makes no queries. A check takes one query, and an answer two, because its first read is stored."""
+    server = start(recheck_seconds=600.0)  # no rechecks, which would query for all followed samplers
     name = sampler(server)
     request = sample(server, name, 0)
     server.result(request)
@@ -236,4 +236,4 @@ def test_poll_takes_few_queries(start: Any, engine: Any) -> None:
     waiting = sample(server, name, 1)
     assert (
         queries("retrieve_future", {"request_id": waiting}) <= 1 + 3
-    )  # held for 2 s, looked at together once a second
+    )  # held for 2 s, with one shared check per second

@@ -1,4 +1,4 @@
-"""Whatever is sent: no 5xx, no hang, nothing left held."""
+"""Broken and generated requests to all endpoints: no 5xx, no hang, and nothing held afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ quick = settings(
 
 
 def attacked(server: Any, target: Target, endpoints: list[str], examples: int, *, proto: bool) -> None:
-    """Send so many broken bodies: all are answered, and nothing of them stays. proto: also to the protobuf one."""
+    """Send `examples` broken bodies, which must all be answered and leave nothing held. proto: also protobuf bodies."""
 
     @settings(quick, max_examples=examples)
     @given(attacks(endpoints).filter(lambda one: proto or one.endpoint != PROTO))
@@ -39,7 +39,7 @@ def test_broken_bodies_are_answered_without_side_effects(start: Any, engine: Any
     target = Target(server.http, server.url)
     target.prepare()
     heartbeat = list(target.valid()).index("session_heartbeat")
-    target.launch(Attack(str(heartbeat), edits=(Edit(0, "put", "sess-absent", ""),)))  # few draws name what is absent
+    target.launch(Attack(str(heartbeat), edits=(Edit(0, "put", "sess-absent", ""),)))  # seldom drawn
     attacked(server, target, target.endpoints(), 150, proto=True)
 
 

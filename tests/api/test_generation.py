@@ -1,4 +1,4 @@
-"""Generating through the journal: names of models, sessions of the endpoints, results, and cancelling."""
+"""Generation through the journal: model names, sessions of the endpoints, results and cancellation."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ANN, BOB = Identity("ann", "key-a", admin=False), Identity("bob", "key-b", admin
 async def calls(
     journal: Journal, settings: Settings, clock: ManualClock | None = None
 ) -> AsyncIterator[Callable[[Identity], Call]]:
-    """Requests of these identities to an app that runs in this event loop."""
+    """Makes calls by identities to an app that runs in this event loop."""
     async with journal.result_subscriptions() as subscriptions:
         app = create_app(settings, journal, subscriptions, Store.open(settings.store_url), clock=clock)
         yield lambda identity: Call(SimpleNamespace(scope={}), identity, app.state.services)  # type: ignore[arg-type]
 
 
 def saved(journal: Journal, run: str, name: str, owner: str = "ann", kind: str = "sampler_weights") -> str:
-    """The path of a checkpoint that is only a row."""
+    """Record a checkpoint that is only a row, and return its path."""
     flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
     path = f"tinker://{run}/{kind}/{name}"
     journal.imports.restore(
@@ -117,7 +117,7 @@ def test_generation_is_a_sample_in_the_session_of_the_key(
             (mine,) = journal.sessions.ids("ann", limit=9, offset=0)
             assert journal.sessions.get(mine, "ann").key_id == "key-a"
             assert [one.id for one in journal.samplers.of_session(mine)] == [f"{mine}:sample:0"]
-            # A session that is over is followed by another.
+            # A new session follows a finished one.
             journal.sessions.finish(mine, "ann")
             clock.advance(1000)
             assert await (await generate(call, target, [2], {"max_tokens": 1})).result()
@@ -178,7 +178,7 @@ def test_invalid_content_is_refused_before_it_is_stored(
 def test_client_disconnect_cancels_the_request(
     journal: Journal, lettered: ModelCard, settings_for: Callable[..., Settings]
 ) -> None:
-    """Without an engine, the request has no answer."""
+    """No engine runs, so the request is not answered."""
 
     async def scene() -> None:
         async with calls(journal, settings_for(max_sampling_requests=1)) as of:

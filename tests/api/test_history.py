@@ -1,4 +1,4 @@
-"""Histories over HTTP: chosen by metadata or setting, read in pages, and refused by name."""
+"""Histories over HTTP: their choice by metadata or setting, pages, receipts, rows of steps, and access."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(server: Any, **metadata: str) -> str:
 
 
 def train(server: Any, run: str, steps: int) -> list[bytes]:
-    """The results of `steps` optimizer steps."""
+    """Make `steps` optimizer steps, and return their results."""
     results = []
     for seq_id in range(1, steps + 1):
         body = {"model_id": run, "seq_id": seq_id, "adam_params": {"learning_rate": seq_id / 1000}}

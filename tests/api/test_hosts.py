@@ -1,4 +1,4 @@
-"""One Host check for the whole port, and nothing that an answer links to comes from a header of a stranger."""
+"""The Host check of all routes. Links and redirects never depend on headers of strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits as the SDK meets them."""
+"""Limits of projects, as seen through the SDK."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class FailingOnce:
         """A step depends on no other step."""
 
     async def prepare(self, trainer: Trainer) -> None:
-        """Nothing is to be measured."""
+        """No value is measured."""
 
     async def held_out(self, client: Any) -> dict[str, float]:
         """No rows are held out."""
@@ -150,7 +150,7 @@ async def test_each_pipeline_attempt_can_use_the_only_model_slot(start: Any, eng
             progress = RunProgress(f"{tmp_path.as_uri()}/work", name, "plan")
             return Trainer(known, FailingOnce(), progress, Lineage("sft", name, "data", "code"))  # type: ignore[arg-type]
 
-        for name in ("first", "second"):  # they share the session, as the points of a sweep
+        for name in ("first", "second"):  # both share the session, as the points of a sweep do
             trainer = run(name)
             async with _prepared(trainer, trainer.progress.segments()):
                 with pytest.raises(ConnectionError):

@@ -1,4 +1,4 @@
-"""Links open exactly what they name, for a while, without a key."""
+"""Signed links: each opens exactly its own path, for a limited time, without a key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinkerflow.api.links import LIFETIME, Linked, link
 
 @pytest.fixture
 def linking(start: Any) -> Any:
-    """Starts a server with a route that gives links, and one that they open."""
+    """Starts a server with a route that returns links, and a route that they open."""
 
     def begin(**settings: Any) -> Any:
         server = start(**settings)

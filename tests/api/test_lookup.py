@@ -1,4 +1,4 @@
-"""Looking at sessions and at the audit log afterwards, through the SDK."""
+"""Searches for sessions, runs and audit entries, through the SDK."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BASE = "tiny/bigram"
 
 @pytest.fixture
 def people(server: Any, journal: Any) -> Iterator[Callable[[str], Any]]:
-    """Keys of people: `ann` and `ada` share a project, `bob` has his own, `root` is the admin of a third."""
+    """people(name): `ann` and `ada` share a project, `bob` has his own, and `root` is an admin in a third."""
     projects = {"ann": "team-a", "ada": "team-a", "bob": "team-b", "root": "team-c"}
     secrets = {name: journal.keys.create(name, team, admin=name == "root")[1] for name, team in projects.items()}
-    server.clock.advance(1.0)  # the app looks again whether there are keys
+    server.clock.advance(1.0)  # so that the server looks for keys again
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", tinker.lib.experimental.ExperimentalWarning)
@@ -122,7 +122,7 @@ def test_search_by_status(people: Any, journal: Any) -> None:
     assert ann.search(statuses=[*said, {"type": "active"}]) == [badly, active]
     status = ann.page(session_id=badly).sessions[0].status
     assert (status.type, status.reason.type, status.detail) == ("client_finished", "errored", "out of luck")
-    journal.sessions.expire(-1)  # everything silent since a second from now
+    journal.sessions.expire(-1)  # every session counts as silent, because the limit is in the future
     (silent,) = ann.page(statuses=[{"type": "cancelled"}]).sessions
     assert (silent.session_id, silent.status.type) == (active, "cancelled")
     assert "no heartbeat since" in silent.status.detail

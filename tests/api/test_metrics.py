@@ -1,4 +1,4 @@
-"""The page of metrics: each request is counted, and a base model may be called anything."""
+"""The metrics page: counts of requests, figures of the service, and base models with any name."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from tinkerflow.api.openapi import serve_document
 
-# What is sent there is not read.
+# These routes do not read bodies.
 NO_BODY = {"/client/config", "/client/dynamic_config", "/auth/token", "/publish", "/v1/embeddings"}
 
 

@@ -1,4 +1,4 @@
-"""An id that carries its failure gives it back, and no other id does."""
+"""The id of a refused request contains the reason, and no other id does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a run over HTTP: stored once, for the run's page; wrong ones are refused by name."""
+"""Metrics and outcomes of runs over HTTP: stored once, shown on the run's page, and refused with a reason."""
 
 from __future__ import annotations
 

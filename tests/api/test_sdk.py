@@ -241,7 +241,7 @@ def test_samples_without_a_seed_differ(client: tinker.ServiceClient, engine: Any
     params = types.SamplingParams(max_tokens=20, stop=[])
     drawn = [sampler.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences[0].tokens for _ in range(2)]
     assert drawn[0] != drawn[1]
-    assert [len(tokens) for tokens in drawn] == [20, 20]  # an empty stop list stops at nothing, the EOS included
+    assert [len(tokens) for tokens in drawn] == [20, 20]  # an empty stop list stops at nothing, not even at the EOS
 
 
 def test_invalid_samples_fail_alone(client: tinker.ServiceClient, engine: Any) -> None:
@@ -323,7 +323,7 @@ def test_capabilities_and_flags(client: tinker.ServiceClient, server: Any) -> No
     (supported,) = tinker.RestClient(base_url=server.url).get_server_capabilities().result().supported_models
     assert (supported.model_name, supported.max_context_length) == (BASE, 64)
     assert (supported.trainable, supported.sampleable) == (True, True)
-    # each flag is a promise of an endpoint or an encoding
+    # each flag promises an endpoint or an encoding
     assert server.post("client/config", {"sdk_version": "0"}).json()["custom_loss_server_side"] is True
     assert server.post("client/dynamic_config", {"sdk_version": "0"}).json()["sample_cancel_enabled"] is True
 

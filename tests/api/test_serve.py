@@ -1,4 +1,4 @@
-"""The API process waits for the engine's part, serves, and stops soon although polls are held."""
+"""The API process waits for a database and a base model, serves, and stops soon even while polls are held."""
 
 from __future__ import annotations
 

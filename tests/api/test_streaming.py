@@ -1,4 +1,4 @@
-"""Streams over HTTP: tokens come before the result, each once, on several servers. Slow readers delay nobody."""
+"""Streams over HTTP: tokens arrive before the result, each once, on several servers. Slow readers delay no one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TOKENS = [2 + n % 12 for n in range(40)]
 
 
 class Decoder:
-    """Decodes TOKENS for every request that streams, in chunks that the test sets."""
+    """Decodes TOKENS for every streaming request, in chunks set by the test."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.requests: dict[str, Pending] = {}
 
     def take(self, count: int) -> None:
-        """Wait for so many requests."""
+        """Wait for `count` requests."""
         deadline = time.monotonic() + 60
         while len(self.requests) < count:
             assert time.monotonic() < deadline, f"{len(self.requests)} of {count} requests came"
@@ -39,7 +39,7 @@ class Decoder:
             time.sleep(0.005)
 
     def decode(self, start: int, end: int) -> None:
-        """Tell tokens [start, end) of every request."""
+        """Stream tokens [start, end) of every request."""
         tokens = []
         for request in self.requests.values():
             some = np.array(TOKENS[start:end], np.int32)
@@ -48,7 +48,7 @@ class Decoder:
         self.journal.streams.write(tokens)
 
     def answer(self, tokens: int = len(TOKENS)) -> None:
-        """Answer every request with so many tokens."""
+        """Answer every request with its first `tokens` tokens."""
         some = np.array(TOKENS[:tokens], np.int32)
         one = SampledSequence(some, -some.astype(np.float32), "length")
         self.journal.results.finish(
@@ -65,7 +65,7 @@ def decoder(journal: Journal) -> Decoder:
 
 
 class Reader(threading.Thread):
-    """Reads one stream. heard: its tokens, with when each part came."""
+    """Reads one stream. heard: its tokens so far."""
 
     def __init__(self, server: Running, pause: float = 0.0) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Reader(threading.Thread):
                 time.sleep(self.pause)
 
     def until(self, count: int) -> None:
-        """Wait until so many tokens were heard."""
+        """Wait until `count` tokens have arrived."""
         deadline = time.monotonic() + 60
         while len(self.heard) < count:
             assert time.monotonic() < deadline, f"heard {len(self.heard)} of {count}"
@@ -112,7 +112,7 @@ def hear(readers: list[Reader], decoder: Decoder, ends: Iterable[int], start: in
 
 
 def hear_all(readers: list[Reader], decoder: Decoder) -> None:
-    """Answer: every reader has heard every token, once."""
+    """Answer all requests, and assert that each reader has received each token once."""
     decoder.answer()
     for reader in readers:
         reader.join(60)
@@ -123,9 +123,9 @@ def test_stream_sends_tokens_before_the_result_and_none_twice_after_a_crash(serv
     (reader,) = listening(server, 1)
     decoder.take(1)
     hear([reader], decoder, (8, 16))
-    decoder.decode(0, 6)  # a worker was killed: the next one begins again, in other chunks
+    decoder.decode(0, 6)  # a worker was killed: the next one starts again, with other chunks
     hear([reader], decoder, (18,), start=6)
-    decoder.decode(20, 24)  # a row between was lost
+    decoder.decode(20, 24)  # the row with tokens 18 and 19 was lost
     hear_all([reader], decoder)
     assert reader.last == "data: [DONE]"
 
@@ -164,7 +164,7 @@ def test_disconnected_streams_are_cancelled(server: Running, decoder: Decoder) -
     decoder.take(2)
     hear([*gone, *stays], decoder, (4,))
     gone[0].left.set()
-    decoder.decode(4, 8)  # it reads this line, and closes
+    decoder.decode(4, 8)  # the reader gets this line and disconnects
     deadline = time.monotonic() + 60
     while len(decoder.journal.results.finished(list(decoder.requests))) < 1:
         assert time.monotonic() < deadline, "nobody cancelled"
@@ -173,7 +173,7 @@ def test_disconnected_streams_are_cancelled(server: Running, decoder: Decoder) -
 
 
 def test_slow_reader_does_not_slow_other_streams(server: Running, decoder: Decoder) -> None:
-    """One that does not read at all: a socket whose buffers are full."""
+    """The slow reader never reads, so the buffers of its socket fill up."""
     body = json.dumps({"model": BASE, "prompt": "a", "max_tokens": 40, "stream": True}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"

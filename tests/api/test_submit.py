@@ -1,4 +1,4 @@
-"""Bodies of submits: hashes are those that earlier versions stored, so a repeat is recognised after an upgrade."""
+"""Bodies of submits. Their hashes equal those of earlier versions, so that repeats are detected after an upgrade."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The tenant matrix: every route of the app treats another project's id of every kind like an unknown id.
+"""The tenant matrix: each route of the app treats another project's ids of all kinds like unknown ids.
 
-The matrix is made from the app's routes. A new route fails here until it is in the tables below.
+The matrix is derived from the app's routes. A new route fails here until the tables below contain it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _late = itertools.count(100)  # sequence ids of operations that need not be exec
 
 @dataclass
 class Person:
-    """A key with a project of its own, and one of everything."""
+    """A key with its own project, and one object of each kind."""
 
     server: Running
     key: str
@@ -47,25 +47,25 @@ class Person:
     seq: int = 0
 
     def next_seq(self) -> int:
-        """Of their model."""
+        """The next sequence id of the person's model."""
         self.seq += 1
         return self.seq
 
     def send(self, method: str, path: str, body: Any = None) -> Any:
-        """Any request; bytes are protobuf."""
+        """Send a request. body: JSON, or protobuf as bytes."""
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
         url, headers = f"{self.server.url}{path if path[:1] == '/' else f'/api/v1/{path}'}", {"X-API-Key": self.key}
         return self.server.http.request(method, url, headers=headers, follow_redirects=False, **content)
 
     def outcome(self, method: str, path: str, body: Any = None, *, follow: bool = False) -> tuple[int, str]:
-        """What comes of it: status and text; with `follow`, of the future that it opens."""
+        """Send a request, and return its status and text. follow: return those of the future that the request opens."""
         answer = self.send(method, path, body)
         if answer.status_code == 200 and (follow or "refused-" in answer.text):
             return self.poll(answer.json()["request_id"])
         return answer.status_code, answer.text
 
     def poll(self, request_id: str) -> tuple[int, str]:
-        """The answer of an operation."""
+        """Wait for an operation, and return the status and text of its answer."""
         until = time.monotonic() + 60
         while time.monotonic() < until:
             answer = self.send("POST", "retrieve_future", {"request_id": request_id})
@@ -74,7 +74,7 @@ class Person:
         raise AssertionError(f"request {request_id} was never answered")
 
     def furnish(self, project: str) -> None:
-        """Make one of everything that has an id."""
+        """Create one object of each kind that has an id."""
         model = self.server.model(self.key, history="true")
         session = model.split(":")[0]
         self.ids = {"project": project, "session": session, "model": model}
@@ -117,14 +117,14 @@ def chunk(model: str) -> bytes:
 
 
 CHECKPOINTS = ("weights", "sampler_weights", "external_weights")
-Body = Callable[[str, Person], Any]  # made from an id and from the sender
+Body = Callable[[str, Person], Any]  # makes a body from an id and the sender
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A body that names an object of this kind. follow: the error is in the result of a stored future.
+    """A request body that names an object of this kind.
 
-    found: a search that finds nothing, with a 200.
+    follow: the error is in the result of a stored future. found: a search, which answers 200 and finds nothing.
     """
 
     kind: str
@@ -174,7 +174,7 @@ IN_BODY: dict[str, list[Probe]] = {
     "retrieve_futures": [
         Probe("sampler", lambda it, me: {"target": {"sampling_session_id": it}, "timeout": 0.0}),
         Probe(
-            "sample",  # acknowledging another's request changes nothing
+            "sample",  # acknowledging a request of another project changes nothing
             lambda it, me: {
                 "target": {"sampling_session_id": me.ids["sampler"]},
                 "retrieved_request_ids": [it],
@@ -255,15 +255,15 @@ NO_ID = {
     "/", "/openapi.json", "/v1/models", "/v1/embeddings", "/v1/feedback",
     "healthz", "client/config", "client/dynamic_config", "get_server_capabilities", "create_session", "auth/token",
     "auth/apikey/me", "metrics", "checkpoints", "sessions", "audit", "billing/usage/events", "billing/prices",
-    "assets", "external_weights_upload_start",  # its destination_project_id is a label, as that of copy_weights
-    "telemetry",  # its session_id is written to the log, and never looked up
+    "assets", "external_weights_upload_start",  # its destination_project_id is a label, like that of copy_weights
+    "telemetry",  # its session_id is only logged
 }  # fmt: skip
 ONLY_EXTERNAL = {"training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls"}
 
 
 @dataclass(frozen=True)
 class Try:
-    """One cell of the matrix: a request by `me` that names the thing `it`."""
+    """One cell of the matrix: a request by `me` that names the object `it`."""
 
     route: tuple[str, str]
     kind: str
@@ -277,7 +277,7 @@ class Try:
 
 
 def tries(method: str, path: str) -> list[Try]:
-    """The cells of one route; KeyError for one that is in no table."""
+    """The cells of one route. KeyError: no table contains the route."""
     route = (method, path)
     if path in IN_BODY and method != "GET":
         probes = IN_BODY[path]
@@ -315,7 +315,7 @@ def nobodys(some_id: str) -> str:
 
 @pytest.fixture
 def people(server: Running, engine: Any, journal: Any, lettered: Any) -> tuple[Person, Person]:
-    """Two, of different projects; the first one's things are asked about by the second."""
+    """Ann and Bob, in different projects. Bob sends requests for Ann's objects."""
     (Path(lettered.path) / "config.json").write_text(json.dumps(TINY))
     found = []
     for name in ("ann", "bob"):
@@ -327,7 +327,7 @@ def people(server: Running, engine: Any, journal: Any, lettered: Any) -> tuple[P
 
 
 def cells(server: Running) -> list[Try]:
-    """The whole matrix. Routes that end objects come last, sessions last of all. Pages have their own (console/)."""
+    """The whole matrix, with routes that end objects last. The console's pages have their own tests."""
     prefix = "/api/v1/"
     pages = {route.path for router in console.routers() for route in router.routes} - {"/"}
     routes = [
@@ -371,7 +371,7 @@ def test_routes_treat_objects_of_another_project_as_missing(server: Running, peo
             assert foreign[0] == (200 if one.found else 404), (str(one), foreign)
         theirs[n] = missing
     assert everything(ann) == before, "the requests changed nothing"
-    # The same requests by their owner do something: none of the cells above is empty.
+    # The same requests succeed for the owner, so no cell above is vacuous.
     for n, one in enumerate(matrix):
         it = ann.ids[one.kind]
         mine = ann.outcome(one.route[0], one.path(it), one.body(it, ann), follow=one.follow and one.kind != "model")

@@ -1,4 +1,4 @@
-"""Text and tokens: incremental decoding equals decoding as a whole for any tokens, and stop strings are cut exactly."""
+"""Text and tokens: incremental decoding equals whole decoding for any tokens, and stop strings are cut off exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens, which the SDK and its command line get for keys."""
+"""Tokens, which the SDK and its command line get in exchange for keys."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_token_opens_the_project_of_its_key_until_it_expires(server: Running, jo
     with pytest.raises(NotFoundError):
         journal.sessions.get(session, "other")
     server.clock.advance(1800)
-    later = exchanged(server, token)  # it may be renewed, and ends when it would have
+    later = exchanged(server, token)  # renewal works, but does not extend the lifetime
     server.clock.advance(1800)
     for one in (token, later):
         refused = server.get("sessions", one)
@@ -141,7 +141,7 @@ def test_sdk_exchanges_its_key_again_after_a_refused_token(server: Running, engi
         server.clock.advance(7200)  # the server's clock is ahead, so tokens expire before the SDK renews them
         training.optim_step(tinker.AdamParams()).result()
         assert seen.count("auth/token") == before + 1
-    assert before <= 2  # one for each of the SDK's two connections' holders
+    assert before <= 2  # one for each of the SDK's two connection holders
 
 
 @pytest.mark.parametrize(("name", "project"), [("local", "local"), ("laptop", "team")])

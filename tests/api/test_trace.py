@@ -1,4 +1,4 @@
-"""A session's timeline, through the SDK: a trace that Perfetto opens, readable by whoever has the link."""
+"""A session's timeline through the SDK: a trace for Perfetto, which anyone with the link can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The span of an HTTP request, whose context is stored in the journal with the submitted request."""
+"""The span of an HTTP request. Its context is stored in the journal with the submitted request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def of(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
     while not (found := [span for span in exporter.get_finished_spans() if span.name == name]):
         names = [span.name for span in exporter.get_finished_spans()]
         assert time.monotonic() < deadline, f"no span {name}, but {names}"
-        time.sleep(0.01)  # it ends after the client has the answer
+        time.sleep(0.01)  # the span ends after the client has the answer
     (one,) = found
     return one
 

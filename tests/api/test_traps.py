@@ -1,4 +1,4 @@
-"""Requests that the SDK cannot be made to send, sent by hand: the traps of docs/protocol.md."""
+"""The traps of docs/protocol.md, as handwritten requests that the SDK cannot be made to send."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def post_chunk(server: Any, body: bytes, **headers: str) -> httpx.Response:
 
 
 def failure(server: Any, response: httpx.Response) -> str:
-    """The text of the failure behind a submit that was not refused."""
+    """The error of an operation whose submit was accepted."""
     assert response.status_code == 200
     answer = server.result(response.json()["request_id"])
     assert answer.status_code == 200

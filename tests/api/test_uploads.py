@@ -1,4 +1,4 @@
-"""Adapters that were made elsewhere come in over HTTP: links, files in pieces, a checkpoint or a reason."""
+"""Uploads of adapters trained elsewhere, over HTTP: links, files in pieces, and the resulting checkpoint or error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_upload_becomes_a_checkpoint_that_can_be_trained_on(
     for name, array in tensors().items():
         np.testing.assert_array_equal(state.weights[name], array)
     assert pieces(server, upload) == []
-    assert server.post(FINISH, body).json()["tinker_path"] == path  # as after a lost answer
+    assert server.post(FINISH, body).json()["tinker_path"] == path  # as a client repeats it after a lost answer
     info = server.post("weights_info", {"tinker_path": path}).json()
     assert (info["base_model"], info["lora_rank"]) == (BASE, 4)
     load = {"session_id": server.session(), "model_seq_id": 0, "path": path}
@@ -149,7 +149,7 @@ def test_number_of_open_uploads_is_limited(server: Running) -> None:
     answer = server.post(START, ASKED)
     assert answer.status_code == 400 and f"must be fewer than {MOST_OPEN}" in answer.text
     server.clock.advance(3601)
-    assert server.post(START, ASKED).status_code == 400  # by the journal's clock they are still open
+    assert server.post(START, ASKED).status_code == 400  # they are still open by the journal's clock
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_invalid_upload_is_refused_at_the_start(server: Running, change: dict[st
 
 
 def test_expired_upload_is_deleted(server: Running, journal: Journal) -> None:
-    """Also files whose commit was followed by a kill before their rows were written."""
+    """The files of an expired upload are kept for an hour."""
     upload = begun(server)
     sent(upload)
     server.clock.advance(3601)
@@ -174,7 +174,7 @@ def test_expired_upload_is_deleted(server: Running, journal: Journal) -> None:
     answer = server.post(FINISH, {"upload_id": upload["upload_id"]})
     assert answer.status_code == 400 and "has expired at" in answer.text
     delete_uploads(journal, server.store)
-    assert pieces(server, upload)  # for an hour somebody may still be at work on it
+    assert pieces(server, upload)  # another process may work on it for up to an hour
     later = Journal.open(server.settings.journal_url, clock=server.clock)
     server.clock.advance(3600)
     delete_uploads(later, server.store)
@@ -221,7 +221,7 @@ def test_second_put_of_a_file_aborts_the_first(server: Running, journal: Journal
 
 
 def test_a_project_has_one_upload_in_the_queue(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others wait for one of the project's finishes, not for all of them."""
+    """Other projects wait for at most one finish of this project."""
     running, most, finish = [], [], uploads._finish
 
     def slow(call: Any, upload_id: str) -> str:

@@ -1,6 +1,6 @@
-"""Every kind of wrong content through the SDK fails its own future with an error that names it.
+"""Each kind of invalid content that is sent through the SDK fails only its own future, with an error that names it.
 
-After each, the weights, the gradient and the step are unchanged bit for bit, and the next request works.
+After each failure, the weights, gradients and step are unchanged bit for bit, and the next request succeeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ones(value: float = 1.0, count: int = 4) -> Any:
 
 
 def training(model: tinker.TrainingClient) -> dict[str, tuple[Wrong, str]]:
-    """Wrong training requests, each with a part of its error message."""
+    """Invalid training requests, each with a pattern of its error message."""
 
     def data(loss: Any = "cross_entropy", config: Any = None, **inputs: Any) -> Wrong:
         return lambda: model.forward_backward([datum(**inputs)], loss, config)
@@ -75,7 +75,7 @@ def training(model: tinker.TrainingClient) -> dict[str, tuple[Wrong, str]]:
 
 
 def making(client: tinker.ServiceClient) -> dict[str, tuple[Wrong, str]]:
-    """The same of models that cannot be made."""
+    """Invalid requests for models, each with a pattern of its error message."""
 
     def model(**more: Any) -> Wrong:
         return lambda: client.create_lora_training_client(BASE, **more)
@@ -97,7 +97,7 @@ def making(client: tinker.ServiceClient) -> dict[str, tuple[Wrong, str]]:
 
 
 def sampling(sampler: tinker.SamplingClient) -> dict[str, tuple[Wrong, str]]:
-    """The same of samples."""
+    """Invalid samples, each with a pattern of its error message."""
 
     def params(count: int = 1, **more: Any) -> Wrong:
         return lambda: sampler.sample(PROMPT, count, types.SamplingParams(**{"max_tokens": 2, **more}))
