@@ -65,7 +65,7 @@ INFO = GroupInfo(
 
 @dataclass
 class NumpyPool:
-    """Executes in order like a worker group; tests make it slow, or make it fail."""
+    """Executes commands in order, like a worker group. Tests make it wait or fail."""
 
     executor: Unigram = field(default_factory=lambda: Unigram(CONFIG, print, 1, 0))
     generation: int = 1
@@ -80,7 +80,7 @@ class NumpyPool:
     line: asyncio.Lock = field(default_factory=asyncio.Lock)
     lost: asyncio.Queue[GroupLost] = field(default_factory=asyncio.Queue)
 
-    down: asyncio.Event | None = None  # set: the next generation serves
+    down: asyncio.Event | None = None  # not None: no group serves until the event is set
     executing: bool = False
     deaths: int = 0
     poison: Callable[[Command], bool] = lambda command: False
@@ -128,7 +128,7 @@ class NumpyPool:
         return self.generation
 
     def die(self, *, down: bool = False) -> None:
-        """End the group and its state. The next group serves immediately, unless it stays down."""
+        """End the group and lose its state. The next group serves immediately, unless `down`."""
         self.lost.put_nowait(GroupLost(self.generation, "rank 0 died of signal 9"))
         self.executor = Unigram(CONFIG, print, 1, 0)
         self.generation += 1
@@ -297,7 +297,7 @@ ConnectClient = Callable[..., Awaitable[Client]]
 
 @pytest.fixture
 async def connect() -> AsyncIterator[ConnectClient]:
-    """Make clients, each with its own session."""
+    """`await connect(journal)`: a client with a session of its own."""
     opened: list[ResultSubscriptions] = []
 
     async def connect(journal: Journal, base_model: str = CARD.name, owner: str = "local") -> Client:
@@ -320,7 +320,7 @@ async def client(connect: ConnectClient, journal: Journal) -> Client:
 
 @pytest.fixture
 def mirror() -> Mirror:
-    """Without Prefect."""
+    """A mirror that is not connected to Prefect."""
     return Mirror(PrefectConnection(""), Pacing(10.0, SystemClock()))
 
 

@@ -11,7 +11,7 @@ from tinkerflow.backend.spec.commands import Forward, ForwardResult, GroupConfig
 
 
 class Joint(Unigram):
-    """A Unigram of which no process can compute a gradient alone."""
+    """A Unigram whose gradients need all processes of the group."""
 
     uses_jax = True
 

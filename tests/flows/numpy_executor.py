@@ -1,7 +1,7 @@
-"""A unigram language model in NumPy behind the pool's commands: its whole adapter is a bias over the vocabulary.
+"""A unigram language model in NumPy that executes the pool's commands. Its whole adapter is a bias over the vocabulary.
 
-Used in the test's own process (NumpyPool in conftest.py) and, for the engine, in real worker processes.
-adapter_id "crash" in a DropAdapter ends the process.
+Tests use it in their own process (NumpyPool in engine_parts.py) and, for the engine, in real worker processes.
+A DropAdapter of the adapter "crash" ends the process.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ BIAS, GRAD = "base_model.model.lm_head.lora_B.weight", "base_model.model.lm_head
 
 
 class Unigram:
-    """Executes commands one after the other."""
-
     uses_jax = False
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
@@ -162,7 +160,7 @@ class Unigram:
 
 @dataclass
 class Decoding:
-    """A request in the batch. Each token is the likeliest by the snapshot's bias at that time."""
+    """A request in the batch. Each token is the most likely one under the snapshot's bias at that time."""
 
     request: SampleRequest
     bias: np.ndarray

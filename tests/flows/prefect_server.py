@@ -1,4 +1,4 @@
-"""A real embedded Prefect server, and requests to it."""
+"""Fixtures of a real embedded Prefect server, and a client for requests to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def collected_connections() -> Iterator[None]:
-    """Collects connections of Prefect's clients, because an open socket is an error in the next module's tests."""
+    """Collect connections of Prefect's clients, because an open socket is an error in the next module's tests."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -37,7 +37,7 @@ def collected_connections() -> Iterator[None]:
 
 
 def prefect_http(api_url: str, credential: str | None = None) -> httpx.AsyncClient:
-    """A client with this credential, or with that of Prefect's settings; an empty one is not sent."""
+    """A client with this credential, or with the one in Prefect's settings. An empty credential is not sent."""
     credential = PREFECT_API_AUTH_STRING.value() if credential is None else credential
     auth = httpx.BasicAuth(*credential.split(":", 1)) if credential else None
     return httpx.AsyncClient(base_url=api_url, auth=auth, timeout=60)

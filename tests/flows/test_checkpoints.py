@@ -1,4 +1,4 @@
-"""Exports, names used again, tokens, and the sweep that deletes: with real tasks, journal and store."""
+"""Checkpoints on a real journal and store: exports, reused names, access tokens, and the sweep that deletes files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinkerflow.flows.sweeps import delete_checkpoints, write_changes
 
 @pytest.fixture
 async def model(make_runner: Any, client: Any, running: Any) -> AsyncIterator[str]:
-    """A model that is served, after one step."""
+    """A served model after one step."""
     name, request = client.submit_create()
     runner = make_runner(name)
     async with running(runner.serve()), running(client.ring("model:", runner)):

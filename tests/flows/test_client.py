@@ -1,4 +1,4 @@
-"""Clients of the Prefect API check certificates by Prefect's settings, and read the authorities once."""
+"""Clients of the Prefect API check certificates according to Prefect's settings, and read the authorities once."""
 
 from __future__ import annotations
 

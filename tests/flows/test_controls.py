@@ -1,4 +1,4 @@
-"""The buttons of Prefect's UI when something goes wrong; test_prefect.py presses them on a real server."""
+"""The buttons of Prefect's UI during failures, on a fake server. test_prefect.py presses them on a real server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinkerflow.flows.prefect.controls import ControlsWatch
 
 
 class Server:
-    """Stands in for Prefect's client, with one flow run."""
+    """A fake of Prefect's client with one flow run."""
 
     def __init__(self, state: State[Any]) -> None:
         self.run = SimpleNamespace(id=uuid4(), name="run", state=state, parameters={"model_id": "model"})
@@ -40,7 +40,7 @@ class Server:
 
 
 class Controls:
-    """Records its calls. errors: raised by the next calls."""
+    """Records its calls. errors: raised by the next calls of `cancel`."""
 
     def __init__(self, shown: UUID | None = None) -> None:
         self.shown = shown

@@ -1,4 +1,4 @@
-"""Four processes on four hosts (network namespaces): cut links and lost packets take time, and change no bit."""
+"""Four processes on four hosts (network namespaces): cut links and lost packets cost time but change no bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinkerflow.flows.engine import run_engine
 
 HERE = Path(__file__).parent
 SILENCE = 10.0  # heartbeat_timeout
-NOTICED = SILENCE * 7 / 6  # as in the README; the tests wait longer, for busy machines
+NOTICED = SILENCE * 7 / 6  # the limit in the README; the tests wait longer, because machines may be busy
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def settings(four: Network, tmp_path: Path) -> Settings:
 
 @contextmanager
 def joined(host: NetHost, group: str, settings: Settings) -> Iterator[Path]:
-    """Run `tinkerflow worker` on a host during the block. Yields its log."""
+    """Run `tinkerflow worker` on a host during the block. Yields the path of its log."""
     command = (sys.executable, "-m", "tinkerflow", "worker", "--group", group)
     options = ("--secret-file", str(settings.group_secret_path), "--data-dir", str(settings.data_dir / host.name))
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1])))}
@@ -72,7 +72,7 @@ def joined(host: NetHost, group: str, settings: Settings) -> Iterator[Path]:
 
 @pytest.fixture
 async def engine(four: Network, settings: Settings, running: Any, until: Any) -> AsyncIterator[Callable[[], int]]:
-    """Run an engine with a worker on each host. Yields a function that counts the groups that it has started."""
+    """Run an engine with a worker on each host. Yields a function that counts the groups it has started."""
     make_secret(settings.group_secret_path)
     said: list[str] = []
     ready = asyncio.Event()
@@ -97,7 +97,7 @@ def work(client: Any, model: str) -> list[str]:
 
 
 def same(settings: Settings, results: Any, expected: Any) -> None:
-    """Check that all results are equal, and every number of the final checkpoints."""
+    """Check that all results and every number of the final checkpoints are equal."""
     assert [result.result for result in results[:-1]] == [result.result for result in expected[:-1]]
     store = Store.open(settings.store_url)
     one, other = (store.load(orjson.loads(every[-1].result)["path"])[0] for every in (expected, results))
@@ -131,7 +131,7 @@ async def test_cut_link_only_pauses_and_lost_packets_only_slow_work(
     async with asyncio.timeout(NOTICED + 60):
         await until(
             lambda: "its processes here have ended" in there.read_text()
-        )  # without a message, as the link is cut
+        )  # no message can arrive over the cut link
     assert journal.results.get(requests[0], "local") is None
     lost.heal()
     results = await client.results(*requests)
@@ -145,5 +145,5 @@ async def test_cut_link_only_pauses_and_lost_packets_only_slow_work(
     same(settings, await client.results(*work(client, throttled)), expected)
     assert lost.dropped() > 0
     record_property("dropped", lost.dropped())
-    assert engine() == 2  # no host was considered lost
+    assert engine() == 2  # no host was declared lost
     journal.close()

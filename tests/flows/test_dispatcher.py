@@ -1,4 +1,4 @@
-"""The dispatcher wakes runners, and handles lost groups and dropped snapshots, with the (NumPy) pool and no Prefect."""
+"""The dispatcher wakes runners, cancels samples and evicts snapshots, with the NumPy pool and without Prefect."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_cancelled_sample_frees_its_place_immediately(
     dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_sweep(_: Any) -> None:
-        """The notification must do it."""
+        """Do nothing, so that only the notification can cancel."""
 
     monkeypatch.setattr(SamplingRunner, "cancel_ended", no_sweep)
     pool.hold = asyncio.Event()
@@ -89,7 +89,7 @@ async def test_unused_snapshots_are_dropped(dispatcher: Any, client: Any, pool: 
 
 async def test_sweeps_do_not_wait_for_a_replacement_group(dispatcher: Any, pool: Any) -> None:
     (served,) = dispatcher[0]._served.values()
-    pool.down = asyncio.Event()  # for ever, as where base models take turns
+    pool.down = asyncio.Event()  # forever, as when base models take turns
     async with asyncio.timeout(60):
         await drop_from_group(served, ["one", "two"])
     assert pool.log == []
@@ -113,7 +113,7 @@ async def test_surplus_snapshots_are_evicted_until_sampled_again(
     dropped = [command.snapshot_id for command in pool.log if isinstance(command, DropSnapshot)]
     kept = [client.journal.samplers.get(sampler, None).snapshot_id for sampler in said]
     assert dropped == kept[:3]  # least recently used first
-    pool.hold = asyncio.Event()  # it stays while it is sampled
+    pool.hold = asyncio.Event()  # snapshots stay while they are sampled
     again = [client.sample(sampler) for sampler in said]
     await until(lambda: len(serving._served) and all(not snapshots_idle(serving, one) for one in kept))
     pool.hold.set()

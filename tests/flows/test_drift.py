@@ -1,4 +1,4 @@
-"""A forward_backward on samples of another policy is visible in its metrics, in the journal, and in the log."""
+"""A forward_backward on samples of another policy is visible in its metrics and in the log."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def engine(tmp_path: Path, base_model: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """`async with engine(**settings) as journal`: an engine that is ready, and is cancelled at the end."""
+    """`async with engine(**settings) as journal`: a ready engine, which is cancelled at the end of the block."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
 
     @asynccontextmanager
@@ -63,7 +63,7 @@ def engine(tmp_path: Path, base_model: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def workers() -> list[int]:
-    """Pids of the worker processes below this one."""
+    """PIDs of the worker processes that this process started."""
     pids = [int(p) for path in Path("/proc/self/task").glob("*/children") for p in path.read_text().split()]
     return [pid for pid in pids if b"tinkerflow.backend.pool.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -122,9 +122,7 @@ async def test_restarted_engine_continues_the_work_of_the_previous_one(
     away = Journal.open(f"sqlite:///{tmp_path / 'journal.db'}")
     client.journal = away
     waiting = [client.sample(in_memory), client.sample(in_store), client.optim_step(model)]
-    assert [away.results.get(request, "local") for request in waiting] == [
-        None
-    ] * 3  # accepted while the engine is away
+    assert [away.results.get(request, "local") for request in waiting] == [None] * 3  # accepted while no engine runs
     away.close()
 
     async with engine(prefect="external") as journal:
@@ -133,7 +131,7 @@ async def test_restarted_engine_continues_the_work_of_the_previous_one(
         assert [result.error for result in results] == [None] * 3
         assert results[0].result == results[1].result == before.result
         assert journal.models.get(model, None).step == 2
-    started, saved, restarted, restored = told  # a run that an engine leaves is not finished
+    started, saved, restarted, restored = told  # a stopped engine does not end its runs
     assert saved[:2] == ("tinkerflow.checkpoint.saved", "model")
     assert saved[2]["path"] == f"tinker://{model}/sampler_weights/kept"
     assert started == ("tinkerflow.engine.started", "engine", {"engine": 1, "base_models": [base_model]})

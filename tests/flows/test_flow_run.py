@@ -1,4 +1,4 @@
-"""The requests of a flow run's record, and their order. The client here only records them."""
+"""The requests that a flow run's record sends, and their order, on a fake client that records them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEADING = Heading(sampling, "sampling unigram", {"base_model": "unigram"}, ())
 
 
 class Server:
-    """Stands in for Prefect's client. errors: raised by the next requests for logs."""
+    """A fake of Prefect's client. errors: raised by the next requests that send logs."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -174,7 +174,7 @@ async def test_prefect_request_that_always_fails_is_abandoned(
 
 
 async def test_event_waits_for_its_flow_run_in_prefect(server: Server, until: Any) -> None:
-    """An automation that suspends the flow run of an event finds it, also when the event is of its first second."""
+    """Otherwise an automation that suspends an event's flow run would not find a run created a moment ago."""
     emitted = server.events
     connection = PrefectConnection("http://prefect/api")
     (run,) = Mirror(connection, Pacing(1.0, SystemClock())).observe_training_run("sess-1234:train:0", "folder/unigram")
@@ -206,9 +206,9 @@ async def test_training_flow_run_has_a_readable_name(server: Server, label: str,
 
 
 async def test_page_requests_grow_with_time_and_not_with_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request takes 1 to 2.5 ms of the engine's CPU; a step takes about 15."""
+    """Each request costs 1 to 2.5 ms of the engine's CPU time, and a step about 15 ms."""
     seconds, clock, loop = 120, ManualClock(), asyncio.get_running_loop()
-    monkeypatch.undo()  # the pause between lines is the real one here
+    monkeypatch.undo()  # restores the real LOG_SECONDS
     monkeypatch.setattr(connection_module, "get_client", lambda: server)
     monkeypatch.setattr(mirror, "SystemClock", lambda: clock)
     monkeypatch.setattr(loop, "time", clock.monotonic)
@@ -220,7 +220,7 @@ async def test_page_requests_grow_with_time_and_not_with_steps(server: Server, m
     )
 
     async def settled() -> None:
-        for _ in range(4):  # callbacks that are due run, and begin to send
+        for _ in range(4):  # lets due callbacks run and begin to send
             await asyncio.sleep(0)
         while run._flow_run is not None and not run._flow_run.requests.is_idle:  # noqa: ASYNC110
             await asyncio.sleep(0)

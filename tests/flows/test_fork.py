@@ -1,4 +1,4 @@
-"""A step of a run is made again from its history: with real tasks, journal and store, and a unigram model."""
+"""Forks at any step of a run, remade from its history, and rechecks: real tasks, journal and store, a unigram model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def segments_due_after_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def serve(make_runner: Any, client: Any, running: Any) -> AsyncIterator[Any]:
-    """serve(model): start the runner of a model that was submitted."""
+    """serve(model): start the runner of a submitted model."""
     async with AsyncExitStack() as stack:
 
         async def serve(model: str) -> None:
@@ -46,7 +46,7 @@ async def serve(make_runner: Any, client: Any, running: Any) -> AsyncIterator[An
 
 
 async def loaded(client: Any, serve: Any, number: int, path: str) -> Any:
-    """The result of making a model from a path, which must be described by the journal first."""
+    """Look up a path in the journal, load it into a new model, and return the result."""
     client.journal.checkpoints.get(path, "local")
     model, request = client.load_model(number, path, optimizer=True)
     await serve(model)
@@ -54,7 +54,7 @@ async def loaded(client: Any, serve: Any, number: int, path: str) -> Any:
 
 
 async def train(client: Any, model: str, context: Any) -> None:
-    """Eight steps of one or two requests, each saved, also in the middle of steps. Two segments are written."""
+    """Train eight steps of one or two chunks. Save after each step and within odd steps. Write two segments."""
     await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "saved-0"}))
     for step in range(1, STEPS + 1):
         requests = [client.forward_backward(model, [step % 5, 3])]
@@ -79,7 +79,7 @@ async def run(client: Any, serve: Any, context: Any) -> str:
 
 
 def forget_states(client: Any, context: Any, run: str) -> None:
-    """Leave only the history to begin a fork with. The files of the saves stay for comparisons."""
+    """Leave only the history to fork from. The files of the saves stay for comparisons."""
     for view in client.journal.checkpoints.page("local", run_id=run).rows:
         client.journal.checkpoints.delete(view.path, "local")
     for snapshot in client.journal.recovery.snapshots(run):
@@ -201,7 +201,7 @@ async def test_the_history_has_every_request_once_and_in_order(run: str, client:
 
 # ------------------------------------------------------------------ operations that are executed a second time
 class Seen:
-    """Notes the differences that a runner reports."""
+    """Records the differences that a runner reports."""
 
     def __init__(self) -> None:
         self.differences: list[Difference] = []
@@ -215,7 +215,7 @@ class Seen:
 
 @pytest.fixture
 async def watched(context: Any, client: Any, running: Any) -> AsyncIterator[Any]:
-    """watched(number): a run whose intervals of three steps are all executed again, and the differences seen."""
+    """watched(number): a run whose intervals of three steps are all rechecked, and its recorded differences."""
     async with AsyncExitStack() as stack:
 
         async def watched(number: int) -> tuple[str, Seen]:
@@ -231,7 +231,7 @@ async def watched(context: Any, client: Any, running: Any) -> AsyncIterator[Any]
 
 
 async def steps(client: Any, model: str, count: int) -> list[str | None]:
-    """The errors of so many steps, each saved."""
+    """Train `count` steps with a save after each step. Returns the error of each request."""
     errors = []
     for _ in range(count):
         requests = [client.forward_backward(model, [2, 3]), client.optim_step(model)]
@@ -249,7 +249,7 @@ async def test_rechecked_intervals_are_equal(context: Any, client: Any, watched:
     model, seen = await watched(0)
     for interval in range(1, 4):
         assert await steps(client, model, 3) == [None] * 9
-        await steps(client, model, 1)  # the snapshot is due when it begins
+        await steps(client, model, 1)  # the snapshot is due when the next step begins
         await until(lambda count=interval: context.pool.names.count("DropAdapter") >= count)
     assert (seen.differences, context.pool.taken_out) == ([], "")
     assert set(context.pool.executor.adapters) == {model}

@@ -1,4 +1,4 @@
-"""The engine with its worker processes on other hosts: `tinkerflow worker`, here as processes of this machine."""
+"""The engine with workers on other hosts, which are `tinkerflow worker` processes on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def join(settings: Settings) -> Iterator[Join]:
-    """Run `tinkerflow worker` for a group, in a folder of that name. SIGTERM ends it cleanly after the block."""
+    """join(group, name): run `tinkerflow worker` in a folder of that name, and end it cleanly by SIGTERM after the
+    test.
+    """
 
     @contextmanager
     def started(group: str, name: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -101,7 +103,9 @@ async def test_unusable_listen_address_is_named(settings: Settings) -> None:
 async def test_host_saves_its_models_on_sigterm(
     settings: Settings, join: Join, connect: Any, running: Any, until: Any
 ) -> None:
-    """SIGTERM, as when a cloud takes a machine away. Settings alone would have a snapshot due an hour later."""
+    """A cloud sends SIGTERM before it takes a machine away. By its schedule, the first snapshot would be due in an
+    hour.
+    """
     ready, base_model = asyncio.Event(), settings.base_models[0]
     said: list[str] = []
     patient = Settings(**(settings.model_dump() | {"snapshot_seconds": 3600.0, "snapshot_steps": 1000}))

@@ -90,7 +90,7 @@ async def test_an_image_reaches_the_group_as_pixels(
 
 
 def shown(expected: int = 6) -> dict[str, Any]:
-    """The body of a prompt of a token and an image."""
+    """The fields of a sample request with a prompt of a token and an image."""
     data = base64.b64encode(file()).decode()
     image = {"type": "image", "format": "png", "data": data, "expected_tokens": expected}
     return {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}, image]}}

@@ -20,7 +20,7 @@ async def test_the_lease_is_renewed_while_a_slow_store_holds_all_threads(
     async with lease.hold_lease(journal):
         saves = [asyncio.create_task(asyncio.to_thread(let_go.wait)) for _ in range(64)]
         try:
-            await asyncio.sleep(0)  # they have the threads
+            await asyncio.sleep(0)  # lets the saves take all threads
             renewed.clear()
             await until(renewed.is_set)
         finally:

@@ -1,4 +1,4 @@
-"""Work continues if Prefect fails. There is no server here."""
+"""The mirror does not disturb work if there is no Prefect server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinkerflow.tasks.execution.operation import Operation
 
 
 async def started(url: str, *, batches: int) -> Mirror:
-    """A mirror of a model's batches, whose operations have ended."""
+    """The mirror of a model's run after `batches` finished batches."""
     mirror = Mirror(PrefectConnection(url), Pacing(1000.0, SystemClock()))
     (run,) = mirror.observe_training_run("sess-1234:train:0", "folder/unigram")
     for step in range(batches):
@@ -71,7 +71,7 @@ async def test_external_prefect_needs_a_url(tmp_path: Path, monkeypatch: pytest.
 
 async def test_failed_prefect_start_does_not_stop_the_engine(tmp_path: Path) -> None:
     (tmp_path / "prefect").mkdir()
-    (tmp_path / "prefect" / "prefect.db").mkdir()  # no file can be made there
+    (tmp_path / "prefect" / "prefect.db").mkdir()  # a folder where the database file belongs
     said: list[str] = []
     settings = Settings(data_dir=tmp_path, prefect_port=free_port())
     async with open_prefect(settings, said.append) as connection:
@@ -86,5 +86,5 @@ def test_server_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "PREFECT_API_URL" not in environment
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
-    # prefect 3.8.8 cuts the fraction off, and 0 makes its recorder spin
+    # Prefect 3.8.8 truncates the fraction, and with 0 its recorder spins
     assert int(environment["PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL"]) >= 1

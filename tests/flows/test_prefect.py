@@ -34,7 +34,7 @@ from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.flows.snapshots import SnapshotPolicy
 
 pytestmark = [
-    # Prefect's event worker keeps its connections to a server until they are collected (a few, and no more with time)
+    # Prefect's event worker keeps a few connections open until they are collected. Their number does not grow.
     pytest.mark.usefixtures("collected_connections"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in. <:pytest.PytestUnraisableExceptionWarning"),
@@ -49,7 +49,7 @@ async def connection(server: PrefectServer) -> AsyncIterator[PrefectConnection]:
     with (
         connection.settings(server.access.credential),
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 5}),
-    ):  # nothing checks whether the server is back
+    ):  # retries, because nothing here checks whether the server is back
         yield connection
         await connection.close()
 
@@ -70,12 +70,12 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
 
 
 def tagged(model: str) -> dict[str, Any]:
-    """The filter for the flow runs of a model, which have its id as a tag."""
+    """The filter for a model's flow runs, which are tagged with its id."""
     return {"flow_runs": {"tags": {"all_": [model]}}}
 
 
 class Runner:
-    """A model's runner and its mirror, as the dispatcher puts them together."""
+    """A model's runner with its mirror, combined as in the dispatcher."""
 
     def __init__(self, context: Any, model: str, mirror: Mirror, steps: int = 0) -> None:
         observers = mirror.observe_training_run(model, BASE, steps=steps)
@@ -182,7 +182,7 @@ async def test_saved_checkpoint_is_an_asset_of_its_run_with_its_ancestors(
 async def client_saved(
     connection: PrefectConnection, context: Any, client: Any, number: int, name: str, **said: Any
 ) -> str:
-    """A model of one step that has saved its state under the name."""
+    """Create a model, train one step, save it under the name, and return the model's id."""
 
     def work(model: str) -> list[str]:
         trained = [client.forward_backward(model, [1]), client.optim_step(model)]
@@ -264,7 +264,7 @@ async def test_runs_that_an_earlier_engine_left_get_their_states_in_the_journal(
         if state is not None:
             client.journal.models.end(models[name], state, f"it is {name}")
     with connection.settings(server.access.credential):
-        watching = asyncio.create_task(connection.watch())  # the server may refuse some of several requests
+        watching = asyncio.create_task(connection.watch())  # resumes after the server refused a request
         mirror = Mirror(connection, Pacing(1000.0, SystemClock()), journal=client.journal)
         for model in (*models.values(), "unknown"):
             mirror.observe_training_run(model, BASE)
@@ -314,11 +314,11 @@ async def test_work_continues_without_prefect_and_is_tracked_again_after(
                 break
         assert connection.untracked
 
-        await until(lambda: connection.reachable)  # the embedded server is started again
+        await until(lambda: connection.reachable)  # the embedded server was restarted
         before = connection.tracked
         async with asyncio.timeout(120), prefect_http(connection.api_url) as http:
             found: list[Any] = []
-            while not found or connection.tracked == before:  # a server that starts may refuse some
+            while not found or connection.tracked == before:  # a starting server may refuse some requests
                 await client.result(submit_and_wake(client, runner, model))
                 await asyncio.sleep(0.1)
                 found = await post(http, "/flow_runs/filter", json=tagged(model))
@@ -332,7 +332,7 @@ async def test_work_continues_without_prefect_and_is_tracked_again_after(
 
 
 async def restored_model(client: Any, pool: Any) -> str:
-    """A model whose worker group ended, and that continues in the next group."""
+    """Create a model, end its worker group, and continue the model in the next group."""
     model: str = await client.create()
     await client.result(client.optim_step(model))
     pool.die()
@@ -389,7 +389,7 @@ async def test_stopped_server_is_noticed(tmp_path: Path) -> None:
         server.process.signal(signal.SIGSTOP)
         assert await asyncio.wait_for(watching, 60) == "did not answer for 6 s (stopped?)"
     finally:
-        server.process.signal(signal.SIGKILL)  # stop() does the same after its wait for the SIGTERM
+        server.process.signal(signal.SIGKILL)  # stop() does the same after waiting for SIGTERM
         await server.stop()
         listener.close()
     assert await server.ended() == "ended with status -9"
@@ -421,7 +421,7 @@ def submit_and_wake(client: Any, runner: Runner, model: str) -> str:
 
 
 async def press(http: httpx.AsyncClient, run: dict[str, Any], **state: object) -> None:
-    """Send the UI's request for a button."""
+    """Send the request of a button in Prefect's UI."""
     await post(http, f"/flow_runs/{run['id']}/set_state", json={"state": state, "force": True})
 
 
@@ -430,7 +430,7 @@ async def post(http: httpx.AsyncClient, path: str, **body: Any) -> Any:
 
 
 async def ask(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> Any:
-    """On a busy machine the server's database is locked at times (503), and people would click again."""
+    """Retry after 503: on a busy machine the server's database is sometimes locked, and people would click again."""
     async with asyncio.timeout(120):
         while (answer := await http.request(method, path, **more)).status_code == 503:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
@@ -438,7 +438,7 @@ async def ask(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> A
 
 
 async def shown(http: httpx.AsyncClient, model: str = "", *, name: str = "") -> dict[str, Any]:
-    """Wait for the flow run of a model, or with a name. No operation waits for the server to have it."""
+    """Wait for the flow run of a model, or for one with a name. Operations do not wait until Prefect has created it."""
     wanted = {"flow_runs": {"name": {"any_": [name]}}} if name else tagged(model)
     async with asyncio.timeout(120):
         while not (found := await post(http, "/flow_runs/filter", json=wanted)):  # noqa: ASYNC110
@@ -467,7 +467,7 @@ async def test_ui_buttons_take_effect(
     ):
         model = await client.create()
         run = await shown(http, model)
-        assert run["deployment_id"] is not None  # else the UI has no buttons
+        assert run["deployment_id"] is not None  # otherwise the UI shows no buttons
 
         later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
         suspended = {"pause_timeout": later, "pause_reschedule": True}
@@ -490,7 +490,7 @@ async def test_ui_buttons_take_effect(
         await in_state(http, run, "Running")
         assert (await client.result(client.optim_step(model))).error is None
         assert client.journal.models.get(model, None).step == 2
-        assert pool.names[-3:] == ["CreateAdapter", "OptimStep", "OptimStep"]  # replayed, and the new one
+        assert pool.names[-3:] == ["CreateAdapter", "OptimStep", "OptimStep"]  # a replayed step and the new one
 
         pool.hold = asyncio.Event()
         waiting = [client.optim_step(model) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The embedded Prefect server accepts holders of its credential, and pages of its own origin on this machine."""
+"""The embedded Prefect server refuses requests without its credential, and foreign host names and origins."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ FOREIGN_ORIGINS = (
     "file://",
     "http://[",
 )
-OPEN_PATHS = {"/health", "/ready"}  # probes, which answer nothing but `true`
+OPEN_PATHS = {"/health", "/ready"}  # probes, which only answer `true`
 
 
 def rest_operations() -> list[tuple[str, str]]:
     """Every method and path of Prefect's REST API."""
-    from prefect.server.api.server import create_api_app  # here: it takes seconds in each process that collects tests
+    from prefect.server.api.server import create_api_app  # here, because the import takes seconds
 
     paths = create_api_app().openapi()["paths"]
     return [(method, path) for path, methods in paths.items() for method in methods]
@@ -144,7 +144,7 @@ async def test_websockets_need_the_credential_and_the_same_origin(server: Prefec
                         pass
                     pytest.fail(f"{path} accepted {auth}")
         with pytest.raises((ConnectionClosed, InvalidStatus)):
-            async with websocket(base + path) as channel:  # clients of old versions, which send no credential
+            async with websocket(base + path) as channel:  # old versions of clients send no credential
                 await channel.recv()
 
 
@@ -220,7 +220,7 @@ def test_clients_send_the_credential_only_to_the_server_of_their_data_dir(tmp_pa
             assert other.environment == {"PREFECT_API_URL": url, "PREFECT_UI_URL": pages} | its_own
             assert other.link("/runs", 0) == f"{url.removesuffix('/api')}/runs"
             assert bool(other.headers) is bool(its_own)
-    forget_server(tmp_path, os.getpid() + 1)  # an earlier server's end
+    forget_server(tmp_path, os.getpid() + 1)  # an earlier server ends late
     assert find_server(tmp_path) is not None
     forget_server(tmp_path, os.getpid())
     assert find_server(tmp_path) is None

@@ -1,4 +1,4 @@
-"""Prefect's pages, clicked in a browser: the form of an approval, and Retry. tests/e2e has the other buttons."""
+"""Prefect's pages in a browser: the form of an approval, and Retry. tests/e2e covers the other buttons."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ connection = test_prefect.connection
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A page in a browser."""
     with open_page(tmp_path_factory.mktemp("chromium")) as page:
         yield page
 
@@ -112,7 +111,7 @@ async def test_a_run_that_cannot_be_retried_has_no_retry(
 
 
 def buttons(page: Page, url: str, state: str) -> list[str]:
-    """The buttons on a page, once it shows the state of its run."""
+    """The names of a page's buttons, after it shows the state of its run."""
     with page.at(url):
         page.shows(state)
         names: list[str] = page.run("return [...document.querySelectorAll('button')].map(one => one.innerText.trim())")

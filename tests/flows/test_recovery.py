@@ -1,4 +1,4 @@
-"""Worker groups end at any time. Models continue bit for bit, and no answer changes."""
+"""Worker groups and engines may end at any time: models continue bit for bit, and no answer changes."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from tinkerflow.tasks.execution.sequencer import Saves
 def serve(
     context: Any, mirror: Mirror, journal: Any, tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own.
+    """`async with serve(pool, steps=…)`: run the dispatcher of a new engine on that pool.
 
-    prefect: the URL of a Prefect server that is away; without one no model is ever paused. emit: gets its events.
-    others: fields of its context.
+    steps: between snapshots. prefect: the URL of an unreachable Prefect server; models can be paused only if it is set.
+    emit: receives the events. others: fields of the engine's context.
     """
 
     def serve(
@@ -62,7 +62,7 @@ def serve(
         own = replace(context, pool=pool, saves=saves, snapshots=Snapshots(saves), **others)
         connection = PrefectConnection(prefect)
         connection.note_reachable(False, "it is away")
-        if prefect:  # with an address, an event that finds no server would start one
+        if prefect:  # otherwise an event that finds no server would start one
             monkeypatch.setattr(connection, "emit", emit)
         shown = Mirror(connection, mirror.pacing)
         served = ServedModel(
@@ -76,7 +76,7 @@ def serve(
 
 
 def work(client: Any, model: str, steps: int) -> list[str]:
-    """Submit some steps whose results depend on all earlier steps."""
+    """Submit `steps` steps whose results depend on all earlier steps."""
     requests = []
     for step in range(steps):
         for token in (step % 7, step % 5):
@@ -120,7 +120,7 @@ async def test_crashes_at_any_moment_change_nothing(
         other = await client.create(2)
         again = [request for _ in range(5) for request in work(client, other, 3)]
         assert await answers(client, again) == got
-        await answers(client, [client.forward_backward(disturbed, [1], forward_only=True)])  # restored when needed
+        await answers(client, [client.forward_backward(disturbed, [1], forward_only=True)])  # restores the model
         assert state(pool, other) == state(pool, disturbed)
         assert journal.models.get(disturbed, None).step == 15
     if steps == 2:
@@ -133,7 +133,7 @@ async def test_consecutive_crashes_do_not_grow_the_replay(
 ) -> None:
     async with serve(pool, steps=4):
         model = await client.create()
-        for _ in range(4):  # never four steps in one life
+        for _ in range(4):  # no group executes four new steps
             await answers(client, work(client, model, 2))
             pool.die()
         await answers(client, work(client, model, 2))
@@ -162,7 +162,7 @@ async def test_next_engine_continues_after_the_previous_one(serve: Any, client: 
 
 @dataclass
 class Stuck:
-    """A store whose saves of published weights wait, or fail."""
+    """Makes the store's saves of published weights wait or fail."""
 
     monkeypatch: pytest.MonkeyPatch
     store: Any
@@ -174,7 +174,7 @@ class Stuck:
         save = type(self.store).save
 
         def stuck(store: Any, run_id: str, kind: Any, name: str, state: Any, meta: Any, **how: Any) -> Any:
-            if meta.request_id:  # of a publication: recovery snapshots of models have none
+            if meta.request_id:  # a publication; recovery snapshots have no request id
                 self.tried += 1
                 if self.failing is not None:
                     raise self.failing
@@ -214,7 +214,7 @@ async def test_sampler_does_not_wait_for_the_store_and_survives_its_group(
         assert journal.recovery.unstored_models() == [model]
         assert journal.recovery.snapshots(model) == [], "a replay must pass what is not stored"
         pool.die()
-        after = client.sample(sampler)  # it waits: the weights are on their way to the store
+        after = client.sample(sampler)  # waits until the weights are in the store
         await answers(client, work(client, model, 1))
         assert journal.results.get(after, "local") is None
         stuck.go.set()
@@ -241,7 +241,7 @@ async def test_next_engine_stores_a_publication_that_the_previous_one_did_not(
     if held:
         journal.models.pause(model, "for the night")
     waiting = [client.sample(sampler_id(client.session, number)) for number in (1, 2)]
-    async with serve(pool, prefect="http://127.0.0.1:1/api" if held else ""):  # its runner begins for these alone
+    async with serve(pool, prefect="http://127.0.0.1:1/api" if held else ""):  # the samples start the runner
         await client.results(*waiting)
         assert [said(journal, one) for one in waiting] == [said(journal, one) for one in before]
         assert said(journal, waiting[0]) != said(journal, waiting[1])
@@ -294,7 +294,7 @@ async def test_group_loss_during_a_publication_changes_nothing(
             await until(lambda: isinstance(pool.log[-1], OptimStep) and pool.hold is not None)
             deaths.append(pool.die())
             pool.hold.set()
-            await asyncio.sleep(0.05)  # later operations are interrupted in this time
+            await asyncio.sleep(0.05)  # gives later operations time to be interrupted
         await put(context, outcome)
 
     monkeypatch.setattr(ExecutionContext, "answer", answer)
@@ -383,12 +383,12 @@ async def test_inflight_samplers_return_with_the_last_published_weights(
         pool.die()
         pool.hold.set()
         assert [said(one) for one in await client.results(*requests)] == [{9}, {9}]
-        # The store has the second publication's weights, and the first publication's no longer.
+        # The store contains only the weights of the second publication.
         shared = journal.samplers.get(old, None).snapshot_id
         assert shared == journal.samplers.get(new, None).snapshot_id
         await until(lambda: journal.recovery.superfluous() == [])
         assert context.store.load(journal.recovery.sampler_snapshot(shared).path)
-        # Its session is over, so it leaves the group and the store.
+        # After its session, the shared snapshot leaves the group and the store.
         client.journal.sessions.finish(client.session, "local", None)
         await until(lambda: pool.executor.snapshots == {} and journal.recovery.sampler_snapshot(shared) is None)
 
@@ -405,7 +405,7 @@ async def test_publication_replaced_during_its_lookup_is_found_again(
         find, found = journal.recovery.sampler_snapshot, []
 
         def outdated(snapshot_id: str) -> Any:
-            """The first answer is a publication that has been deleted."""
+            """Return a deleted publication at the first call."""
             found.append(find(snapshot_id))
             return replace(found[0], path=f"{found[0].path}-gone") if len(found) == 1 else found[-1]
 

@@ -1,4 +1,4 @@
-"""The page of a training run: a line a second, events for automations, and drawings."""
+"""The report of a training run: one log line per second, events for automations, and drawings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN = "sess-ab12:train:0"
 
 
 class Told:
-    """A report, with its lines and events."""
+    """A report that records its lines and events."""
 
     def __init__(self, trained: Trained = Trained(), budget: int = 0) -> None:  # noqa: B008  it is frozen
         self.clock = ManualClock()
@@ -100,7 +100,7 @@ def test_figure_beyond_its_limit_is_reported_once_until_it_recovers(
 
 
 def test_a_sudden_rise_of_drift_below_the_limit_is_an_alarm() -> None:
-    """The first steps have no usual range yet, and a rise by rounding is none."""
+    """The first steps have no usual range yet, and a rise within rounding is no alarm."""
     told = Told()
     for value in (1e-3, *(4e-5 + 1e-5 * (number % 3) for number in range(12)), 2.9e-4, 1e-3, 2e-3, 5e-5, 0.0, 0.05):
         told.answered(LossMeasured(RUN, 4, 3.0, 6.0, kl=value))
@@ -114,7 +114,7 @@ def test_a_sudden_rise_of_drift_below_the_limit_is_an_alarm() -> None:
 
 
 def test_a_mixture_of_experts_is_watched_by_its_routing() -> None:
-    """Its divergence is sometimes ten times the usual one in clean steps; the agreement of the routers hardly moves."""
+    """In clean steps its divergence is sometimes ten times the usual one, but the routers' agreement barely changes."""
     told = Told()
     clean = [(2e-4 if number % 7 else 2e-3, 0.97 if number % 7 else 0.92) for number in range(21)]
     for kl, agreement in (*clean, (4e-3, 0.84), (2e-4, 0.97), (0.03, 0.95)):
@@ -165,8 +165,8 @@ def test_reaching_the_token_budget_is_reported_once() -> None:
     ("trained", "budget", "steps"),
     [
         (Trained(made=8, last=8, begun=0), 20, {2}),
-        (Trained(made=8, last=8, begun=4), 20, {1}),  # with the earlier tokens of its step
-        (Trained(made=24, last=8, begun=0), 20, {0}),  # again, by the same key: the engine may have ended first
+        (Trained(made=8, last=8, begun=4), 20, {1}),  # includes the earlier tokens of its step
+        (Trained(made=24, last=8, begun=0), 20, {0}),  # sent again: the engine may have ended before
         (Trained(made=32, last=8, begun=0), 20, set()),
         (Trained(made=32, last=8, begun=0), 0, set()),
     ],

@@ -1,4 +1,4 @@
-"""One model's operations, from the journal through the (NumPy) pool and back, without Prefect."""
+"""One model's operations, from the journal through the NumPy pool and back, without Prefect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkerflow.flows.runner import Why
 
 @pytest.fixture
 async def served(make_runner: Any, client: Any, running: Any) -> Any:
-    """A model that is created and served."""
+    """A served model, its runner, and the task of the runner."""
     model, request = client.submit_create()
     runner = make_runner(model)
     async with running(runner.serve()) as task, running(client.ring("model:", runner)):
@@ -65,7 +65,7 @@ async def test_many_operations_are_in_flight_and_stay_in_order(served: Any, clie
 async def test_commands_are_charged_to_the_owner_of_the_model(
     served: Any, client: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool shares training by this owner."""
+    """The pool shares training time between owners."""
     model, _, _ = served
     owners: dict[str, str] = {}
     submit = pool.submit
@@ -183,7 +183,7 @@ async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
     assert opened == f"{client.session}:sample:4"
     snapshot = client.journal.samplers.get(opened, "local").snapshot_id
     assert context.snapshots.held(snapshot)
-    await until(lambda: snapshot in context.snapshots.droppable)  # noted just after the answer
+    await until(lambda: snapshot in context.snapshots.droppable)  # recorded just after the answer
 
 
 async def test_externally_ended_model_is_dropped_before_the_runner_is_notified(

@@ -1,4 +1,4 @@
-"""The states of a model's runner: every pair of a state and an event."""
+"""The state machine of a model's runner, for every pair of a state and an event."""
 
 from __future__ import annotations
 

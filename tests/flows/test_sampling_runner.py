@@ -1,4 +1,4 @@
-"""Samples of several samplers in one decode batch, over the (NumPy) pool, without Prefect."""
+"""Samples of several samplers in one decode batch, on the NumPy pool, without Prefect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokens(result: Any) -> list[list[int]]:
 
 
 async def trained(make_runner: Any, client: Any, number: int, token: int) -> tuple[str, str]:
-    """A model that has learnt to say `token`, and its sampler checkpoint."""
+    """Train a model to sample `token`. Returns the id of its sampler and the path of its sampler checkpoint."""
     model, created = client.submit_create(number)
     requests = [created, client.forward_backward(model, [token]), client.optim_step(model)]
     requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": f"says-{token}"}))
@@ -69,7 +69,7 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
 async def test_full_models_load_one_after_another_if_host_memory_is_small(
     sampling: Any, make_runner: Any, client: Any, pool: Any, running: Any
 ) -> None:
-    """If host memory has space for one model, each model is loaded after the earlier ones are answered."""
+    """Host memory fits one model, so each model is loaded after the samples of earlier models are answered."""
     model, created = client.submit_create(0, rank=0)
     runner, paths, said = make_runner(model), [], [5, 9, 3, 7]
     async with running(runner.serve()):
@@ -104,7 +104,7 @@ async def test_inflight_samplers_and_their_requests_take_up_later_publications(
     runner = make_runner(model)
 
     async def publish(token: int, *samplers: tuple[int, str]) -> None:
-        """Teach the model to say `token`, then save it: (number, kind) of the samplers."""
+        """Train the model to sample `token`, then save it. samplers: the number and kind of each save."""
         requests = [client.forward_backward(model, [token] * 4), client.optim_step(model)]
         bodies = [{"sampling_session_seq_id": number, "kind": kind} for number, kind in samplers]
         requests += [client.submit(model, Kind.SAVE_FOR_SAMPLER, body) for body in bodies]
@@ -114,7 +114,7 @@ async def test_inflight_samplers_and_their_requests_take_up_later_publications(
     began, moved, submit = asyncio.Event(), asyncio.Event(), pool.submit
 
     async def pausing(command: Any, *args: Any, **more: Any) -> Any:
-        """After its first chunk, the batch waits until the next weights have been published."""
+        """Pause the batch after its first chunk until the next weights are published."""
         if isinstance(command, SampleStep) and began.is_set():
             async with asyncio.timeout(30):
                 await moved.wait()
@@ -149,7 +149,7 @@ async def test_samples_of_one_prompt_are_counted_as_one_prefill_and_hits(samplin
     day = timedelta(days=1)
     now = datetime.now(UTC)
     counted = {row.kind: row.quantity for row in client.journal.usage.hourly("local", now - day, now + day)}
-    # A prompt of 3 tokens, and 6 sampled after each.
+    # A prompt of 3 tokens, and 6 tokens sampled in each of 8 sequences.
     assert counted == {UsageKind.PREFILL: 3, UsageKind.CACHED_PREFILL: 7 * 3, UsageKind.SAMPLE: 8 * 6}
 
 
@@ -279,7 +279,7 @@ async def test_projects_take_turns_to_compile_constraints(
     requests = [client.sample(mine, max_tokens=60)]
     await until(lambda: pool.log)
     admitted = runner._taken.batch._admit
-    for place, value in enumerate(("a", "b", "b", "c")):  # one by one: bodies are parsed in threads, in any order
+    for place, value in enumerate(("a", "b", "b", "c")):  # one by one, because threads parse bodies in any order
         requests.append(client.sample(mine, **constrained(value)))
         await until(lambda place=place: len(admitted) == place + 1)
     asked = []
@@ -423,7 +423,7 @@ async def test_stopped_sampling_runner_answers_requests_it_has_taken(
 
 
 class Shown:
-    """An observer that records how its runner ended."""
+    """An observer that records samples and the end of its runner."""
 
     def __init__(self) -> None:
         self.ends: list[str] = []
@@ -511,7 +511,7 @@ async def test_same_tokens_are_published_again_after_a_crash(sampling: Any, clie
         return [one.new for one in client.journal.streams.after(seen)[0]]
 
     def crashes(command: Any) -> bool:
-        """In the eighth step, when a thread has written some of the tokens."""
+        """Crash in the eighth step, after a thread has written some of the tokens."""
         if pool.deaths or pool.names.count("SampleStep") < 8:
             return False
         while not written():

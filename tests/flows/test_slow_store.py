@@ -1,4 +1,4 @@
-"""Saves into a slow store delay no training step. The tests check the order, and not times."""
+"""Saves into a slow store delay no training step. The tests check order, not times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinkerflow.tasks.operations import SAVES
 
 @dataclass
 class Gate:
-    """A write into the store sets `arrived`, and waits for `opened`. broken: it then fails."""
+    """Blocks writes into the store: each sets `arrived` and waits for `opened`. broken: the write then fails."""
 
     arrived: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
@@ -46,7 +46,7 @@ def gate(context: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def serve(make_runner: Any, client: Any, running: Any) -> Callable[..., Any]:
-    """`await serve(stack, model, snapshots)`: the model has a runner until the stack ends."""
+    """`await serve(stack, model, snapshots)`: run the model's runner until the stack ends."""
 
     async def serve(stack: AsyncExitStack, model: str, snapshots: SnapshotPolicy | None = None) -> None:
         runner = make_runner(model, client.journal.models.get(model, None).step, snapshots)
@@ -58,7 +58,7 @@ def serve(make_runner: Any, client: Any, running: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def create(serve: Any, client: Any) -> Callable[..., Any]:
-    """`await create(stack, snapshots)`: a model that is served, after its first step."""
+    """`await create(stack, snapshots)`: a served model after its first step."""
 
     async def create(stack: AsyncExitStack, snapshots: SnapshotPolicy | None = None) -> str:
         name, request = client.submit_create(0)

@@ -1,4 +1,4 @@
-"""When a recovery snapshot is due."""
+"""The schedule of recovery snapshots."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_busy_group_keeps_its_turn_and_the_line_stays_in_order() -> None:
     turns.look(["a", "b"], ALL, 10.0)
     assert turns.look(["a", "b", "c"], ALL, 20.0) == ([], [], [])
     assert turns.look(["d", "a", "b", "c"], ALL, 99.0) == ([], [], [])
-    assert turns.line == ["c", "d"]  # also when the requests of d waited longer
+    assert turns.line == ["c", "d"]  # even though the requests of d waited longer
     assert turns.look(["a", "b", "c", "d"], ALL, 100.0) == ([], [], ["a"])
     assert turns.look(["a", "b", "c", "d"], ALL, 111.0) == ([], [], ["b"])
     del turns.held["a"]
@@ -77,7 +77,7 @@ def test_idle_group_yields_to_a_base_model_with_a_lost_host() -> None:
     turns = Turns(2, idle=5.0, turn=100.0)
     turns.look(["a", "b"], set(), 0.0)
     assert turns.look(["b"], {"a"}, 9.0, {"b"}) == ([], ["a"], [])
-    assert turns.look(["b"], {"a"}, 9.5, {"b"}) == ([], [], [])  # one is enough
+    assert turns.look(["b"], {"a"}, 9.5, {"b"}) == ([], [], [])  # one released group is enough
     turns = Turns(2, idle=5.0, turn=100.0)
     turns.look(["a", "b"], set(), 0.0)
     assert turns.look(["a"], {"a"}, 200.0, {"b"}) == ([], [], [])  # b has no requests now
@@ -86,7 +86,7 @@ def test_idle_group_yields_to_a_base_model_with_a_lost_host() -> None:
 
 @dataclass
 class FakePool:
-    """A group that serves from the second update after its begin, and has ended at the update after its release."""
+    """A group that serves from the second update after its start, and ends at the update after its release."""
 
     broken: bool = False
     ready: bool = False
@@ -122,7 +122,7 @@ class FakePool:
 
 
 class Bench:
-    """Base models with fake groups, which are updated every second."""
+    """Base models with fake groups that are updated every second."""
 
     def __init__(self, names: str, places: int) -> None:
         self.pools = {name: FakePool() for name in names}
@@ -154,7 +154,7 @@ async def test_ten_base_models_share_three_groups() -> None:
         pass
     assert {name for name, pool in bench.pools.items() if pool.ready} == {"a", "b"}
 
-    # A base model without a group shows the reason from the first update on. Those that serve show none.
+    # A base model without a group shows the reason from the first update on. Base models that serve show none.
     bench.wants = ["a", "b", "c"]
     texts = []
     async for _ in bench.seconds(3):
@@ -162,7 +162,7 @@ async def test_ten_base_models_share_three_groups() -> None:
         assert bench.told["a"] is None and bench.told["b"] is None
     assert texts == ["its worker group is being started", None, None]
 
-    # All ten always have work. Each has its turn, in order, and shows how many are before it.
+    # All ten always have work. Each gets its turn in order, and shows the number before it.
     bench.wants = list(bench.pools)
     served: dict[str, int] = dict.fromkeys(bench.pools, 0)
     async for now in bench.seconds(600):
@@ -210,7 +210,7 @@ async def test_failing_group_start_is_retried_later_and_blocks_no_other(monkeypa
     bench.pools["c"].broken = True
     async for _ in bench.seconds(100):
         pass
-    assert len(failed) == count  # a start that succeeds ends the row of failures
+    assert len(failed) == count  # a successful start ends the series of failures
 
 
 async def test_requests_for_a_group_that_cannot_start_fail_with_the_reason(journal: Journal, client: Any) -> None:
@@ -231,7 +231,7 @@ async def test_requests_for_a_group_that_cannot_start_fail_with_the_reason(journ
 
 
 def workers() -> list[int]:
-    """Pids of the worker processes below this one."""
+    """PIDs of the worker processes that this process started."""
     found = []
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread or process that has just ended
@@ -300,7 +300,7 @@ async def test_five_base_models_share_two_groups(
             assert not listening.done()
         assert was_reported("waiting for one of 2 worker group(s), with "), told
         assert [journal.models.get(model, None).step for model in models] == steps
-        # the gradient that was there before others had their turns is in this step
+        # This step includes the gradient from before the turns of the others.
         client = clients[0]
         client.optim_step(idle)
         saved = client.submit(idle, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 3})

@@ -21,7 +21,7 @@ def operation(kind: Kind, until: asyncio.Event | None = None, error: str | None 
 
 
 class Ended(asyncio.Future[tuple[str | None, str | None]]):
-    """The final state of a window."""
+    """Receives the final state of a window."""
 
     def __call__(self, state: State[None]) -> None:
         self.set_result((state.name, state.message))

@@ -1,4 +1,4 @@
-"""Runs whose key is of another project than the champion."""
+"""Runs of `nightly` and `evaluate` whose key belongs to another project than the champion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READABLE = "tinker://mine/sampler_weights/final"
 
 
 class BegunError(Exception):
-    """The run has begun to train, or to score."""
+    """The run began to train or to score."""
 
 
 @pytest.mark.parametrize("name", ["nightly", "evaluate"])

@@ -1,4 +1,4 @@
-"""The teacher of `distill`: a model of the run's server or of another one."""
+"""The teacher of `distill`, a model of the run's server or of another server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinkerflow.tasks.pipelines.rows import Row
 
 
 class Service:
-    """Opens samplers, named after what was asked."""
+    """Opens samplers that are named after the arguments."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class Server:
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The connections that were closed. `Renderer` has the tokenizer's name, up to its last letter, as vocabulary."""
+    """The closed connections. The vocabulary of `Renderer` is the tokenizer's name without its last letter."""
     ended: list[str] = []
 
     @asynccontextmanager
@@ -80,7 +80,7 @@ async def test_teacher_with_a_different_tokenizer_is_refused(closed: list[str]) 
 
 
 class Shown:
-    """Renders messages as their texts, and a token is a letter."""
+    """Renders messages as their texts, with a token for each letter."""
 
     def prompt(self, messages: Any, tools: Any = ()) -> list[int]:
         return [ord(letter) for message in messages for letter in message["content"]]

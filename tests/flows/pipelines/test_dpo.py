@@ -1,4 +1,4 @@
-"""The loss of direct preference optimization is the paper's, and its derivative is its own."""
+"""The loss of direct preference optimization, against the paper's formula and finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a pipeline ended, on the page of its training run."""
+"""The outcome of a pipeline, as sent to the page of its training run."""
 
 from __future__ import annotations
 

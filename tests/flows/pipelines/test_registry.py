@@ -1,4 +1,4 @@
-"""Pipelines are found in their folder, and refuse unknown parameters."""
+"""The registry of pipelines, their cancellation, and their refusal of invalid parameters."""
 
 from __future__ import annotations
 

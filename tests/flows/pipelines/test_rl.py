@@ -1,4 +1,4 @@
-"""One step of `rl`: which groups it learns from, and the data and the configuration that it sends."""
+"""Steps of `rl` with a fake sampler and a fake client: the groups that a step learns from, and the data it sends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Sampler:
-    """Answers with its number among the samples; another model finds each token twice as unlikely."""
+    """Answers each sample with its number, at a logprob of -1 per token. `compute_logprobs` returns -2 per token."""
 
     def __init__(self, tokenizer: Any, version: int = 0, sampled: list[int] | None = None) -> None:
         self._tokenizer, self._version, self._sampled = tokenizer, version, sampled
@@ -61,12 +61,12 @@ class Sampler:
 
 
 class Client:
-    """A training client that keeps what it is sent."""
+    """A training client that records the data it receives."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.version, self.model_id = tokenizer, 0, "sess-1:train:0"
         self.sent: list[tuple[list[tinker.Datum], str, dict[str, float] | None]] = []
-        self.sampled: list[int] = []  # the versions of the weights, in the order of the samples
+        self.sampled: list[int] = []  # the version of the weights for each sample, in order
 
     async def save_weights_and_get_sampling_client(self, record_stability_info: bool = False) -> Sampler:
         return Sampler(self._tokenizer, self.version, self.sampled)
@@ -96,7 +96,7 @@ def recipe_of(
     work_url: str = "",
     **changes: Any,
 ) -> RlRecipe:
-    """A recipe whose steps have the batch `picked` of EQUAL and VARIED."""
+    """A recipe whose steps use the batch `picked`, indices into [EQUAL, VARIED]."""
     run: Any = SimpleNamespace(
         batch=lambda step, rows: list(picked),
         parameters=SimpleNamespace(model=SimpleNamespace(seed=3)),
@@ -107,7 +107,9 @@ def recipe_of(
 
 
 async def step_of(tokenizer: Any, picked: Sequence[int], **changes: Any) -> tuple[Any, list[Any], Any, dict[str, Any]]:
-    """A step with the batch `picked` of EQUAL and VARIED: values, inputs, the loss and its configuration, prompts."""
+    """Make a step with the batch `picked`. Returns its values, its inputs, its loss with configuration, and its
+    prompts.
+    """
     client, recipe = Client(tokenizer), recipe_of(tokenizer, picked=picked, group_size=3, **changes)
     recipe.begin(0)
     values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
@@ -303,7 +305,7 @@ async def test_recorded_rollouts_include_dropped_ones(
 
 
 class Twice:
-    """Asks the row's prompt, and then for more."""
+    """Asks the row's prompt, and asks for more once."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts, self._answers = facts, 0
@@ -333,7 +335,7 @@ async def test_turns_that_do_not_extend_the_previous_one_are_counted(
 
 async def test_overlong_answers_are_penalized(tokenizer: Any) -> None:
     values, inputs, _, _ = await step_of(tokenizer, [0], overlong_tokens=4)
-    assert values["overlong_penalty"] == 0.25  # an answer has one token of four
+    assert values["overlong_penalty"] == 0.25  # the one token of an answer is a quarter of overlong_tokens
     assert not any(np.any(one["advantages"]) for one in inputs)
     assert values["reward"] == 1.0
 
@@ -359,7 +361,7 @@ def test_invalid_parameters_are_named(wrong: dict[str, Any], text: str) -> None:
 
 
 class Dawdling:
-    """A conversation whose reward takes a random time. `busy`: how many steps wait for one, now and at most."""
+    """A conversation whose reward takes a random time. busy, most: conversations that wait now, and the most so far."""
 
     busy, most = 0, 0
 
@@ -382,7 +384,7 @@ class Dawdling:
     [(0, [0, 1, 2, 3, 4, 5, 6]), (1, [0, 0, 1, 2, 4, 4, 5]), (2, [0, 0, 0, 1, 4, 4, 4]), (16, [0, 0, 0, 0, 4, 4, 4])],
 )
 async def test_steps_sample_from_weights_of_a_fixed_age(tokenizer: Any, lag: int, versions: list[int]) -> None:
-    """Two segments, of four steps and of three."""
+    """Trains two segments, of four steps and of three."""
     client, recipe = Client(tokenizer), recipe_of(tokenizer, Dawdling, versions=WeightVersions(lag))
     training = TrainingParameters(steps=7, segment_steps=4)
     trainer: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The points of a sweep."""
+"""The points of a sweep, their validation, and the choice of the best point."""
 
 from __future__ import annotations
 
