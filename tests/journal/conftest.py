@@ -104,7 +104,7 @@ class Scene:
     def model(
         self, session_id: str | None = None, n: int = 0, *, live: bool = True, base_model: str = "tiny", **said: Any
     ) -> str:
-        """A model with a finished creation (seq 0), unless `live` is False."""
+        """Create a model. Unless `live` is False, its creation (seq 0) is answered."""
         session_id = session_id or self.session()
         name = model_id(session_id, n)
         self.journal.models.create(

@@ -1,7 +1,9 @@
-"""Measure one request's way through the journal: `python tests/journal/roundtrip.py [--url URL] [--requests 1000]`.
+"""Measure the path of one request through the journal: `python tests/journal/roundtrip.py [--url URL] [--requests
+1000]`.
 
-Prints the median and the 90th percentile of each call and of their sum, on the wall clock and in CPU time of the
-calling thread. Without a URL it makes an SQLite file in a scratch folder.
+Prints the median and the 90th percentile of each call and of their sum, in wall-clock time and in CPU time of the
+calling
+thread. Without a URL it creates an SQLite file in a temporary folder.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ CALLS = ("submit", "ready", "finish", "result")
 
 
 def measure(journal: Journal, requests: int, clock: Callable[[], float]) -> list[dict[str, float]]:
-    """Seconds per call, for each of `requests` requests of a fresh model."""
+    """Measure the seconds of each call, for each of `requests` requests of a new model."""
     session = journal.sessions.create(NewSession("bench", "0"))
     model = model_id(session, 0)
     creation = NewRequest(Kind.CREATE_MODEL, "bench", b"{}", "create", model_id=model, seq_id=0)
@@ -41,7 +43,6 @@ def measure(journal: Journal, requests: int, clock: Callable[[], float]) -> list
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url")
     parser.add_argument("--requests", type=int, default=1000)

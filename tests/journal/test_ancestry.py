@@ -1,4 +1,4 @@
-"""The runs before and after a run, by the checkpoints that they began with."""
+"""The runs before and after a run, found by the checkpoints that they began from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploaded images: begun, arrived once, of one project, and counted as stored."""
+"""Uploaded images: their start, their single arrival, their project, and their count as stored bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_image_exists_after_upload_for_its_project_only(journal):
     assert assets.begin("asset-1", "team", 10, NO_LIMITS).piece == ""
     assert assets.found(["asset-1"], "team") == {}
     assert assets.arrived("asset-1", "team", "put-1") == "put-1"
-    assert assets.arrived("asset-1", "team", "put-2") == "put-1"  # somebody was faster
+    assert assets.arrived("asset-1", "team", "put-2") == "put-1"  # another upload was faster
     again = assets.begin("asset-1", "team", 10, NO_LIMITS)
     assert (again.piece, again.size_bytes) == ("put-1", 10)
     assert assets.found(["asset-1", "asset-2"], "team") == {"asset-1": again}

@@ -1,4 +1,4 @@
-"""The audit log: written with the change, read by day, resource and project, with the actor of each entry."""
+"""The audit log: written together with each change, read by day, resource and project, with the actor of each entry."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_rolled_back_event_is_not_in_the_audit_log(journal, url, clock):
 
 
 def test_every_kind_of_event_names_its_actor(scene, save, clock, write):
-    """One action for each kind of event; `actors` fails for a kind that nothing here causes."""
+    """Cause each kind of event once. The test fails for a new kind that nothing here causes."""
     journal = scene.journal
     key, _ = journal.keys.create("laptop", "local", actor="key-boss")
     journal.keys.revoke(key.id, actor="key-boss")
@@ -132,7 +132,7 @@ def test_refused_keys_cannot_fill_the_log(journal, monkeypatch, clock):
 
 @pytest.mark.parametrize("moment", [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)])
 def test_extreme_dates_are_valid_in_queries(scene, save, moment):
-    """Every query of the journal that takes a date."""
+    """Covers every query of the journal that takes a date."""
     save(scene.model(), "a")
     journal, hour = scene.journal, moment.replace(minute=0, second=0, microsecond=0)
     assert journal.audit.entries(None, day=moment.date()) == []

@@ -1,4 +1,4 @@
-"""The list of base models is replaced as a whole."""
+"""The list of base models: replaced as a whole, with compile status, worker group and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints and training runs as their owners see them: listed, published, expired, deleted, opened by tokens."""
+"""Checkpoints and training runs as their owners see them: listed, published, expired, deleted, and opened by tokens."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_name_can_be_saved_again_while_the_files_of_its_deleted_checkpoint_wai
     assert save(model, "a") == path
     assert scene.journal.checkpoints.get(path, "local").attempt == "a-2"
     assert scene.journal.upkeep.unpurged() == []
-    scene.journal.upkeep.purged(path, "a-1")  # a slow sweep of the first one
+    scene.journal.upkeep.purged(path, "a-1")  # a slow sweep of the first checkpoint
     scene.journal.checkpoints.delete(path, "local")
     assert scene.journal.upkeep.unpurged() == [(path, "a-2")]
 

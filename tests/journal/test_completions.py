@@ -1,4 +1,4 @@
-"""Reading a sampler's answers by a cursor, with concurrent writers and readers: each answer comes exactly once."""
+"""Reading a sampler's answers by a cursor, with concurrent writers and readers: each answer is read exactly once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_cancelled_failed_and_finished_results_are_all_listed(scene, as_owner):
     ids.append(scene.sample(sampler, 2))
     scene.sample(other, 0)
     scene.journal.sessions.finish(session, "local")
-    ids.append(scene.sample(sampler, 3))  # it is stored as failed, because its session has ended
+    ids.append(scene.sample(sampler, 3))  # stored as failed, because its session has ended
     assert [row.request_id for row in after(scene, sampler, 0).rows] == ids
     assert len(after(scene, other, 0).rows) == 1
     with pytest.raises(NotFoundError):

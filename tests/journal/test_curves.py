@@ -1,4 +1,4 @@
-"""The figures of each step are stored once, with its answer, and averaged if there are many."""
+"""The figures of each step are stored once with the step's answer, and averaged if there are many steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers: the first answer wins with its effects, and an end answers all waiting requests."""
+"""Answers and their effects: the first answer wins, and the end of a model answers all its waiting requests."""
 
 from __future__ import annotations
 
@@ -215,4 +215,4 @@ def test_finish_is_three_statements_and_its_effects(scene, statements):
         scene.journal.results.finish(
             [pending.done(b"", "proto") for pending in scene.journal.requests.pending_samples(31)]
         )
-    assert len(made) == 4  # the reading, the sampler's number, and two to finish
+    assert len(made) == 4  # the read, the sampler's number, and two to finish

@@ -1,4 +1,4 @@
-"""Requests of runs with a history stay in the journal until a segment of the store has them."""
+"""Requests of runs with a history stay in the journal until a segment in the store contains them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_requests_wait_for_their_segment_even_after_their_results_expired(scene,
         for seq in (1, 2):
             scene.submit(model, seq)
         scene.execute(model)
-    scene.submit(run, 4)  # 3 has not come
+    scene.submit(run, 4)  # 3 has not arrived
     clock.advance(2 * DAY)
     assert scene.journal.results.expire(DAY) == 3, "those of the run without a history"
     assert scene.journal.histories.due() == [run]

@@ -1,4 +1,4 @@
-"""Rows of checkpoints without a save: copies, and checkpoints found only in the store."""
+"""Checkpoint rows that no save created: copies, and checkpoints found only in the store."""
 
 from __future__ import annotations
 

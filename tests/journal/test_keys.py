@@ -1,4 +1,4 @@
-"""API keys: made, used, revoked; never stored."""
+"""API keys: created, used and revoked, with secrets that are never stored."""
 
 from __future__ import annotations
 

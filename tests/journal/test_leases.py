@@ -1,4 +1,4 @@
-"""One engine at a time: a fenced engine changes nothing. Sessions survive an API that was away."""
+"""Leases: a fenced engine changes nothing. Heartbeats: sessions survive an outage of the API."""
 
 from __future__ import annotations
 

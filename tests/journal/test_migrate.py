@@ -1,4 +1,4 @@
-"""Migrations and tables agree, starting with an empty database and several concurrent processes."""
+"""Migrations turn an empty or old database into the tables of the models, even if several processes start together."""
 
 from __future__ import annotations
 

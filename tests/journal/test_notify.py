@@ -1,4 +1,4 @@
-"""The notifier wakes subscribers in this process and in others, and never raises when one cannot be reached."""
+"""The notifier wakes subscribers in this process and in others, and never raises if a subscriber cannot be reached."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_local_listeners_get_their_topics_once(notifier):
         assert await take(everything, 3) == ["model:a", "sample", "model:b"]
         notifier.publish("model:a")
         assert await take(models, 1) == ["model:a"]
-        await asyncio.sleep(0.2)  # time for an echo through the carrier
+        await asyncio.sleep(0.2)  # time for an echo through the transport
         notifier.publish("model:end")
         assert await take(models, 1) == ["model:end"]
 

@@ -1,4 +1,4 @@
-"""Lists are bounded in bytes: a page of long rows is shorter, and later pages have the rest."""
+"""Lists are bounded in bytes: a page of long rows is shorter, and later pages contain the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNT = 12
 
 @pytest.fixture
 def long_rows(scene, save, monkeypatch, clock):
-    """Sessions, runs, checkpoints and audit entries with long texts. Three of them fit into a page."""
+    """Sessions, runs, checkpoints and audit entries with long texts. Three rows fit into a page."""
     monkeypatch.setattr(database, "PAGE_BYTES", 4000)
     for n in range(COUNT):
         words = {"user_metadata": {"words": "x" * 1000}}
@@ -29,7 +29,7 @@ def long_rows(scene, save, monkeypatch, clock):
 
 
 def by_cursor(search, query, key):
-    """All rows of a search, page by page, and the longest page."""
+    """Read a search page by page. Returns all rows, and the length of the longest page."""
     rows, longest, more = [], 0, True
     while more:
         page, more = search(query, None)
@@ -40,7 +40,7 @@ def by_cursor(search, query, key):
 
 
 def by_offset(read):
-    """All rows of a list that is read by offset, and the longest page."""
+    """Read a list by offset. Returns all rows, and the length of the longest page."""
     rows, longest = [], 0
     while len(rows) < COUNT:
         page = read(len(rows))

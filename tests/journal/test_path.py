@@ -1,4 +1,4 @@
-"""The path of an operation through the journal, its limits counted, stays short enough to read at one sitting."""
+"""The path of an operation through the journal, including its limits, is short enough to read at one sitting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits that a project has of its own."""
+"""Limits of single projects, which replace the limits of the settings."""
 
 from __future__ import annotations
 

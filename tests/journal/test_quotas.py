@@ -1,4 +1,4 @@
-"""Quotas of a project: exact under concurrency, errors that name the setting, and one index read for each check."""
+"""Quotas of a project: exact under concurrency, with errors that name the setting and one index lookup per check."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_samples_beyond_the_limit_are_not_stored(scene, as_owner):
         scene.journal.requests.submit(a_sample(sampler, 2), limits)
     them = as_owner("them")
     theirs = them.sampler(them.session())
-    assert them.journal.requests.submit(a_sample(theirs, 0, "them"), limits)  # another project has its own
+    assert them.journal.requests.submit(a_sample(theirs, 0, "them"), limits)  # another project has its own limit
     scene.journal.requests.cancel(first, "local")
     assert scene.journal.requests.submit(a_sample(sampler, 2), limits)  # its sequence id is still free
     with pytest.raises(TooManyError):
@@ -316,7 +316,7 @@ def test_long_failed_request_is_not_kept(scene, url):
 
 
 # ------------------------------------------------------------------ every column and every table has a bound
-# The bound on the rows of each table. A new table without a line here fails.
+# The bound on the rows of each table. The test fails for a new table without a line here.
 BOUNDS = {
     "api_key": "admins alone make keys",
     "audit_event": "an entry for each change of something that is bounded; refused keys: 1,000 an hour",
@@ -358,7 +358,7 @@ def test_every_table_has_a_bound():
 
 def test_every_text_and_json_column_has_a_limit():
     numbers = (sa.Integer, sa.BigInteger, sa.Boolean, sa.Float, UtcDateTime)
-    payloads = sa.LargeBinary  # bytes of requests, results and tokens: max_body_bytes, and the size of an answer
+    payloads = sa.LargeBinary  # requests, results and tokens: limited by max_body_bytes and the size of an answer
     limited = {
         f"{table.name}.{column.name}": column.type.most
         for table in Table.metadata.tables.values()
@@ -379,5 +379,5 @@ def test_oversized_texts_are_refused_and_messages_are_truncated(scene):
     with pytest.raises(UserError, match="has 13 bytes as JSON: must have at most 10"):
         Json(10).process_bind_param({"a": "bcde"}, None)
     with pytest.raises(UserError, match="a text has 5000 bytes: must have at most 4096 to be stored"):
-        scene.session(display_name="x" * 5000)  # whichever way it came
+        scene.session(display_name="x" * 5000)  # by any call
     assert Text().process_bind_param(None, None) is Json().process_bind_param(None, None) is None

@@ -66,7 +66,7 @@ def test_replay_passes_an_overtaken_save_and_no_snapshot_does(scene):
 
 
 def published(scene, session, model, seq):
-    """The id of an answered unnamed save."""
+    """Submit and answer an unnamed save. Returns its id."""
     asked = replace(scene.operation(model, seq), kind=Kind.SAVE_FOR_SAMPLER, payload=b"{}")
     request = scene.journal.requests.submit(asked)
     (pending,) = scene.journal.requests.ready(model)

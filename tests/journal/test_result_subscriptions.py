@@ -1,4 +1,4 @@
-"""Waiting for answers with notifications, without them, and for thousands of clients."""
+"""Waiting for answers with notifications, without notifications, and with a thousand clients."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_answer_of_another_process_is_found(scene, url):
 
 
 class Deaf:
-    """The journal's answers without its notifications. Counts the queries."""
+    """Result subscriptions without the journal's notifications. `asked` records the size of each query."""
 
     def __init__(self, journal, url: str) -> None:
         self._journal = journal
@@ -129,7 +129,7 @@ async def test_a_thousand_waiters_cost_one_query_a_recheck(deaf):
         seconds = time.monotonic() - start
     assert not any(answers)
     assert 1 <= len(deaf.asked) <= seconds / 0.5 + 1
-    assert max(deaf.asked) == 1000  # a busy machine asks the first time before the last has come
+    assert max(deaf.asked) == 1000  # on a busy machine the first query may precede the last waiter
 
 
 async def test_waiting_survives_a_database_outage(scene, deaf):

@@ -1,4 +1,4 @@
-"""A deleted run is gone for everybody, with its data; other runs, usage and the audit log stay."""
+"""A deleted run is gone for all users, together with its data. Other runs, usage and the audit log stay."""
 
 from __future__ import annotations
 

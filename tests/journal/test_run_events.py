@@ -1,4 +1,4 @@
-"""The events of a run: pauses and ends are written with the change itself, and a run keeps the newest."""
+"""The events of a run: pauses and ends are written with the change itself, and a run keeps its newest events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a run are stored once by step and name, within limits, and averaged if there are many."""
+"""Metrics of a run: stored once per step and name, within limits, and averaged if there are many."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_run_has_a_limited_number_of_names(scene):
 
 def test_many_steps_are_shown_as_means_of_neighbours(scene):
     metrics, run = scene.journal.run_metrics, scene.model()
-    for first in (5000, 0):  # also from the newest to the oldest
+    for first in (5000, 0):  # also in descending order
         metrics.record(run, "local", {step: {"reward": float(step)} for step in range(first, first + 5000)})
     (metric,) = metrics.of_run(run, "local", most=100)
     assert metric.points[0] == (99, 49.5) and metric.points[-1] == (9999, 9949.5)

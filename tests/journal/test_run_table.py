@@ -1,4 +1,4 @@
-"""The table of runs: words that are found, columns, orders, groups, and the archive."""
+"""The table of runs: search, columns, orders, groups, and the archive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkerflow.backend.journal import LossMeasured, ModelEnded, ModelState, Run
 
 @pytest.fixture
 def table(scene, clock):
-    """table(**query): the names of the rows of four runs, and the rows."""
+    """table(**query): query four runs. Returns the names of the found rows, and the rows."""
     for name, loss, metadata in (
         ("Pig Latin", 3.0, {"pipeline": "sft", "note": "half of it: 50 %"}),
         ("Überläufer", 1.0, {"pipeline": "rl"}),

@@ -1,4 +1,4 @@
-"""The values of runs in their order, and how many there are."""
+"""The values of runs, read in order and in parts, and their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of the whole service: usage, live models, and changes without a snapshot."""
+"""The metrics of the whole service: usage, live models, unsaved changes, waiting requests, and drift."""
 
 from __future__ import annotations
 

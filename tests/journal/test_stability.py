@@ -71,7 +71,7 @@ def test_experts_are_found_for_the_model_that_chose_them(scene):
 
 
 def test_supports_are_found_for_the_model_that_drew_from_them(scene):
-    """Experts and supports are asked for by themselves: a service may replay either."""
+    """Experts and supports are requested separately, because a service may replay only one of them."""
     session, routes_Tn = scene.session(), np.int16([[0], [1], [2]])
     supports = Supports(np.int32([2, 0, 1]), np.int32([7, 2**17, 3]), np.float32([-0.25, 0, -1.5]))
     plain = StabilityInfo("req-1-0", np.arange(3, dtype=np.int32), np.float32([-1, -2, -3]), routes_Tn, "moe")

@@ -19,7 +19,7 @@ from tinkerflow.backend.spec.commands import Candidates, NewTokens
 
 
 def new(start: int, end: int, *, index: int = 0, top: int = 0, last: int = 10**9) -> NewTokens:
-    """Tokens [start, end) of a sample whose token n is n, and its logprob -n."""
+    """Tokens [start, end) of a sample in which token n is n and has the logprob -n."""
     tokens = np.arange(start, end, dtype=np.int32)
     listed = np.repeat(tokens[:, None], top, 1)
     candidates = Candidates(listed, -listed.astype(np.float32)) if top else None
@@ -61,7 +61,7 @@ def test_fenced_engine_cannot_write_tokens(journal: Journal, url: str, clock: Ma
 def test_listener_gets_tokens_written_after_it_joined(journal: Journal) -> None:
     async def scene() -> None:
         async with journal.result_subscriptions() as subscriptions:
-            journal.streams.write([StreamedTokens("mine", new(0, 3))])  # before: of an earlier life
+            journal.streams.write([StreamedTokens("mine", new(0, 3))])  # written before the listener joined
             listener = await subscriptions.tokens.listen("mine")
             other = await subscriptions.tokens.listen("other")
             journal.streams.write([StreamedTokens("mine", new(0, 2)), StreamedTokens("none", new(0, 9))])
@@ -89,7 +89,7 @@ def test_listener_gets_tokens_written_after_it_joined(journal: Journal) -> None:
 def test_restarted_engine_repeats_no_token_to_a_listener(
     length: int, lives: list[list[int]], takes: set[int], top: bool
 ) -> None:
-    """Each engine writes the same tokens from the start, in other chunks, and stops anywhere."""
+    """Each engine writes the same tokens from the start, in different chunks, and stops anywhere."""
     listener, heard, written, number = Listener(), [], 0, 0
     for life in lives:
         at = 0
@@ -113,7 +113,7 @@ def test_restarted_engine_repeats_no_token_to_a_listener(
 def test_listener_drops_tokens_after_a_gap_and_holds_a_bounded_number() -> None:
     listener = Listener()
     listener.put(new(0, 2))
-    listener.put(new(4, 6))  # the tokens between were lost
+    listener.put(new(4, 6))  # the tokens between them were lost
     assert [one.tokens_T.tolist() for one in listener.take()] == [[0, 1]]
     slow = Listener()
     for start in range(0, 100_000, 10):

@@ -51,7 +51,7 @@ def test_lost_model_is_revived_while_its_session_is_active(scene, state):
     scene.journal.models.revive(model)
     view = scene.journal.models.get(model, "local")
     assert (view.state, view.detail) == (ModelState.LIVE, None)
-    scene.journal.models.revive(model)  # it takes work: nothing changes
+    scene.journal.models.revive(model)  # nothing changes, because the model is live
     assert scene.submit(model, 2) in {pending.id for pending in scene.journal.requests.ready(model)}
     scene.journal.models.end(model, state, "again")
     scene.journal.sessions.finish(session, "local")

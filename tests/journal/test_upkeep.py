@@ -16,7 +16,7 @@ from tinkerflow.backend.journal import (
 # ------------------------------------------------------------------ retention
 @pytest.fixture
 def steps(scene, save, clock):
-    """A model with checkpoints at steps 1 to 6, of both kinds; paths by step and kind."""
+    """The paths, by kind and step, of a model's checkpoints of both kinds at steps 1 to 6."""
     model, found = scene.model(), {}
     for step in range(1, 7):
         for kind in (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS):

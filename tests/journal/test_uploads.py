@@ -1,4 +1,4 @@
-"""Uploads of adapters: begun, noted file by file, finished once, and over an hour after they expire."""
+"""Uploads of adapters: started, recorded file by file, finished once, and due for removal an hour after they expire."""
 
 from __future__ import annotations
 

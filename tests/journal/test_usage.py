@@ -57,7 +57,7 @@ def test_usage_is_separate_by_session_base_model_and_owner(scene, clock, as_owne
     assert found("local", start + HOUR) == {first, second}
     assert found("stranger", start + HOUR) == {foreign}
     assert found(None, start + HOUR) == {first, second, foreign}
-    assert found(None, start) == set()  # the end is outside
+    assert found(None, start) == set()  # the end is exclusive
 
 
 def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
