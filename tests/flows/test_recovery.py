@@ -46,8 +46,8 @@ def serve(
 ) -> Any:
     """`async with serve(pool, steps=…)`: run the dispatcher of a new engine on that pool.
 
-    steps: between snapshots. prefect: the URL of an unreachable Prefect server; models can be paused only if it is set.
-    emit: receives the events. others: fields of the engine's context.
+    steps: the number of steps between snapshots. prefect: the URL of an unreachable Prefect server; models can be
+    paused only if it is set. emit: receives the events. others: fields of the engine's context.
     """
 
     def serve(

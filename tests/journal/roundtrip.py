@@ -1,9 +1,7 @@
-"""Measure the path of one request through the journal: `python tests/journal/roundtrip.py [--url URL] [--requests
-1000]`.
+"""Measure a request's path through the journal: `python tests/journal/roundtrip.py [--url URL] [--requests 1000]`.
 
 Prints the median and the 90th percentile of each call and of their sum, in wall-clock time and in CPU time of the
-calling
-thread. Without a URL it creates an SQLite file in a temporary folder.
+calling thread. Without a URL it creates an SQLite file in a temporary folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transactions of two writing processes, use of the partial indexes, and database URLs."""
+"""Transactions of concurrent processes, durability after a kill, and database URLs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of execution: contiguous runs, late earlier chunks, and gaps. Hypothesis checks it against a simple model."""
+"""The order of execution: contiguous runs, late earlier chunks, gaps. Hypothesis checks it against a simple model."""
 
 from __future__ import annotations
 

@@ -379,5 +379,5 @@ def test_oversized_texts_are_refused_and_messages_are_truncated(scene):
     with pytest.raises(UserError, match="has 13 bytes as JSON: must have at most 10"):
         Json(10).process_bind_param({"a": "bcde"}, None)
     with pytest.raises(UserError, match="a text has 5000 bytes: must have at most 4096 to be stored"):
-        scene.session(display_name="x" * 5000)  # by any call
+        scene.session(display_name="x" * 5000)  # the limit holds for every caller
     assert Text().process_bind_param(None, None) is Json().process_bind_param(None, None) is None

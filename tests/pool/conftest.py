@@ -57,7 +57,7 @@ def group_config() -> Callable[..., GroupConfig]:
 
 @pytest.fixture
 async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[StartPool]:
-    """Start pools. When the test ends, they are stopped, and none of their processes may be left."""
+    """Start pools. After the test they are stopped, and none of their processes may remain."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     pools: list[Pool] = []
     pids: set[int] = set()
@@ -118,7 +118,6 @@ def workers() -> Callable[[], list[int]]:
 
 
 async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until `condition` holds."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  (conditions of other processes have no event)
             await asyncio.sleep(0.01)

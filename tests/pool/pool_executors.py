@@ -355,7 +355,7 @@ class Collective:
 
 
 class Counting(Collective):
-    """Writes after each command how many programs it compiled, and how many of these were in JAX's cache."""
+    """Writes "HITS of REQUESTS" of JAX's compilation cache to a file after each command."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         import jax.monitoring
@@ -372,7 +372,7 @@ class Counting(Collective):
 
 
 class Keeper(Echo):
-    """Keeps this process's row of each tensor of shape [processes, n]. Rank 1 loses its part of the adapter "fail"."""
+    """Keeps one tensor for each adapter and rank, and none on rank 3. Rank 1 loses its part of the adapter "fail"."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         super().__init__(config, progress, processes, rank)

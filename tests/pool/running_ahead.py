@@ -1,4 +1,4 @@
-"""The real executor, whose sampler runs ahead as it does off CPUs."""
+"""The real executor, with a sampler that runs ahead on CPUs as it does on other devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkerflow.backend.compute.sampler import sampler
 
 
 class RunsAhead(Executor):
-    """Its chunks of tokens are on the devices between commands."""
+    """Leaves chunks of tokens on the devices between commands."""
 
     def __init__(self, *args: Any) -> None:
         with patch.object(sampler, "on_cpu", lambda: False):

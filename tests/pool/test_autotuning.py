@@ -1,4 +1,4 @@
-"""Results of XLA's autotuning survive a lost cache, and go to other hosts."""
+"""Results of XLA's autotuning survive a lost cache and reach other hosts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_group_fetches_results_and_publishes_its_own(
     AutotuningResults(tmp_path / "before", blobs, H100).publish()
     tuned(tmp_path / "cache", "other product", "algorithm 2")
     config = GroupConfig("m", "bfloat16", 1, 1, 64, 0, 4, 8, str(tmp_path / "cache"))
-    keep_results(config, H100)  # has no store
+    keep_results(config, H100)  # the configuration has no store
     assert published == [] and found(tmp_path / "cache") == {"other product.textproto": "algorithm 2"}
     in_store = replace(config, store_url=f"file://{tmp_path / 'store'}", store_mark=parts.store_mark(blobs))
     keep_results(in_store, H100)

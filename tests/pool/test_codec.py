@@ -57,7 +57,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type and in every bit (NaN and -0.0 included)."""
+    """Whether two values are equal in type and in every bit (NaN and -0.0 included)."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):

@@ -73,7 +73,7 @@ def test_killed_check_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def copied(*folders: Path) -> tuple[list[set[str]], set[str]]:
-    """The entries that each rank has afterwards, and the entries that were sent."""
+    """Copy the entries of rank 0. Returns the entries of each rank afterwards, and the entries that were sent."""
     texts = [" ".join(path.name for path in folder.glob("*-cache")) for folder in folders]
     sent: dict[str, bytes] = {}
     for rank, folder in enumerate(folders):

@@ -121,7 +121,7 @@ async def test_missing_platform_is_named(start_pool: StartPool, config: GroupCon
 
 
 class Jax:
-    """A replacement of the module jax, with the given devices."""
+    """A replacement for the module jax with the given device."""
 
     def __init__(self, backend: str, asked: str | None = None, capability: str = "8.0") -> None:
         self.default_backend = lambda: backend
@@ -167,7 +167,7 @@ def test_gpu_without_float8_is_refused_for_a_float8_cache(config: GroupConfig) -
 
 def test_a_missing_platform_of_jax_platforms_is_named(config: GroupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
-        raise AssertionError  # as JAX does, with its plugin and without a GPU
+        raise AssertionError  # as JAX does with its plugin but without a GPU
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     jax = Jax("")

@@ -1,4 +1,4 @@
-"""Frames and proofs, over real sockets."""
+"""Frames and proofs of the secret, over real sockets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def listener() -> AsyncIterator[socket.socket]:
 async def meet(
     listener: socket.socket, *, theirs: bytes = SECRET, generation: int = 3, rank: int = 1
 ) -> tuple[LoopLink | BaseException, WorkerLink | BaseException]:
-    """The results of both ends when a worker with `theirs` connects to a driver of generation 3 with 2 ranks."""
+    """Connect a worker with secret `theirs` to a driver of generation 3 with 2 ranks. Returns each end's result."""
     port = listener.getsockname()[1]
     worker = asyncio.to_thread(connect, "127.0.0.1", port, theirs, generation, rank, timeout=5.0)
 
@@ -153,7 +153,7 @@ def test_self_connection_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", to_itself)
     with pytest.raises(ConnectionRefusedError, match=f"no process listens on port {port}"):
         connect("127.0.0.1", port, SECRET, 0, 0)
-    socket.create_server(("127.0.0.1", port)).close()  # a driver that restarts finds its port free
+    socket.create_server(("127.0.0.1", port)).close()  # a restarted driver finds its port free
 
 
 async def test_connection_survives_a_cancelled_wait(listener: socket.socket) -> None:

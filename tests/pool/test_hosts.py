@@ -115,7 +115,7 @@ async def serves(pool: Pool, generation: int) -> None:
 
 
 async def busy(pool: Pool) -> asyncio.Task[object]:
-    """Submit a long command, and wait until the group executes it."""
+    """Submit a long command, and let its task begin."""
     task = asyncio.create_task(pool.submit(CreateAdapter("a", LoraSpec(1), 60_000)))
     await asyncio.sleep(0)
     return task
@@ -204,7 +204,7 @@ class Driver:
 
 @pytest.fixture
 async def drive(bench: Bench) -> AsyncIterator[Callable[..., Awaitable[tuple[Driver, set[int]]]]]:
-    """Let another process drive the hosts instead of the bench. Returns the process and the pids of its workers."""
+    """Let another process drive the hosts instead of the bench. Returns the process and the PIDs of its workers."""
     drivers: list[Driver] = []
 
     async def started(processes: int, executor: str = "Echo") -> tuple[Driver, set[int]]:
@@ -396,7 +396,7 @@ class Cable:
         self._port = port
 
     async def lay(self) -> int:
-        """The port that the agent connects to."""
+        """Listen. Returns the port that the agent connects to."""
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port

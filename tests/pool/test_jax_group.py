@@ -32,7 +32,7 @@ StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 
 
 def total(values: int) -> Forward:
-    """Sum 0 … values-1 over all devices."""
+    """A command that sums 0 … values-1 over all devices."""
     tokens = np.zeros(values, np.int32)
     return Forward("a", (Example(tokens, tokens, np.arange(values, dtype=np.float32)[:, None]),), "cross_entropy")
 
@@ -64,7 +64,7 @@ async def test_a_rank_killed_during_collectives_ends_the_group_at_once(
     assert time.perf_counter() - began < 30.0
     failed = [r for r in results if isinstance(r, BaseException)]
     assert failed
-    assert {type(r) for r in failed} <= {GroupFailedError, SuspectError}  # SuspectError: was being executed
+    assert {type(r) for r in failed} <= {GroupFailedError, SuspectError}  # SuspectError: the command was being executed
     assert {str(r) for r in failed} == {"worker group 1 ended: rank 1 was killed by SIGKILL"}
     assert await pool.submit(total(8)) == ForwardResult((), 28.0)
     assert pool.generation == 2
@@ -119,7 +119,7 @@ async def test_a_rank_that_lacks_programs_compiles_them(
     config = replace(group_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
 
     async def missing() -> list[int]:
-        """How many programs each rank has missed in its cache."""
+        """The number of programs that each rank did not find in its cache."""
         async with await start_pool("Counting", processes=2, config=config) as pool:
             assert await pool.submit(total(8)) == ForwardResult((), 28.0)
             counts = [(tmp_path / f"rank-{rank}").read_text().split(" of ") for rank in (0, 1)]
@@ -170,7 +170,7 @@ async def test_kill_with_an_unread_chunk_changes_no_token(
     )
 
     async def answers(steps: int = 1000) -> tuple[dict[str, list[list[int]]], int]:
-        """The answers within so many steps, and the number of reported tokens."""
+        """Sample for at most `steps` steps. Returns the finished answers, and the number of streamed tokens."""
         found: dict[str, list[list[int]]] = {}
         told, command = 0, SampleStep(requests)
         while len(found) < len(requests) and steps:

@@ -26,7 +26,7 @@ def test_other_exceptions_become_server_errors() -> None:
     assert type(to_error(Failed("Exit", "x"))) is errors.ServerError
     # an executor cannot pretend that the group failed
     assert to_failed(errors.GroupFailedError("x")).error == "ServerError"
-    # its numbers have no field in a message
+    # a message has no fields for its numbers
     assert type(to_error(Failed("ContextExceededError", "x"))) is errors.ServerError
 
 

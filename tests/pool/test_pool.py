@@ -64,7 +64,7 @@ async def serves_again(pool: Pool, generation: int = 2) -> None:
     assert pool.generation == generation
 
 
-# ------------------------------------------------------------------ the ordinary course
+# ------------------------------------------------------------------ ordinary operation
 @both
 async def test_commands_execute_in_the_order_of_submission(start_pool: StartPool, processes: int) -> None:
     pool = await start_pool(processes=processes)
@@ -174,7 +174,7 @@ async def test_command_that_exceeds_memory_is_blamed_instead_of_the_one_before(
     before, guilty = together(pool, step(), order("memory"))
     assert isinstance(await failure_of(guilty), SuspectError)
     (outcome,) = await asyncio.gather(before, return_exceptions=True)
-    if processes == 2 and isinstance(outcome, GroupFailedError):  # rank 1 had answered it, and rank 0 not yet
+    if processes == 2 and isinstance(outcome, GroupFailedError):  # rank 1 had answered it, but rank 0 had not
         assert not isinstance(outcome, SuspectError)
     else:
         assert outcome == OptimResult(2.0, 1)
@@ -429,7 +429,7 @@ async def test_error_names_the_cause_when_a_late_commands_group_ends(
 ) -> None:
     pool = await start_pool(processes=2, stack_seconds=30.0)
     late = asyncio.create_task(pool.submit(order("hang:1"), deadline=1.0))
-    await wait_until(lambda: "in misbehave" in (tmp_path / "logs" / "worker-1.log").read_text())  # it was asked where
+    await wait_until(lambda: "in misbehave" in (tmp_path / "logs" / "worker-1.log").read_text())  # its stack was logged
     os.kill(pool.pids[1], signal.SIGKILL)
     with pytest.raises(SuspectError, match="rank 1 was killed by SIGKILL") as caught:
         await late
@@ -439,7 +439,7 @@ async def test_error_names_the_cause_when_a_late_commands_group_ends(
 
 async def test_deadline_starts_when_the_earlier_commands_were_answered(start_pool: StartPool) -> None:
     pool = await start_pool(command_deadline=5.0)
-    tasks = [asyncio.create_task(pool.submit(sleep(0.35))) for _ in range(17)]  # one micro-batch, and one more
+    tasks = [asyncio.create_task(pool.submit(sleep(0.35))) for _ in range(17)]  # one more than a micro-batch's worth
     assert await asyncio.gather(*tasks) == [Done()] * 17
     assert pool.generation == 1
 

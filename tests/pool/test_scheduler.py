@@ -60,7 +60,7 @@ class Devices:
         return self.scheduler.submit(command, send, owner)
 
     async def sample(self, steps: int) -> None:
-        """Submit so many steps, each in its own task, as the engine does."""
+        """Submit `steps` sample steps, each in its own task, as the engine does."""
         for left in reversed(range(steps)):
             progress = SampleProgress((), active=left, waiting=0)
             await asyncio.create_task(wait_for(self.submit("S", SampleStep(), progress)))
@@ -131,7 +131,7 @@ async def test_small_commands_are_sent_together() -> None:
 def test_projects_get_equal_shares_with_any_number_of_adapters(
     adapters: dict[str, int], sizes: list[float], sent: int
 ) -> None:
-    """Every adapter always has commands. So do the adapters of one project among themselves."""
+    """Every adapter always has commands. The adapters of one project also get equal shares."""
     queue, sizes_left = TrainingQueue(), itertools.cycle(sizes)
     by_project, by_adapter = Counter[str](), Counter[str]()
 

@@ -74,5 +74,5 @@ async def test_kills_during_the_warm_up_do_not_break_the_group(
 
 
 def noted(folder: Path, rank: int) -> Counter[str]:
-    """How many programs of each name the compilation cache of a rank has."""
+    """The number of programs of each name in a rank's compilation cache."""
     return Counter(entry.name.rsplit("-", 2)[0] for entry in folder.glob(f"cache/*/rank-{rank}/*-cache"))

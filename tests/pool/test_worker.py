@@ -1,4 +1,4 @@
-"""The worker process, which ends with its driver at any time."""
+"""The worker process: its end with its driver, its service to a next driver, and its environment."""
 
 from __future__ import annotations
 

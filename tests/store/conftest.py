@@ -75,7 +75,7 @@ def meta() -> CheckpointMeta:
 
 @pytest.fixture
 def same() -> Callable[[AdapterState, AdapterState], None]:
-    """Asserts that two states are equal, bit for bit."""
+    """Assert that two states are equal, bit for bit."""
 
     def check(left: AdapterState, right: AdapterState) -> None:
         assert (left.spec, left.step) == (right.spec, right.step)

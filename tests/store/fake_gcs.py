@@ -1,6 +1,6 @@
 """A fake of Google Cloud Storage's JSON API over real HTTP: objects with generations and preconditions, in memory.
 
-Uploads (media, multipart, resumable), reads with ranges, metadata, listing in pages, deletion. `faults` is the
+It supports uploads (media, resumable), reads of ranges, metadata, paged listings, and deletions. `faults` is the
 list of failures of later requests. See https://cloud.google.com/storage/docs/json_api/v1/objects
 """
 
@@ -54,7 +54,7 @@ class Session:
 
 
 class FakeGcs:
-    """The service, while entered. page: entries of a listing's page at most."""
+    """The service, which runs while entered. page: the most entries on a page of a listing."""
 
     def __init__(self, page: int = 3) -> None:
         self.page = page
@@ -97,7 +97,7 @@ class FakeGcs:
         return match is None or int(match) == (there.generation if there else 0)
 
     def write(self, name: str, data: bytes, match: str | None) -> dict[str, Any] | None:
-        """The object's description, or None when the precondition fails."""
+        """Store an object. Returns its description, or None if the precondition fails."""
         with self.lock:
             if not self.matches(name, match):
                 return None

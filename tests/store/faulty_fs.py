@@ -15,11 +15,11 @@ Wrong = Literal[
     "crash after",
     "crash, cut",  # half of the bytes were written, and the process is gone
     "503 before",  # the answer is an error
-    "503 after",  # a proxy's: the request had arrived
+    "503 after",  # a proxy's answer: the request had arrived
     "timeout after",
-    "412",  # the answer was lost, and the repeated request met what the first had written
+    "412",  # the answer was lost, and the repeated request found the object of the first
     "timeout, cut",  # a stream that was closed by an error published its half
-    "cut",  # the same, and nobody noticed
+    "cut",  # the same, unnoticed
 ]
 Operation = Literal["create", "replace", "remove", "read"]
 
@@ -38,7 +38,7 @@ class Fault:
 
 
 class FaultyFileSystem(AbstractFileSystem):
-    """Objects by path. Each fault occurs once. Another process meets no faults in `calm()`."""
+    """Objects by path. Each fault occurs once."""
 
     cachable = False
     protocol = "faulty"

@@ -131,7 +131,7 @@ def test_local_drafts_are_hidden_and_failed_creates_leave_none(tmp_path: Path) -
 
 
 class LossyFileSystem(MemoryFileSystem):
-    """An object store on a bad line: a write succeeds, its response is lost, the client's retry meets the object."""
+    """An object store on a bad line: a write succeeds, its response is lost, and the client's retry finds it stored."""
 
     cachable = False
     store: dict[str, Any] = {}  # noqa: RUF012  # its own, not the one that all MemoryFileSystems share

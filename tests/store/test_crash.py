@@ -36,7 +36,10 @@ class Crash(BaseException):
 
 @dataclasses.dataclass
 class FailingBlobs:
-    """Blobs whose `failing` write and all after it fail with `error`; `after` lets the write itself still happen."""
+    """Blobs whose write number `failing` and all later writes fail with `error`.
+
+    after: write number `failing` is still executed. recovers: reads and removals succeed after it.
+    """
 
     blobs: Blobs
     failing: int

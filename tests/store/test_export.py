@@ -1,4 +1,4 @@
-"""Weights for use elsewhere: exports plain and encrypted, copies, parts of files, and late deletions."""
+"""Weights for use elsewhere: plain and encrypted exports, copies, byte ranges, and late deletions."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_byte_ranges_of_an_export_match_the_file(store: Store, meta: CheckpointM
     assert store.read_range(saved, file, len(data), 1) == b""
     with pytest.raises(NotFoundError):
         store.read_range(replace(saved, attempt="attempt-x"), file, 0, 1)
-    if store.url.startswith("gs://"):  # the fake is used without credentials; test_gcs.py signs
+    if store.url.startswith("gs://"):  # the fake has no credentials; test_gcs.py tests signing
         with pytest.raises(StoreError, match=r"cannot sign adapter_model\.safetensors .*service account's"):
             store.signed_url(saved.path, saved.attempt, file, 60)
     else:

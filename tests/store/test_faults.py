@@ -75,7 +75,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def save_again(self) -> None:
-        """A request that was interrupted is executed again, under its own id."""
+        """Execute an interrupted request again under its own id."""
         if self.failed is not None:
             self._save(*self.failed)
 
@@ -166,7 +166,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._restart()
         attempt = self._attempt(path)
         key = f"root/{path.commit}" if file == "commit.json" else f"root/{path.attempt(attempt)}/{file}"
-        if not attempt or DAMAGED in self.of(path):  # twice would be undone
+        if not attempt or DAMAGED in self.of(path):  # a second change could undo the first
             return
         data = self.fs.objects[key]
         self.fs.objects[key] = data[:-2] if cut else bytes([*data[:-9], data[-9] ^ 1, *data[-8:]])
@@ -179,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
         error: BaseException,
         source: CheckpointPath | None = None,
     ) -> None:
-        """`candidates` are possible now. A truncated commit of a killed process is damage, and stays."""
+        """Record that `candidates` are possible. A truncated commit of a killed process is damage, and stays."""
         if isinstance(error, StoreError):
             assert self.fs.met or DAMAGED in self.of(path) | self.of(source or path), f"no fault was met: {error}"
             assert str(source or path) in str(error) or str(path) in str(error) or "faulty://" in str(error)

@@ -113,7 +113,7 @@ def test_large_object_with_a_lost_last_answer_is_recognized(
     data = os.urandom(2**18)
     bad.faults = [Fault("POST", "upload_id", after=True)]
     blobs.create("a", data)
-    blobs.create("a", data)  # the same writer, started again: its own bytes
+    blobs.create("a", data)  # the same writer, restarted, finds its own bytes
     assert blobs.read("a") == data
 
 
@@ -170,7 +170,7 @@ def test_other_stores_do_not_import_gcsfs(tmp_path: Path) -> None:
 
 
 def test_importing_the_store_leaves_fsspecs_gs_filesystem_unchanged() -> None:
-    """Data of pipelines, and results that Prefect keeps."""
+    """Pipelines read data with it, and Prefect stores results with it."""
     code = "import tinkerflow.backend.store, fsspec; print(type(fsspec.filesystem('gs', token='anon')).__name__)"
     env = {name: value for name, value in os.environ.items() if not name.startswith("GCSFS_")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

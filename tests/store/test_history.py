@@ -1,4 +1,4 @@
-"""Histories come back byte for byte, equal data are stored once, and damage is confined to a request."""
+"""Histories are read back byte for byte, equal data are stored once, and damage is detected and located."""
 
 from __future__ import annotations
 

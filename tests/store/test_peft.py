@@ -1,4 +1,4 @@
-"""A saved attempt is a folder that `peft` loads; its logits are those of base weights with our update added by hand.
+"""A saved attempt is a folder that `peft` loads. Its logits are those of base weights with our update added by hand.
 
 Tensors keep their values for every layout in memory.
 """
@@ -48,7 +48,7 @@ def base_model(family: str, *, tied: bool) -> PreTrainedModel:
 
 
 def random_adapter(model: PreTrainedModel, spec: LoraSpec) -> AdapterState:
-    """Random, B not zero, in an awkward layout: the store must not depend on arrays being contiguous."""
+    """A random adapter with nonzero B. Its arrays are not contiguous, because the store must not depend on that."""
     rng = np.random.default_rng(2)
     weights = {}
     for name, module in model.named_modules():
@@ -67,7 +67,7 @@ def random_adapter(model: PreTrainedModel, spec: LoraSpec) -> AdapterState:
 
 def merged_by_hand(model: PreTrainedModel, state: AdapterState) -> PreTrainedModel:
     merged = copy.deepcopy(model)
-    # The unembedding gets a matrix of its own: our lm_head adapter leaves the embedding as it is, tied or not.
+    # The unembedding gets its own matrix: our lm_head adapter never changes the embedding, tied or not.
     merged.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     for name in [n for n in state.weights if n.endswith("lora_A.weight")]:
         module = merged.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
@@ -96,11 +96,11 @@ def test_peft_gives_the_logits_of_merged_weights(tmp_path: Path, family: str, ti
     folder = tmp_path / "runs" / "sess-1:train:0" / "sampler_weights" / "x" / saved.attempt
     tokens = torch.arange(24).reshape(2, 12) % SHAPE["vocab_size"]
     with torch.no_grad():
-        # In float64, so that what remains is a wrong number and not rounding.
+        # In float64, so that a remaining difference is an error and not rounding.
         wanted = merged_by_hand(model.double(), state)(tokens).logits
         plain = model(tokens).logits
         with warnings.catch_warnings():
-            # PEFT points out that merging a tied lm_head would need care; nothing is merged here.
+            # PEFT warns about merging a tied lm_head; nothing is merged here.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
             adapted = peft.PeftModel.from_pretrained(model, folder)
         found = adapted.double()(tokens).logits
@@ -143,7 +143,7 @@ def test_base_model_revision_has_a_separate_field(tmp_path: Path) -> None:
     ("module", "parts"), [("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))]
 )
 def test_patterns_match_experts_only(module: str, parts: tuple[str, str, str]) -> None:
-    """As PEFT looks them up, of modules and of the parameters of transformers 5."""
+    """Uses PEFT's lookup, for modules and for the fused parameters of transformers 5."""
     layer = "model.layers.1"
     shared = [f"{layer}.mlp.shared_experts.{part}" for part in ("gate_proj", "down_proj")]
     experts = [f"{layer}.{module}.experts.{number}.{part}" for number in (0, 12) for part in parts]
