@@ -34,7 +34,7 @@ EFFICIENCIES = {  # by the parts of a record
     "adapters": Efficiency(0.4, 0.65, "estimated: matmuls with few columns"),
     "loss": Efficiency(0.5, 0.75, "estimated: one block on each multiprocessor"),
     "weights and sampling": Efficiency(
-        0.3, 0.5, "estimated: a step starts 1,100 kernels one after the other, and some have few blocks"
+        0.3, 0.5, "estimated: a step starts 870 kernels one after the other, and some have few blocks"
     ),
     "attention over pages": Efficiency(0.4, 0.75, "estimated"),
 }

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 _FLOATS, _HEADS = ("bf16", "f32"), 3  # of queries and keys: their dtype, and the dimensions that they have at least
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
@@ -80,6 +81,25 @@ def _packed_products(operands: list[Shape], result: Shape) -> int:
     return 2 * _products([even, *_stacks(others)[::2]], result)
 
 
+def _of_adapted(figure: Callable[..., int], operands: list[Shape], more: Shape | str) -> int:
+    """A figure of a kernel that also adds updates.
+
+    Its operands are those of the kernel without them, then the parts of the products with A [P, M, S K], S stacks of B
+    [L, K, out], and tables.
+    """
+    rows = operands[0].dims[0]
+    (low,) = (
+        place
+        for place, one in enumerate(operands)
+        if one.dtype == "f32" and one.dims[1:2] == (rows,) and len(one.dims) == len("PMK")
+    )
+    parts, stacks = operands[low], _stacks(operands[low + 1 :])
+    updates = sum(stack.nbytes // stack.dims[0] for stack in stacks) + parts.nbytes
+    if isinstance(more, Shape):
+        updates = 2 * rows * sum(math.prod(stack.dims[1:]) for stack in stacks)
+    return figure(operands[:low], more) + updates
+
+
 def _one_matrix_each(operands: list[Shape], _: str) -> int:
     """Bytes of rows, and of the experts' matrices of one layer, out of [L E, ...]. Each expert has an end of rows."""
     ends, rows, matrices = operands[1], *operands[-2:]
@@ -108,6 +128,8 @@ READ: dict[str, Callable[[list[Shape], str], int]] = {
     "(gmm)": _one_matrix_each,  # `tgmm` is given no stack
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
+    "layer_product_adapted": partial(_of_adapted, _one_layer),
+    "packed_product_adapted": partial(_of_adapted, _packed_layer),
     "packed_product": _packed_layer,
     **dict.fromkeys(_OF_A_LAYER, _one_layer),
 }
@@ -123,6 +145,8 @@ KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "tree_attention_dkv": _attention(4, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
     "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
+    "layer_product_adapted": partial(_of_adapted, _products),
+    "packed_product_adapted": partial(_of_adapted, _packed_products),
     "packed_product": _packed_products,
     **dict.fromkeys(_OF_A_LAYER, _products),
     "splash_mha_fwd": _attention(2, -2),

@@ -21,7 +21,7 @@ from tinkerflow.backend.compute.kernels import (
     tree_gpu,
     triton_calls,
 )
-from tinkerflow.backend.compute.kernels.matmul import OfLayer
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, matmuls
 from tinkerflow.backend.compute.kernels.softmax import Product, Totals
 from tinkerflow.backend.compute.kernels.tree import How, TreeRows
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
@@ -75,11 +75,15 @@ def pages(dtype: Any) -> Case:
 
 
 def adapters() -> Case:
-    def updates(x: Any, A: Any, B: Any, columns: Any, layer: Any) -> Any:
-        return adapter_gpu.in_place(columns, A.shape[1])(x, [OfLayer(LoraPair(A, B), layer)] * 2)
+    def updated(x: Any, A: Any, B: Any, weights: Any, columns: Any, layer: Any) -> Any:
+        updates = adapter_gpu.in_place(columns, A.shape[1])(x, [OfLayer(LoraPair(A, B), layer)] * 2)
+        return tuple(updates), matmuls(x, *[OfLayer(weights, layer)] * 2, last=updates.last_step())
 
-    stack = array("bfloat16", 64, 4096, 10240)
-    return updates, (array("bfloat16", 64, 1, 10240), stack, stack, array("int32", 64, 2), array("int32"))
+    stack, weights = array("bfloat16", 64, 4096, 10240), array("bfloat16", 64, 10240, 10240)
+    return updated, (
+        *(array("bfloat16", 64, 1, 10240), stack, stack, weights),
+        *(array("int32", 64, 2), array("int32")),
+    )
 
 
 def states() -> Case:
@@ -127,7 +131,7 @@ CASES = {
     "int8 experts": (of_experts("int8"), {"grouped_product"}),
     "float8 pages": (pages("float8_e4m3fn"), {"paged_attention"}),
     "bfloat16 pages": (pages("bfloat16"), {"paged_attention"}),
-    "adapters": (adapters(), {"adapter_low", "adapter_update"}),
+    "adapters": (adapters(), {"adapter_low", "adapter_update", "layer_product_adapted"}),
     "states": (states(), {"delta_step"}),
     "attention": (attention(), {"tree_attention_forward", "tree_attention_dq", "tree_attention_dkv"}),
     "vocabulary": (vocabulary(), {"softmax_totals", "softmax_slopes_by_adapter"}),

@@ -16,6 +16,7 @@ S stacks. L layers, i in, o out; r, c, n, k: sizes of a program's tile of rows, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tinkerflow.backend.compute.kernels.grouped_gpu import by_matrix, dot, side
+from tinkerflow.backend.compute.kernels.grouped_gpu import LastStep, Tile, by_matrix, dot, side
 from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPROCESSORS, triton_call
 from tinkerflow.backend.compute.mesh import Array
@@ -32,7 +33,7 @@ from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 _ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # maxima of a tile; _BYTES_IN: of one of its rows
 _PARTS = 512  # maximum rows of partial sums that a program of `adapter_update` adds; every program reads all of them
 
-InPlace = Callable[[jax.Array, Sequence[OfLayer]], tuple[jax.Array, ...]]  # update(x_BTi, pairs) -> [B, T, o] of each
+InPlace = Callable[[jax.Array, Sequence[OfLayer]], "Updates"]  # update(x_BTi, pairs)
 
 
 def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPlace:
@@ -50,17 +51,54 @@ def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPla
     start_N = jnp.arange(N, dtype=jnp.int32) * C
     seen_N = jnp.cumsum(jnp.any((first_B1 < start_N + C) & (end_B1 > start_N), axis=0), dtype=jnp.int32)
     block_N = jnp.sum(seen_N <= jnp.arange(N, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)  # the seen ones first
-    blocks = block_N, seen_N[-1:]
+    tables = block_N, seen_N[-1:], columns_B2[:, 0], columns_B2[:, 1]  # here, so that no layer computes them again
 
-    def update(x_BTi: jax.Array, pairs: Sequence[OfLayer]) -> tuple[jax.Array, ...]:
-        B, T, i = x_BTi.shape
-        layers = tuple(jnp.reshape(pair.layer, 1) for pair in pairs)
-        low_PMK = _low(x_BTi.reshape(-1, i), [pair.stack.A for pair in pairs], (*layers, *blocks), interpret)
-        where = *layers, *blocks, columns_B2[:, 0], columns_B2[:, 1]
-        updates = _update(low_PMK, [pair.stack.B for pair in pairs], where, T, x_BTi.dtype, interpret)
-        return tuple(update_Mo.reshape(B, T, -1) for update_Mo in updates)
+    def update(x_BTi: jax.Array, pairs: Sequence[OfLayer]) -> Updates:
+        return Updates(x_BTi, pairs, tables, interpret)
 
     return update
+
+
+class Updates(Sequence[jax.Array]):
+    """Every row's update [B, T, o] for each pair. The products with A are computed at once.
+
+    If one kernel computes the base model's products, `last_step` multiplies by B in that kernel. Otherwise, another
+    kernel computes all updates when the first of them is read.
+    """
+
+    def __init__(
+        self, x_BTi: jax.Array, pairs: Sequence[OfLayer], tables: tuple[jax.Array, ...], interpret: bool
+    ) -> None:
+        """x_BTi, pairs, interpret: see `in_place`.
+
+        tables: int32, the indices of the seen blocks, [N]; their number, [1]; the first and the end column of each row,
+        [B].
+        """
+        self._shape, self._dtype, self._interpret = x_BTi.shape[:2], x_BTi.dtype, interpret
+        self._stacks = [pair.stack.B for pair in pairs]
+        layers = tuple(jnp.reshape(pair.layer, 1) for pair in pairs)
+        self._where = *layers, *tables
+        stacks = [pair.stack.A for pair in pairs]
+        self._low_PMK = _low(x_BTi.reshape(-1, x_BTi.shape[-1]), stacks, (*layers, *tables[:2]), interpret)
+
+    def __len__(self) -> int:
+        return len(self._stacks)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._each[number]
+
+    @cached_property
+    def _each(self) -> tuple[jax.Array, ...]:
+        given = self._low_PMK, self._stacks, self._where
+        return tuple(
+            update_Mo.reshape(*self._shape, -1)
+            for update_Mo in _update(*given, self._shape[1], self._dtype, self._interpret)
+        )
+
+    def last_step(self) -> LastStep:
+        """Adds all updates to the products of the base model's matrices with x, in the order of the pairs."""
+        operands = self._low_PMK, *self._stacks, *self._where
+        return LastStep("_adapted", operands, partial(_add_columns, self._low_PMK.shape, self._shape[1], self._dtype))
 
 
 def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...], interpret: bool) -> jax.Array:
@@ -120,40 +158,23 @@ def _update(
     low_PMK: the result of `_low`. where: as in `_low`, then the first and the end column of each row, [B]. T: as in the
     module.
     """
-    (P, M, _), S, K, C = low_PMK.shape, len(stacks), stacks[0].shape[1], RANK_COLUMNS
+    M, S = low_PMK.shape[1], len(stacks)
     outs = [stack.shape[2] for stack in stacks]
     r = side(M, _ROWS)
     rows = pl.cdiv(M, r)
     n = side(pl.cdiv(sum(outs) * rows, MULTIPROCESSORS), _OUTS)
     tiles = [pl.cdiv(o, n) for o in outs]
 
-    def kernel(low_ref: Any, *refs: Any) -> None:
-        stack_refs, layer_refs, out_refs = refs[:S], refs[S : 2 * S], refs[-S:]
-        block_ref, count_ref, first_ref, end_ref = refs[2 * S : -S]
-        first = pl.program_id(1) * r
-        row_r = first + jnp.arange(r)
-        there = row_r < M
-        begin_r, end_r = (triton.load(ref.at[row_r // T], mask=there, other=0) for ref in (first_ref, end_ref))
+    def kernel(*refs: Any) -> None:
+        first, out_refs = pl.program_id(1) * r, refs[-S:]
+        there = first + jnp.arange(r) < M
 
         def of(number: int, tile: jax.Array) -> None:
-            layer, column = layer_refs[number][0], tile * n
+            column = tile * n
             inside = column + jnp.arange(n) < outs[number]
-
-            def add(block: jax.Array, sums_rn: jax.Array) -> jax.Array:
-                at = block_ref[block] * C
-                column_C, mask = at + jnp.arange(C), jnp.broadcast_to(there[:, None], (r, C))
-                low_rC = jnp.zeros((r, C), jnp.float32)
-                for part in range(P):
-                    part_ref = low_ref.at[jnp.int32(part), pl.ds(first, r), pl.ds(number * K + at, C)]
-                    low_rC = low_rC + triton.load(part_ref, mask=mask, other=0)
-                # Select, because an overflow in the columns of another row's adapter, times 0, would be NaN.
-                own = (column_C[None] >= begin_r[:, None]) & (column_C[None] < end_r[:, None])
-                low_rC = jnp.where(own, low_rC, 0).astype(dtype)
-                B_ref = stack_refs[number].at[layer, pl.ds(at, C), pl.ds(column, n)]
-                B_Cn = triton.load(B_ref, mask=jnp.broadcast_to(inside[None], (C, n)), other=0)
-                return sums_rn + dot(low_rC, B_Cn.astype(dtype))
-
-            sums_rn = jax.lax.fori_loop(0, count_ref[0], add, jnp.zeros((r, n), jnp.float32))
+            at = Tile(jnp.int32(0), jnp.int32(0), first, column, there, inside)
+            zeros_rn = jnp.zeros((r, n), jnp.float32)
+            sums_rn = _add_columns(low_PMK.shape, T, dtype, refs[:-S], number, at, zeros_rn)
             place = out_refs[number].at[pl.ds(first, r), pl.ds(column, n)]
             triton.store(place, sums_rn.astype(dtype), mask=there[:, None] & inside[None])
 
@@ -169,3 +190,41 @@ def _update(
         name="adapter_update",
     )(low_PMK, *stacks, *where)
     return tuple(result)
+
+
+def _add_columns(
+    low: tuple[int, ...], T: int, dtype: Any, refs: Sequence[Any], number: int, at: Tile, sums_rn: jax.Array
+) -> jax.Array:
+    """Inside a kernel: a tile's sums, plus low's parts times one layer's B of a stack, over the seen blocks.
+
+    low: the shape of low_PMK. T: as in the module. dtype: of the factors. refs: of low_PMK, the stacks, and `where` as
+    in `_update`. number: the index of the stack. at: the tile.
+    """
+    (P, _, SK), C, (r, n) = low, RANK_COLUMNS, sums_rn.shape
+    S = (len(refs) - 5) // 2  # low, and four tables
+    low_ref, *others = refs
+    stack_ref, layer_ref, (block_ref, count_ref, first_ref, end_ref) = (
+        others[number],
+        others[S + number],
+        others[2 * S :],
+    )
+    row_r, layer = at.start + jnp.arange(r), layer_ref[0]
+    begin_r, end_r = (triton.load(ref.at[row_r // T], mask=at.rows, other=0) for ref in (first_ref, end_ref))
+
+    def add(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        left, sums_rn = state
+        column = block_ref[count_ref[0] - left] * C
+        column_C, mask = column + jnp.arange(C), jnp.broadcast_to(at.rows[:, None], (r, C))
+        low_rC = jnp.zeros((r, C), jnp.float32)
+        for part in range(P):
+            part_ref = low_ref.at[jnp.int32(part), pl.ds(at.start, r), pl.ds(number * (SK // S) + column, C)]
+            low_rC = low_rC + triton.load(part_ref, mask=mask, other=0)
+        # Select, because an overflow in the columns of another row's adapter, times 0, would be NaN.
+        own = (column_C[None] >= begin_r[:, None]) & (column_C[None] < end_r[:, None])
+        low_rC = jnp.where(own, low_rC, 0).astype(dtype)
+        B_ref = stack_ref.at[layer, pl.ds(column, C), pl.ds(at.column, n)]
+        B_Cn = triton.load(B_ref, mask=jnp.broadcast_to(at.outs[None], (C, n)), other=0)
+        return left - 1, sums_rn + dot(low_rC, B_Cn.astype(dtype))
+
+    # Triton loads the operands of counted loops ahead, into shared memory, for which the parts are too large.
+    return jax.lax.while_loop(lambda state: state[0] > 0, add, (count_ref[0], sums_rn))[1]

@@ -68,6 +68,7 @@ def layer_products(
     x_Mi: jax.Array,
     stacks: Sequence[jax.Array | FourBit],
     layers: Sequence[jax.Array],
+    last: LastStep | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -77,8 +78,8 @@ def layer_products(
     product. A kernel for each matrix would leave most of a GPU idle if the matrix is small.
 
     stacks: for each matrix, the matrices of all L layers, [L, o, i]. All have one dtype, or all are packed in blocks of
-    one size and satisfy `takes`. L and o may differ. layers: for each matrix, an int32 scalar. interpret: as in
-    `product`.
+    one size and satisfy `takes`. L and o may differ. layers: for each matrix, an int32 scalar. last: adds to the sums
+    before they are rounded. interpret: as in `product`.
     """
     M, i = x_Mi.shape
     outs = sum(jax.tree.leaves(stack)[0].shape[1] for stack in stacks)
@@ -90,11 +91,11 @@ def layer_products(
     blocks = jnp.zeros(rows, jnp.int32), start_b, jnp.full(rows, M, jnp.int32)
     of_experts = [jax.tree.map(lambda part: part[:, None], stack) for stack in stacks]
     if isinstance(stacks[0], FourBit):
-        return _packed_products(x_Mi, of_experts, layers, blocks, tile=(r, n), transposed=True, interpret=interpret)
-    tile = r, n, k
-    return _products(
-        x_Mi, of_experts, layers, blocks, tile=tile, transposed=True, interpret=interpret, name="layer_product"
-    )
+        return _packed_products(
+            x_Mi, of_experts, layers, blocks, last, tile=(r, n), transposed=True, interpret=interpret
+        )
+    tile, name = (r, n, k), f"layer_product{last.suffix if last else ''}"
+    return _products(x_Mi, of_experts, layers, blocks, last, tile=tile, transposed=True, interpret=interpret, name=name)
 
 
 def _products(
@@ -102,6 +103,7 @@ def _products(
     stacks: Sequence[jax.Array],
     layers: Sequence[jax.Array],
     blocks: tuple[jax.Array, jax.Array, jax.Array],
+    last: LastStep | None = None,
     *,
     tile: tuple[int, int, int],
     transposed: bool,
@@ -110,7 +112,7 @@ def _products(
 ) -> tuple[jax.Array, ...]:
     (M, i), (r, n, k) = x_Mi.shape, tile
 
-    def add(refs: Sequence[Any], at: _Tile, step: jax.Array, sums: jax.Array) -> jax.Array:
+    def add(refs: Sequence[Any], at: Tile, step: jax.Array, sums: jax.Array) -> jax.Array:
         (x_ref, stack_ref), first = refs, step * k
         ins = first + jnp.arange(k) < i
         x_rk = triton.load(x_ref.at[pl.ds(at.start, r), pl.ds(first, k)], mask=at.rows[:, None] & ins[None], other=0)
@@ -123,7 +125,7 @@ def _products(
         _Matrix((stack,), layer, stack.shape[2 if transposed else 3])
         for stack, layer in zip(stacks, layers, strict=True)
     ]
-    return _sum_tiles(add, (x_Mi,), matrices, blocks, M, (r, n), pl.cdiv(i, k), interpret=interpret, name=name)
+    return _sum_tiles(add, (x_Mi,), matrices, blocks, M, (r, n), pl.cdiv(i, k), last, interpret=interpret, name=name)
 
 
 class _Matrix(NamedTuple):
@@ -134,7 +136,7 @@ class _Matrix(NamedTuple):
     outs: int
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """The tile of one program. start, column: its first row and output. rows, outs: masks of those that exist."""
 
     layer: jax.Array
@@ -145,14 +147,26 @@ class _Tile(NamedTuple):
     outs: jax.Array
 
 
+class LastStep(NamedTuple):
+    """Adds to the float32 sums of each tile before they are rounded. suffix: of the kernel's name.
+
+    add(refs, number, tile, sums) returns the new sums. refs: of `operands`. number: the index of the tile's matrix.
+    """
+
+    suffix: str
+    operands: tuple[jax.Array, ...]
+    add: Callable[[Sequence[Any], int, Tile, jax.Array], jax.Array]
+
+
 def _sum_tiles(
-    add: Callable[[Sequence[Any], _Tile, jax.Array, jax.Array], jax.Array],
+    add: Callable[[Sequence[Any], Tile, jax.Array, jax.Array], jax.Array],
     rows: tuple[jax.Array, ...],
     matrices: Sequence[_Matrix],
     blocks: tuple[jax.Array, jax.Array, jax.Array],
     M: int,
     tile: tuple[int, int],
     steps: int,
+    last: LastStep | None,
     *,
     interpret: bool,
     name: str,
@@ -161,23 +175,27 @@ def _sum_tiles(
 
     A program sums over steps of inputs. add(refs, tile, step, sums): returns the float32 sums with the step added.
     refs: of `rows`, and of the matrix's operands. blocks: see `_blocks`. tile: rows and outputs of one program. steps:
-    the number of steps.
+    the number of steps. last: follows them.
     """
     (r, n), S, each = tile, len(matrices), len(matrices[0].operands)
+    more = last.operands if last else ()
     tiles = [pl.cdiv(matrix.outs, n) for matrix in matrices]
 
     def kernel(*refs: Any) -> None:
         row_refs, operand_refs = refs[: len(rows)], refs[len(rows) : len(rows) + S * each]
-        *layer_refs, expert_ref, start_ref, end_ref = refs[len(rows) + S * each : -S]
+        last_refs, tables = refs[len(rows) + S * each :][: len(more)], refs[len(rows) + S * each + len(more) : -S]
+        *layer_refs, expert_ref, start_ref, end_ref = tables
         program, block, out_refs = pl.program_id(0), pl.program_id(1), refs[-S:]
         expert, start, end = expert_ref[block], start_ref[block], end_ref[block]
 
         def of(number: int, tile: jax.Array) -> None:
             there, column = start + jnp.arange(r) < end, tile * n
             outs = column + jnp.arange(n) < matrices[number].outs
-            at = _Tile(layer_refs[number][0], expert, start, column, there, outs)
+            at = Tile(layer_refs[number][0], expert, start, column, there, outs)
             mine = (*row_refs, *operand_refs[number * each : (number + 1) * each])
             sums_rn = jax.lax.fori_loop(0, steps, partial(add, mine, at), jnp.zeros((r, n), jnp.float32))
+            if last:
+                sums_rn = last.add(last_refs, number, at, sums_rn)
             place = out_refs[number].at[pl.ds(start, r), pl.ds(column, n)]
             triton.store(place, sums_rn.astype(place.dtype), mask=there[:, None] & outs[None])
 
@@ -194,6 +212,7 @@ def _sum_tiles(
         )(
             *rows,
             *(operand for matrix in matrices for operand in matrix.operands),
+            *more,
             *(jnp.reshape(matrix.layer, 1) for matrix in matrices),
             *blocks,
         )
@@ -228,6 +247,7 @@ def _packed_products(
     weights: Sequence[FourBit],
     layers: Sequence[jax.Array],
     blocks: tuple[jax.Array, jax.Array, jax.Array],
+    last: LastStep | None = None,
     *,
     tile: tuple[int, int],
     transposed: bool,
@@ -242,7 +262,7 @@ def _packed_products(
     steps = weights[0].scale.shape[3 if transposed else 2]
     half = i // 2 // steps
 
-    def add(refs: Sequence[Any], at: _Tile, step: jax.Array, sums: jax.Array) -> jax.Array:
+    def add(refs: Sequence[Any], at: Tile, step: jax.Array, sums: jax.Array) -> jax.Array:
         (even_ref, odd_ref, packed_ref, scale_ref), first = refs, step * half
         here = (pl.ds(at.column, n), pl.ds(first, half)) if transposed else (pl.ds(first, half), pl.ds(at.column, n))
         where = (pl.ds(at.column, n), step) if transposed else (step, pl.ds(at.column, n))
@@ -261,7 +281,8 @@ def _packed_products(
         for weight, layer in zip(weights, layers, strict=True)
     ]
     halves = x_Mi[:, ::2], x_Mi[:, 1::2]
-    return _sum_tiles(add, halves, matrices, blocks, M, tile, steps, interpret=interpret, name="packed_product")
+    name = f"packed_product{last.suffix if last else ''}"
+    return _sum_tiles(add, halves, matrices, blocks, M, tile, steps, last, interpret=interpret, name=name)
 
 
 def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:

@@ -5,6 +5,7 @@ Letters: M rows, i inputs, o outputs.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tinkerflow.backend.compute.kernels import grouped_gpu
+from tinkerflow.backend.compute.kernels.grouped_gpu import LastStep
 from tinkerflow.backend.compute.platforms import TURING, on_cpu, platform
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
@@ -53,8 +55,18 @@ def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
     return product(x, weight)
 
 
-def matmuls(x: jax.Array, *weights: Weight | OfLayer) -> tuple[jax.Array, ...]:
-    """`matmul` of x with each weight. All matrices of one kind that are read in place share a kernel."""
+def in_one_kernel(x: jax.Array, *weights: Weight | OfLayer) -> bool:
+    """Whether `matmuls` computes all products in one kernel, which can add to the sums."""
+    rows, stacks = math.prod(x.shape[:-1]), [weight.stack for weight in weights if isinstance(weight, OfLayer)]
+    alike = len(stacks) == len(weights) and len({_kind(stack) for stack in stacks}) == 1
+    return alike and not isinstance(stacks[0], Int8) and rows <= _most_in_place(stacks[0])
+
+
+def matmuls(x: jax.Array, *weights: Weight | OfLayer, last: LastStep | None = None) -> tuple[jax.Array, ...]:
+    """`matmul` of x with each weight. All matrices of one kind that are read in place share a kernel.
+
+    last: the kernel's last step, for weights that are `in_one_kernel`.
+    """
     x_Mi, found = x.reshape(-1, x.shape[-1]), dict[int, jax.Array]()
     kinds: dict[Any, list[tuple[int, OfLayer]]] = {}
     for number, weight in enumerate(weights):
@@ -66,7 +78,7 @@ def matmuls(x: jax.Array, *weights: Weight | OfLayer) -> tuple[jax.Array, ...]:
             kinds.setdefault(_kind(weight.stack), []).append((number, weight))
     for ours in kinds.values():
         stacks = [one.stack.values if isinstance(one.stack, Int8) else one.stack for _, one in ours]
-        products = grouped_gpu.layer_products(x_Mi, stacks, [one.layer for _, one in ours])
+        products = grouped_gpu.layer_products(x_Mi, stacks, [one.layer for _, one in ours], last)
         for (number, one), y_Mo in zip(ours, products, strict=True):
             y = y_Mo.reshape(*x.shape[:-1], -1)
             found[number] = y * one.own.scale if isinstance(one.stack, Int8) else y

@@ -81,7 +81,7 @@ def over_layers(
                     carry, (number, _plain({**weights, **whole}), _plain({**pairs, **adapted}))
                 )
 
-            return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), sliced, pairs))
+            return _loop(once, carry, repeats, (sliced, pairs), counter=bool(in_place))
         carry = _run(cfg, layer, carry, params, lora, in_place, kept, start=start, period=period, repeats=repeats)
     return carry
 
@@ -183,7 +183,7 @@ def _run(
 
     names = [name for name in lora if each(homes[name]) and name not in in_place]
     pairs = {name: LoraPair(A=split(name, lora[name].A), B=split(name, lora[name].B)) for name in names}
-    return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), pairs), group)
+    return _loop(once, carry, repeats, (pairs,), group, counter=bool(in_place))
 
 
 def _plain(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,6 +192,23 @@ def _plain(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _at(stack: jax.Array, *, place: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+
+
+def _loop(
+    once: Step[Carry], carry: Carry, repeats: int, stacks: tuple[Any, ...], group: int = 0, *, counter: bool
+) -> Carry:
+    """The carry after once(carry, (number, *parts)) for each number of `repeats`, with that part of each stack.
+
+    group: as in `_run`. counter: numbers are the loop's own counter. On a GPU, a kernel would take each number out of a
+    scanned array. Only for programs without a backward pass.
+    """
+    if not counter:
+        return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), *stacks), group)
+
+    def one(number: jax.Array, carry: Carry) -> Carry:
+        return once(carry, (number, *jax.tree.map(partial(_at, place=number), stacks)))
+
+    return jax.lax.fori_loop(0, repeats, one, carry)
 
 
 def _scanned(once: Callable[[Carry, Any], Carry], carry: Carry, stacked: Any, group: int = 0) -> Carry:

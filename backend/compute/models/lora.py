@@ -10,7 +10,7 @@ Letters: L layers, E experts, R rank, S rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import flax.struct
@@ -66,9 +66,7 @@ class LoraApply(Protocol):
     pairs are the experts'.
     """
 
-    def __call__(
-        self, x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None
-    ) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> Sequence[jax.Array]:
         """The updates [..., out] of each pair, in the dtype of x."""
 
 

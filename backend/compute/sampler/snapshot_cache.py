@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -338,7 +338,7 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
         updates = by_runs(columns_B2, width) if width > _FEW_COLUMNS and on_cpu() else None
         in_place = adapter_gpu.in_place(columns_B2, width)
 
-    def apply(x: jax.Array, pairs: tuple[Any, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
+    def apply(x: jax.Array, pairs: tuple[Any, ...], groups: Groups | None = None) -> Sequence[jax.Array]:
         if updates is not None and groups is None and all(pair.blocks == 1 for pair in pairs):
             return updates(x, pairs)
 

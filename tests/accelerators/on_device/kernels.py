@@ -320,17 +320,31 @@ class _Kernels:
                     beside={"xla": partial(four, plain)},
                 )
         i, outs, rank = (48, (64, 32), 32) if self._tiny else (2560, (4096, 1024, 1024), 32)  # q, k, v
+        stacks = [draw(1, 4, o, i, scale=i**-0.5) for o in outs]
         pairs = [LoraPair(draw(1, 4, rank, i, scale=0.1), draw(2, 4, rank, o, scale=0.1)) for o in outs]
         for M in (2,) if self._tiny else (1, 64):
             columns = np.tile(np.array([[0, rank]], np.int32), (M, 1))
             x = draw(3, M, 1, i)
 
-            def updates(x: Any, pairs: Any, columns: Any = columns) -> Any:
+            def updates(x: Any, pairs: Any, columns: Any = columns) -> adapter_gpu.Updates:
                 of_layer = [OfLayer(pair, jnp.int32(1)) for pair in pairs]
                 return adapter_gpu.in_place(columns, rank, interpret=self._tiny)(x, of_layer)
+
+            def adapted(x: Any, pairs: Any, stacks: Any, M: int = M) -> Any:
+                last, layers = updates(x, pairs).last_step(), [jnp.int32(1)] * len(stacks)
+                return grouped_gpu.layer_products(x.reshape(M, -1), stacks, layers, last, interpret=self._tiny)
 
             def wanted(x: Any = x) -> Any:
                 return tuple(wide(x) @ wide(pair.A[1]).T @ wide(pair.B[1]) for pair in pairs)
 
-            call, moved = partial(jax.jit(updates), x, pairs), sum(2 * rank * (i + o) for o in outs)
+            def wanted_adapted(x: Any = x, stacks: Any = stacks, wanted: Any = wanted, M: int = M) -> Any:
+                sums = zip(stacks, wanted(), strict=True)
+                return tuple((wide(x) @ wide(stack[1]).T + update).reshape(M, -1) for stack, update in sums)
+
+            call, moved = (
+                partial(jax.jit(lambda *given: tuple(updates(*given))), x, pairs),
+                sum(2 * rank * (i + o) for o in outs),
+            )
             self._case(f"adapters of rank {rank} x {M} rows", call, wanted, moved=moved)
+            call, moved = partial(jax.jit(adapted), x, pairs, stacks), moved + sum(2 * o * i for o in outs)
+            self._case(f"matrices with adapters of rank {rank} x {M} rows", call, wanted_adapted, moved=moved)

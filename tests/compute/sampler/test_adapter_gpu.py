@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.closeness import close
 
+from tinkerflow.backend.compute.kernels import grouped_gpu
 from tinkerflow.backend.compute.kernels.adapter_gpu import in_place
-from tinkerflow.backend.compute.kernels.matmul import OfLayer
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
 
@@ -27,7 +30,12 @@ MANY = [(0, 0), (8, 24), (24, 32), (96, 136)]  # two adapters in one block, one 
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_adapter_updates_equal_those_of_whole_stacks(
-    rows: int, tokens: int, outs: tuple[int, ...], places: list[tuple[int, int]], dtype: jnp.dtype
+    rows: int,
+    tokens: int,
+    outs: tuple[int, ...],
+    places: list[tuple[int, int]],
+    dtype: jnp.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     random, width = np.random.default_rng(rows), -(-max(end for _, end in places) // 32) * 32
     columns_B2 = np.array([places[i % len(places)] for i in random.permutation(rows)], np.int32)
@@ -46,6 +54,17 @@ def test_adapter_updates_equal_those_of_whole_stacks(
     found = in_place(columns_B2, width, interpret=True)(x_BTi, given)
     known = [LoraPair(*(jnp.nan_to_num(part) for part in (pair.own.A, pair.own.B))) for pair in given]
     expected = stack_apply(columns_B2, width)(x_BTi, tuple(known))
+    weights = [OfLayer(array(3, o, INS), jnp.int32(2)) for o in outs]
+    monkeypatch.setattr(grouped_gpu, "layer_products", partial(grouped_gpu.layer_products, interpret=True))
+    assert in_one_kernel(x_BTi, *weights)
+    plain, sums = matmuls(x_BTi, *weights), matmuls(x_BTi, *weights, last=found.last_step())
+    for y, product, update in zip(sums, plain, expected, strict=True):
+        close(
+            *(np.asarray(part, np.float32) for part in (y, product + update)),
+            ulps=64 if dtype == jnp.float32 else 4,
+            scale=500.0,
+            dtype=dtype,
+        )
     for one, other, o in zip(found, expected, outs, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype) == ((rows, tokens, o), dtype)
         one, other = (np.asarray(part, np.float32) for part in (one, other))
@@ -56,4 +75,4 @@ def test_adapter_updates_equal_those_of_whole_stacks(
 def test_a_batch_of_the_base_model_alone_reads_no_block() -> None:
     pair = OfLayer(LoraPair(*(jnp.full((1, 32, 16), jnp.nan) for _ in range(2))), jnp.int32(0))
     updates = in_place(np.zeros((3, 2), np.int32), 32, interpret=True)(jnp.ones((3, 1, 16)), [pair, pair])
-    assert not np.any(np.asarray(updates))
+    assert not np.any(np.asarray([*updates]))

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.kernels.matmul import OfLayer, matmuls
+from tinkerflow.backend.compute.kernels.adapter_gpu import Updates
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.layers.norms import RMSNorm
 from tinkerflow.backend.compute.models.long_rows import gather_matrices, in_chunks
@@ -159,9 +160,13 @@ class LayerStep:
 
     def project(self, x: jax.Array, *linears: Linear) -> tuple[jax.Array, ...]:
         """x times each of these matrices, plus the adapters' updates and the biases."""
-        updates = iter(self.lora_apply(x, tuple(linear.pair for linear in linears if linear.pair is not None)))
-        plain = matmuls(x, *(linear.weight for linear in linears))
-        sums = [y if linear.pair is None else y + next(updates) for linear, y in zip(linears, plain, strict=True)]
+        updates = self.lora_apply(x, tuple(linear.pair for linear in linears if linear.pair is not None))
+        weights = [linear.weight for linear in linears]
+        if isinstance(updates, Updates) and len(updates) == len(linears) and in_one_kernel(x, *weights):
+            sums = [*matmuls(x, *weights, last=updates.last_step())]
+        else:
+            rest, plain = iter(updates), matmuls(x, *weights)
+            sums = [y if linear.pair is None else y + next(rest) for linear, y in zip(linears, plain, strict=True)]
         named = [checkpoint_name(y, linear.name) for linear, y in zip(linears, sums, strict=True)]
         return tuple(y if linear.bias is None else y + linear.bias for linear, y in zip(linears, named, strict=True))
 
