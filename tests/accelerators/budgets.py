@@ -1,4 +1,4 @@
-"""The table of budgets of compiled programs, and how each figure is measured.
+"""The table of budgets of compiled programs, and the measures of their figures.
 
 A budget that is not met yet has `met=False`. Its test fails when the budget is met, so that the table is corrected.
 """
@@ -16,8 +16,9 @@ Record = Mapping[str, Any]  # of one compiled program: see `compile.record`
 
 @dataclass(frozen=True)
 class Case:
-    """One program of one model on one target. sizes: rows and tokens, or slots and length. axes: of the mesh, and other
-    fields of `Programs`.
+    """One program of one model on one target.
+
+    sizes: rows and tokens, or slots and length. axes: sizes of mesh axes, and other fields of `Programs`.
     """
 
     model: str
@@ -29,16 +30,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as "4B h100:1 loss 4x1024"."""
+        """For example "4B h100:1 loss 4x1024"."""
         axes = "".join(f" {axis} {size}" for axis, size in self.axes)
         return f"{self.model} {self.target}{axes} {self.program} {'x'.join(map(str, self.sizes))}".rstrip()
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a program. unit: in the table. of: the figure of a record. most: the limit is a maximum.
+    """A figure of a program.
 
-    names: what the figure counts, for messages.
+    unit: for the table. of: returns the figure of a record. most: the limit is a maximum, otherwise a minimum. names:
+    returns the items that the figure counts, for messages.
     """
 
     name: str
@@ -54,11 +56,11 @@ def _count(name: str, names: Callable[[Record], Sequence[str]]) -> Measure:
 
 @dataclass(frozen=True)
 class KernelBudget:
-    """The limits of one kernel on an H100. Kernels that `KERNELS` does not name have these defaults.
+    """The limits of one kernel on an H100. Kernels that are not in `KERNELS` have the defaults.
 
-    resident: the fewest blocks that a multiprocessor executes at the same time, which its registers, its shared memory
-    and the threads of a block decide. spilled: bytes. idle: in decode, the microseconds that its launches may leave
-    multiprocessors without a block. The matmuls of a kernel never wait for each other.
+    resident: the fewest blocks that run on a multiprocessor at the same time, which depends on its registers, its
+    shared memory and the threads of a block. spilled: bytes. idle: in decode, the longest launch, in microseconds, that
+    leaves multiprocessors without a block. A kernel whose matmuls wait for each other always breaks its budget.
     """
 
     resident: int = 1
@@ -66,7 +68,7 @@ class KernelBudget:
     idle: float = 0.0
 
 
-# A limit that is not the default says why.
+# Explain a limit that is not the default.
 KERNELS = {
     "adapter_low": KernelBudget(9),
     "layer_product_adapted": KernelBudget(2),
@@ -76,7 +78,7 @@ KERNELS = {
 
 
 def faults(record: Record) -> list[str]:
-    """Each figure of a kernel that breaks its budget."""
+    """A description of each figure of a kernel that breaks its budget."""
     found = []
     for name, kernel in record["kernels"].items():
         limits = KERNELS.get(name, KernelBudget())
@@ -112,7 +114,7 @@ SHORT_OFFSETS = _count(
 FAULTS = _count("faults of kernels", faults)
 TRITON = Measure("kernels of Triton", "", lambda record: record["triton"])
 SLICES = Measure("bytes of slices and updates of stacks", "GB", lambda record: record["slices"] / GB)
-# On GPUs, the host waits at each until the device has decided.
+# At each of these, the host of a GPU waits for the device's decision.
 DECISIONS = _count(
     "branches, and loops without a trip count", lambda record: [*record["unknown_loops"], *record["branches"]]
 )
@@ -131,7 +133,7 @@ WHOLE_ADAPTER = Measure("an adapter in training, in all", "GB", lambda record: r
 
 @dataclass(frozen=True)
 class Budget:
-    """The limit of one figure. met: False = not yet."""
+    """The limit of one figure. met: False if the program does not keep the limit yet."""
 
     case: Case
     measure: Measure
@@ -141,7 +143,7 @@ class Budget:
 
     @property
     def quick(self) -> bool:
-        """Whether CI checks the budget. Otherwise only the command does."""
+        """Whether CI checks the budget. Otherwise only the command checks it."""
         return self.case.name in IN_CI
 
     def holds(self, value: float) -> bool:
@@ -149,7 +151,7 @@ class Budget:
         return value <= self.limit if self.measure.most else value >= self.limit
 
     def describe(self, record: Record) -> str:
-        """The figure beside its limit, with the names that it counts."""
+        """The figure and its limit, with the names that it counts."""
         value, names = self.measure.of(record), self.measure.names
         named = f": {'; '.join(names(record))}" if names and value else ""
         return f"{self.measure.name}: {value:.4g} {self.measure.unit}, limit {self.limit}{named}"
@@ -161,7 +163,7 @@ def _case(text: str, *, unknown_trips: int = 1, **axes: int | str) -> Case:
     return Case(model, target, program, numbers, tuple(sorted(axes.items())), unknown_trips)
 
 
-# All budgets take more minutes of compilation than CI has.
+# Compiling the programs of all budgets would take too many minutes in CI.
 IN_CI = {
     "4B h100:1 loss 4x1024",
     "4B v6e:1x1 loss 4x1024",
@@ -170,13 +172,13 @@ IN_CI = {
     "4B h100:1 tree_attention 1x8192",
     "4B v6e:1x1 tree_attention 1x8192",
 }
-CHUNK = 8  # tokens that one call of decode makes
+CHUNK = 8  # tokens that one call of decode generates
 
 BUDGETS = (
     Budget(_case("4B h100:1 loss 4x1024"), ACCESSED, 8),
     Budget(_case("4B v6e:1x1 loss 4x1024"), ACCESSED, 8),
     Budget(_case("4B h100:8 loss 32x1024"), LOSS_ROWS, 1024),
-    *(  # the loss's kernels take the more shared memory the larger the rank, and these GPUs have less than an H100
+    *(  # the loss's kernels need more shared memory for larger ranks, and some of these GPUs have little of it
         Budget(_case(f"4B {target} loss 4x1024", rank=rank), TEMPORARIES, 4)
         for target in ("h100:1", "a100:1", "l4:1")
         for rank in (32, 64, 128)
@@ -195,7 +197,7 @@ BUDGETS = (
         Budget(_case(f"4B h100:1 decode {sizes}", unknown_trips=CHUNK), STARTS, limit)
         for sizes, limit in (("1x512", 870), ("64x2048", 870), ("256x512", 980))
     ),
-    # As fast as other trainers and samplers on an H100, also where kernels reach the least that we expect of them.
+    # As fast as other trainers and samplers on an H100, even if kernels reach only the lowest shares that we expect.
     Budget(_case("4B h100:1 forward_backward 4x1024"), EXPECTED_MFU, 40, met=False),
     Budget(_case("4B h100:1 forward_backward 1x32768"), EXPECTED_MFU, 30, met=False),
     *(  # 230, 8,300 and 17,000 tokens per second
@@ -205,17 +207,17 @@ BUDGETS = (
     Budget(_case("8B h100:1 forward_backward 1x4096"), EXPECTED_TIME, 328, met=False),  # 12,500 tokens per second
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), EXPECTED_TIME, 248, met=False),  # 33,000
     Budget(_case("8B v6e:1x1 forward_backward 1x2048"), EXPECTED_MFU, 40, met=False),
-    # A v6e's micro-batch, whose layers are not computed again; of 4x1024 they would be, and the MFU 36 %.
+    # A v6e's micro-batch, whose layers are not recomputed. With 4x1024 they would be, and the MFU would be 36 %.
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MFU, 45, met=False),
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MEMORY, 100),
-    # Every layer's input is kept where there is room for all, 6 GB, and else those of groups of layers.
+    # The inputs of all layers (6 GB) are kept if they fit, otherwise only the inputs of groups of layers.
     Budget(_case("4B h100:1 forward_backward 1x32768"), TEMPORARIES, 9),
     Budget(_case("4B h100:1 forward_backward 1x32768", memory=40), TEMPORARIES, 4.1),
     Budget(_case("4B h100:1 forward_backward 1x32768"), LARGEST_F32, 1),
     Budget(_case("4B v6e:1x1 forward_backward 1x32768"), TEMPORARIES, 4, met=False),
     Budget(_case("4B v6e:1x1 forward_backward 1x32768"), LARGEST_F32, 1),
     Budget(_case("4B h100:1 forward_backward 1x131072"), MEMORY_16, 100),
-    # A row that is split over eight devices.
+    # One row, split over eight devices.
     *(
         Budget(_case("4B h100:8 forward_backward 1x131072"), measure, limit)
         for measure, limit in ((MFU, 45), (TEMPORARIES, 8), (LARGEST_F32, 1), (SLICES, 170))
@@ -226,7 +228,7 @@ BUDGETS = (
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), MEMORY, 100),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), WHOLE_ADAPTER, 4),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), ADAPTER, 0.5),
-    # Queries are 67 MB. GPUs need numbers for each query, and lists of blocks; TPUs need heads before tokens.
+    # Queries take 67 MB. GPUs also need numbers for each query and lists of blocks. TPUs need heads before tokens.
     Budget(_case("4B h100:1 tree_attention 1x8192"), TEMPORARIES, 0.01),
     # A step of 16 answers of 256 tokens to a prompt of 1,024, with and without a shared prompt: see test_budgets.
     *(Budget(_case(f"4B h100:1 forward_backward {sizes}"), MEMORY, 100) for sizes in ("1x2048", "2x2048", "1x4096")),
@@ -245,12 +247,12 @@ BUDGETS = (
         )
         for sizes in lengths
     ),
-    *(  # on an H100 with 80 GB, whose memory 64 such sequences in bfloat16 do not fit
+    *(  # on an H100 with 80 GB, which cannot hold 64 such sequences in bfloat16
         Budget(_case("4B h100:1 decode 64x8192", unknown_trips=CHUNK, kv_cache="float8"), measure, limit)
         for measure, limit in ((STEP, 1.25), (MEMORY, 100))
     ),
     Budget(_case("4B v6e:1x1 decode 64x2048", unknown_trips=CHUNK, kv_cache="float8"), STEP, 1.25),
-    # One key-value head a device: the kernel of TPUs takes none in float8, and pages are looped over.
+    # One key-value head per device: the TPU kernel does not support this in float8, so attention loops over pages.
     Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK, kv_cache="float8"), MEMORY, 100),
     Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1),
     Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1),
@@ -279,17 +281,17 @@ BUDGETS = (
         )
         for measure, limit in ((LOSS_ROWS, 1024), (TEMPORARIES, 4))
     ),
-    *(  # a GPU of 24 GB: a layer's matrices are computed back, forward and backward, and never those of all layers
+    *(  # a GPU with 24 GB: one layer's matrices are dequantized at a time, in the forward and in the backward pass
         Budget(_case(f"8B {target} forward_backward 1x8192", base_weights="nf4", **memory), measure, limit)
         for target, memory in (("l4:1", {}), ("h100:1", {"memory": 24}))
         for measure, limit in ((MEMORY, 50), (TEMPORARIES, 3), (SLICES, 230))
     ),
     *(
         Budget(_case(f"{model} l4:1 decode 16x2048", unknown_trips=CHUNK, base_weights="nf4"), *rest)
-        for model, step in (("8B", 1.25), ("GLM-4.7-Flash", 1.35))  # `latent_attention` computes its matrix back
+        for model, step in (("8B", 1.25), ("GLM-4.7-Flash", 1.35))  # `latent_attention` dequantizes its matrix
         for rest in ((STEP, step), (TEMPORARIES, 2), (SHORT_OFFSETS, 0), (MEMORY, 100))
     ),
-    *(  # a GPU of 16 GB without bfloat16, which Triton cannot compile for
+    *(  # a GPU with 16 GB and without bfloat16, which Triton does not support
         Budget(_case(f"4B t4:1 {program}", unknown_trips=CHUNK, base_weights="nf4"), *rest)
         for program, most in (("forward_backward 1x2048", 2.5), ("decode 4x2048", 1))
         for rest in ((MEMORY, 100), (TEMPORARIES, most), (TRITON, 0), (UNKNOWN_LOOPS, 0))
@@ -305,7 +307,7 @@ BUDGETS = (
     Budget(_case("30B-A3B v6e:2x4 forward_backward 16x1024"), MEMORY, 100),
     *(
         Budget(_case(f"{model} {target} decode 64x2048", unknown_trips=CHUNK), *rest)
-        for model, target, *met in (  # TPUs' kernel takes neither model, so their attention loops over pages there
+        for model, target, *met in (  # the TPU kernel supports neither model, so attention loops over pages there
             ("Qwen3.5-9B", "h100:1", True, True, True),
             ("Qwen3.5-9B", "v6e:1x1", True, True, False),
             ("GLM-4.7-Flash", "h100:1", True, True, True),
@@ -314,8 +316,8 @@ BUDGETS = (
         for loops, most in [(DECISIONS, 0) if target.startswith("h100") else (UNKNOWN_LOOPS, 1)]
         for rest in zip((STEP, TEMPORARIES, loops), (1.25, 8, most), met, strict=True)
     ),
-    # Eight devices do not divide 20 heads: four of them get 5 heads each of the matrix in `latent_attention`.
+    # 20 heads are not divisible by eight devices: four devices get 5 heads each of the matrix in `latent_attention`.
     Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, met=False),
-    # XLA pipelines a transfer of the loop over tokens, and forgets how often the loop turns.
+    # XLA pipelines a transfer in the loop over tokens, and loses the loop's trip count.
     Budget(_case("GLM-4.7-Flash h100:8 decode 64x2048", unknown_trips=CHUNK), DECISIONS, 0, met=False),
 )

@@ -1,9 +1,9 @@
-"""Compiles the cases of one target, and prints the record of each for the budgets. The gate starts this process.
+"""Compiles the cases of one target, and prints their records for the budgets. The gate starts this process.
 
     python compile.py CACHE < cases.json
 
-It needs the environment that `environment.py` makes. CACHE is a folder of compiled programs, which are not compiled
-again. The cases are a list in JSON. The output has a line of JSON for each: its name, and its record or the error.
+It needs the environment that `environment.py` makes. CACHE is a folder of programs that are already compiled. The cases
+are a JSON list. The output has one line of JSON per case: its name, and its record or the error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 
 def record(case: Case, cache: str) -> Record:
-    """What the budgets read of one program: bytes and flops of one device."""
+    """The figures of one program for the budgets: bytes and flops of one device."""
     programs = Programs(config(case.model), case.target, **dict(case.axes))
     figures: Figures = getattr(programs, case.program)(*case.sizes, cache=cache, unknown_trips=case.unknown_trips)
     counts, device = figures.counts, parse_topology(case.target).device
@@ -81,11 +81,11 @@ def record(case: Case, cache: str) -> Record:
 
 
 class MissingFlopsError(Exception):
-    """A program was counted to do less than it must do."""
+    """The flops of a program were not all counted."""
 
 
 def check_flops(counts: Counts, useful: float) -> None:
-    """MissingFlopsError if fewer flops were counted than are useful, or if nothing states those of a Pallas kernel."""
+    """Raise MissingFlopsError if fewer flops were counted than are useful, or if a Pallas kernel's are unknown."""
     if missing := [name for name in counts.kernels if name.endswith(PALLAS)]:
         raise MissingFlopsError(f"`hlo_kernels.KERNELS` has no flops for {', '.join(missing)}")
     if counts.flops < useful:
@@ -94,15 +94,15 @@ def check_flops(counts: Counts, useful: float) -> None:
 
 
 def _step(counts: Counts, steps: int) -> float:
-    """Bytes of one decode step in which no row asks for top-k or top-p."""
+    """Bytes of one decode step in which no row uses top-k or top-p."""
     filters = "/cond/branch_1_fun/cond/branch_1_fun"  # in `sampling.sample`
     return sum(work.bytes for work in counts.work if filters not in work.name) / steps
 
 
 def _needed(programs: Programs, case: Case) -> float:
-    """Bytes that a decode step cannot do without, on each device.
+    """The fewest bytes of a decode step on each device.
 
-    These are the weights, the keys and values that each layer sees, and states, which are read and written.
+    The step reads weights and the keys and values that each layer sees. It reads and writes states.
     """
     cfg, (slots, positions), dtype = programs.cfg, case.sizes, programs.params.embed_VD.dtype
     row, cell = 2 * state_bytes(cfg, dtype), jnp.dtype(cache_dtype(programs.kv_cache, dtype.name)).itemsize
@@ -113,9 +113,9 @@ def _needed(programs: Programs, case: Case) -> float:
 
 
 def _parts(counts: Counts, device: Device, rank: int, *, decodes: bool) -> dict[str, float]:
-    """Seconds of the roofline by the purpose of the operations. JAX differentiates the layers, but not the loss.
+    """Seconds of the roofline by the purpose of the operations.
 
-    decodes: of the sampler, whose parts are two.
+    JAX differentiates the layers, but not the loss. decodes: the program is the sampler's, which has only two parts.
     """
     parts: dict[str, float] = {}
     for work in counts.work:
@@ -135,7 +135,7 @@ def _parts(counts: Counts, device: Device, rank: int, *, decodes: bool) -> dict[
 
 
 def _rows(matmuls: Any, vocabulary: int) -> int:
-    """The rows of the matmul with the most flops whose result has a column for each token of the vocabulary; or 0."""
+    """The rows of the largest matmul, by flops, whose result has a column for each token of the vocabulary, or 0."""
     results = ([int(size) for size in re.findall(r"\d+", one.rsplit("[", 1)[1])] for one in matmuls)
     return next((math.prod(dims) // vocabulary for dims in results if vocabulary in dims), 0)
 
@@ -146,7 +146,7 @@ def main(cache: str) -> None:
         case = Case(**{**fields, "sizes": tuple(fields["sizes"]), "axes": tuple(map(tuple, fields["axes"]))})
         try:
             answer: dict[str, Any] = {"record": record(case, cache)}
-        except (JaxRuntimeError, MissingFlopsError) as error:  # the first is of a program that does not fit the device
+        except (JaxRuntimeError, MissingFlopsError) as error:  # JaxRuntimeError: the program does not fit the device
             answer = {"error": str(error)[:2000]}
         print(json.dumps({"name": case.name, **answer}), flush=True)
 

@@ -1,6 +1,6 @@
-"""The time to expect of a compiled program: its roofline, over the share of the peaks that each kind of kernel reaches.
+"""The expected time of a compiled program: its roofline, divided by the shares of the peaks that its kernels reach.
 
-No device has run our kernels, so the shares are a range: others' measurements of similar kernels, or our estimates.
+Our kernels have not run on a device, so the shares are ranges from published figures of similar kernels or estimates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The lowest and the highest share of a peak to expect of a kind of kernel. source: of the shares."""
+    """The lowest and the highest expected share of a peak for a kind of kernel. source: of the shares."""
 
     low: float
     high: float
@@ -41,9 +41,9 @@ EFFICIENCIES = {  # by the parts of a record
 
 
 def expected(record: Mapping[str, Any]) -> tuple[float, float]:
-    """The shortest and the longest time to expect, in seconds.
+    """The shortest and the longest expected time in seconds.
 
-    Transfers between devices overlap with computations completely in the first, and not at all in the second.
+    For the shortest, transfers between devices overlap completely with computations. For the longest, they do not.
     """
     parts, transfers = record["parts"].items(), record["transfers"]
     fast = sum(seconds / EFFICIENCIES[part].high for part, seconds in parts)
@@ -52,7 +52,7 @@ def expected(record: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def expected_mfu(record: Mapping[str, Any]) -> tuple[float, float]:
-    """The lowest and the highest MFU to expect."""
+    """The lowest and the highest expected MFU."""
     fast, slow = expected(record)
     useful = record["mfu"] * record["seconds"]
     return useful / slow, useful / fast

@@ -1,10 +1,10 @@
-"""Makes the environment that compiles for TPUs and NVIDIA GPUs without having one, and prints its Python.
+"""Makes an environment that compiles for TPUs and NVIDIA GPUs without a device, and prints the path of its Python.
 
     python tests/accelerators/environment.py
 
-It is the environment that runs this file plus the compilers in requirements.txt (4 GB, so not part of the ordinary
-one). It lies in ~/.cache/tinkerflow/accelerators-<hash of what it is made of>, is made once, and is shared by every
-checkout whose packages lie in the same place.
+It contains the packages of the Python that runs this file, and the compilers in requirements.txt (4 GB, so not part of
+the ordinary environment). Its folder is ~/.cache/tinkerflow/accelerators-<hash of its contents>. It is made once, and
+shared by all checkouts that use the same folder of packages.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ REQUIREMENTS = HERE / "requirements.txt"
 
 
 def packages() -> Path:
-    """The folder of installed packages that this Python takes jax from."""
+    """The folder of installed packages that contains this Python's jax."""
     found = find_spec("jax")
     if found is None or found.origin is None:
         raise SystemExit("jax is not installed: run .ci/install first")
@@ -30,7 +30,7 @@ def packages() -> Path:
 
 
 def place() -> Path:
-    """Where the environment lies, whether it is made yet or not."""
+    """The folder of the environment, which may not exist yet."""
     pins = [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(("jax", "numpy", "protobuf"))]
     made_of = "\n".join((REQUIREMENTS.read_text(), *pins, str(packages()), sys.version))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -43,12 +43,12 @@ def python() -> Path:
 
 
 def compiled() -> Path:
-    """The folder of compiled programs, named by their contents. Removing it is safe at any time."""
+    """The folder of compiled programs, which are named by their contents. It can be deleted at any time."""
     return place().with_name("accelerators-programs")
 
 
 def make() -> Path:
-    """Make the environment unless it is there, and return its Python. Raises CalledProcessError if pip fails."""
+    """Make the environment unless it exists, and return its Python. Raises CalledProcessError if pip fails."""
     folder = place()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""Compiles programs for accelerators and holds their figures against the budgets.
+"""Compiles programs for accelerators, and compares their figures with the budgets.
 
 python -m tests.accelerators.gate          every budget; writes figures.json, which docs/accelerators.md is made from
 """
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 
 def compile_cases(cases: Iterable[Case]) -> Mapping[str, Record | str]:
-    """The record of each case by its name, or the compiler's error. Every target has a process of its own."""
+    """The record of each case by its name, or the compiler's error. Each target is compiled in its own process."""
     found: dict[str, Record | str] = {}
     targets: dict[str, list[Case]] = {}
     for case in dict.fromkeys(cases):
@@ -53,9 +53,9 @@ def compile_cases(cases: Iterable[Case]) -> Mapping[str, Record | str]:
 
 
 def main(*words: str) -> int:
-    """Compile the cases of the budgets, write their figures, and print what holds.
+    """Compile the cases of the budgets, write their figures, and print which budgets hold.
 
-    words: only cases whose name has one of them; the figures of the others stay as they were written before.
+    words: compile only cases whose names contain one of these, and keep the stored figures of other cases.
     """
     chosen = [budget for budget in BUDGETS if not words or any(word in budget.case.name for word in words)]
     records = compile_cases(budget.case for budget in chosen)

@@ -1,4 +1,4 @@
-"""The kernels of a program for NVIDIA GPUs: their blocks by XLA's dump, and their registers and spills by `ptxas`."""
+"""Kernels of a program for NVIDIA GPUs: their blocks from XLA's dump, and their registers and spills from `ptxas`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _THUNK = re.compile(
     re.M,
 )
 _NAMED = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
-_REGISTERS, _BLOCKS, _WARP, _AT_ONCE = 65536, 32, 32, 256  # of a multiprocessor; _AT_ONCE: registers of a warp
-_OWN_SHARED = 1024  # bytes of shared memory that CUDA takes for each block
-_LAUNCH = 2e-6  # seconds that the start of a kernel takes at least
+_REGISTERS, _BLOCKS, _WARP, _AT_ONCE = 65536, 32, 32, 256  # of a multiprocessor; _AT_ONCE: step of a warp's registers
+_OWN_SHARED = 1024  # bytes of shared memory that CUDA reserves in each block
+_LAUNCH = 2e-6  # the least seconds of a launch
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How an operation starts its kernel. shared: bytes of shared memory of a block."""
+    """An operation's launch of its kernel. shared: bytes of shared memory of a block."""
 
     kernel: str
     blocks: int
@@ -36,7 +36,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Assembled:
-    """The machine code of a kernel. registers: of a thread. spilled: bytes that a thread stores for want of registers.
+    """The machine code of a kernel. registers: of a thread. spilled: bytes that a thread stores for lack of registers.
 
     serialized: whether its matmuls wait for each other, because `ptxas` could not keep them asynchronous.
     """
@@ -48,7 +48,7 @@ class Assembled:
 
 @dataclass(frozen=True)
 class Multiprocessors:
-    """Of a GPU: how many, and the threads and bytes of shared memory of each."""
+    """The multiprocessors of a GPU: their number, and the threads and the bytes of shared memory of each."""
 
     count: int
     threads: int
@@ -57,11 +57,11 @@ class Multiprocessors:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of a program, over all its launches and its variants for other shapes.
+    """A kernel of a program: the worst figures over all its launches and its variants for other shapes.
 
-    blocks: the fewest of a launch. resident: blocks that a multiprocessor executes at the same time, the fewest. idle:
-    the microseconds of the slowest launch that leaves multiprocessors idle, at the peaks of the others; 0 if it ends
-    before a next one could start.
+    blocks: of a launch. resident: blocks that run on a multiprocessor at the same time. idle: the microseconds of the
+    slowest launch that leaves multiprocessors idle, if the other ones run at their peaks; 0 if the launch ends before a
+    next one could start.
     """
 
     blocks: int
@@ -74,7 +74,7 @@ class Kernel:
 
 
 def launches(folder: Path) -> dict[str, dict[str, Any]]:
-    """The `Launch` of each operation, as a dictionary, in XLA's dump."""
+    """The launch of each operation in XLA's dump, as the fields of a `Launch`."""
     (sequence,), (metadata,) = folder.glob("*.thunk_sequence.txt"), folder.glob("*.thunk_metadata.txt")
     operations = {number: name for name, number in _NAMED.findall(metadata.read_text())}
     found = {}
@@ -86,7 +86,7 @@ def launches(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def assembled(folder: Path, ptxas: Path) -> dict[str, dict[str, Any]]:
-    """What `ptxas` reports for each kernel whose PTX XLA has dumped: an `Assembled` as a dictionary."""
+    """The report of `ptxas` on each kernel whose PTX is in XLA's dump, as the fields of an `Assembled`."""
     found: dict[str, dict[str, Any]] = {}
     for path in folder.glob("*.ptx"):
         if target := re.search(r"^\.target (\w+)", path.read_text(), re.M):
@@ -97,7 +97,7 @@ def assembled(folder: Path, ptxas: Path) -> dict[str, dict[str, Any]]:
 
 
 def reported(text: str) -> dict[str, dict[str, Any]]:
-    """The same, in the output of `ptxas -v`."""
+    """The fields of an `Assembled` for each kernel in the output of `ptxas -v`."""
     serialized = set(re.findall(r"instructions are serialized.* in (?:the )?function '([^']+)'", text))
     found = {}
     for part in text.split("Compiling entry function ")[1:]:
@@ -116,11 +116,11 @@ def kernels(
     launched: Mapping[str, Mapping[str, Any]],
     code: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Kernel]:
-    """By name, our kernels, which XLA calls custom calls, and those kernels of XLA that have a fault.
+    """Our kernels, which are XLA's custom calls, and faulty kernels of XLA, by name.
 
-    device: that the program is for. each: its multiprocessors. launched, code: as `launches` and `assembled` return.
-    XLA's kernels may have few blocks outside of the loop of layers, for example to choose a token for each row.
-    KeyError: `launched` lacks the operation of a Pallas kernel, or `code` a kernel, because a dump has another form.
+    device: the program's device. each: its multiprocessors. launched, code: from `launches` and `assembled`.
+    Outside of the loop over layers, XLA's kernels may have few blocks, for example to choose a token for each row.
+    KeyError: `launched` lacks the operation of a Pallas kernel, or `code` lacks a kernel: a dump's format has changed.
     """
     found: dict[str, list[Kernel]] = {}
     operations = [one for one in work if one.operation in launched or one.name.endswith(PALLAS)]

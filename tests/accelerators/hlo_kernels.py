@@ -1,4 +1,4 @@
-"""What `roofline_text` knows of kernels, by parts of their names: a program's text says only what they are given."""
+"""Bytes and flops of kernels for `hlo_text`, by parts of their names. A program's text shows only their operands."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-_FLOATS, _HEADS = ("bf16", "f32"), 3  # of queries and keys: their dtype, and the dimensions that they have at least
+_FLOATS, _HEADS = ("bf16", "f32"), 3  # of queries and keys: their dtypes, and their least number of dimensions
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One array of the text. space: of memory, 0 = the device's main memory."""
+    """One array of the text. space: the memory space, 0 = the device's main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -22,7 +22,7 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -36,18 +36,18 @@ class Shape:
 
 
 def _attention(products: int, keys: int) -> Callable[[list[Shape], Shape], int]:
-    """Flops of causal attention with so many products of the size of its scores; `keys` is the axis of k's tokens."""
+    """Flops of causal attention with `products` matmuls of the size of its scores. keys: the axis of k's tokens."""
 
     def flops(operands: list[Shape], result: Shape) -> int:
-        q, k, *_ = [one for one in operands if one.dtype in _FLOATS and len(one.dims) >= _HEADS]  # not tables of masks
+        q, k, *_ = [one for one in operands if one.dtype in _FLOATS and len(one.dims) >= _HEADS]  # no mask tables
         return products * q.size * k.dims[keys]
 
     return flops
 
 
 def _pages(operands: list[Shape], label: str) -> int:
-    """Of GPUs' [L, N, ...], keys and values, and of the queries. label: names the positions of a window."""
-    _, tables, _, q, *pages = operands  # the second are missing where values are a part of keys
+    """Bytes of keys and values in GPUs' [L, N, ...], and of queries. label: names the positions of a window, if any."""
+    _, tables, _, q, *pages = operands  # values have no pages if they are a part of keys
     (rows, wide), window = tables.dims, re.search(r"paged_attention_of_(\d+)", label)
     seen = wide if window is None else min(wide, 1 + -(-(int(window[1]) - 1) // pages[0].dims[4]))
     return rows * seen * sum(part.nbytes for part in pages) // (pages[0].dims[0] * pages[0].dims[1]) + q.nbytes
@@ -76,7 +76,7 @@ def _packed_layer(operands: list[Shape], label: str) -> int:
 
 
 def _packed_products(operands: list[Shape], result: Shape) -> int:
-    """Flops of both halves of rows times a matrix of each stack, which its scales follow."""
+    """Flops of both halves of rows times a matrix of each stack. Each stack is followed by its scales."""
     even, _, *others = operands
     return 2 * _products([even, *_stacks(others)[::2]], result)
 
@@ -101,13 +101,13 @@ def _of_adapted(figure: Callable[..., int], operands: list[Shape], more: Shape |
 
 
 def _one_matrix_each(operands: list[Shape], _: str) -> int:
-    """Bytes of rows, and of the experts' matrices of one layer, out of [L E, ...]. Each expert has an end of rows."""
+    """Bytes of rows, and of the experts' matrices of one layer, out of [L E, ...]. `ends` has E + 1 elements."""
     ends, rows, matrices = operands[1], *operands[-2:]
     return rows.nbytes + matrices.nbytes * (ends.size - 1) // matrices.dims[0]
 
 
 def _ragged_pages(operands: list[Shape], _label: str) -> int:
-    """Bytes of TPUs' [L N, P, 2 G, d]."""
+    """Bytes of keys and values in TPUs' [L N, P, 2 G, d], and of queries."""
     _, tables, _, _, _, q, pages = operands
     return tables.size * pages.nbytes // pages.dims[0] + q.nbytes
 
@@ -125,7 +125,7 @@ _OF_A_LAYER = ("layer_product", "grouped_product", "adapter_low", "adapter_updat
 # Bytes read, and written in place, by kernels that get the stack of all layers and use one layer.
 READ: dict[str, Callable[[list[Shape], str], int]] = {
     "delta_step": _states,
-    "(gmm)": _one_matrix_each,  # `tgmm` is given no stack
+    "(gmm)": _one_matrix_each,  # `tgmm` takes no stack
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
     "layer_product_adapted": partial(_of_adapted, _one_layer),
@@ -136,11 +136,11 @@ READ: dict[str, Callable[[list[Shape], str], int]] = {
 
 LOGITS = {"softmax_totals": True, "softmax_again": True}  # kernels that multiply rows by the unembedding
 
-# Kernels that state no cost: Triton's cannot, and JAX's splash attention does not. GPUs' attention has [B, T, H, d],
-# TPUs' [B, H, T, d]. The backward pass computes the scores again, on GPUs in both loops.
+# Flops of kernels that state no cost: Triton kernels cannot, and JAX's splash attention does not. Attention has
+# [B, T, H, d] on GPUs and [B, H, T, d] on TPUs. The backward pass recomputes the scores, on GPUs in both loops.
 KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "delta_step": lambda operands, result: 8 * result.size * operands[0].dims[3],
-    "tree_attention_forward": _attention(2, 1),  # trees that branch have fewer
+    "tree_attention_forward": _attention(2, 1),  # trees with branches have fewer
     "tree_attention_dq": _attention(3, 1),
     "tree_attention_dkv": _attention(4, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],

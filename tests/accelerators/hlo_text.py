@@ -1,12 +1,11 @@
-"""Counts what a compiled program does, from the text of its optimized HLO: flops, bytes of device memory, collectives.
+"""Counts flops, bytes of device memory and collectives of a compiled program, from the text of its optimized HLO.
 
-XLA's own `cost_analysis()` counts the body of a loop once on TPUs and gives nothing on GPUs. This counts the same way
-for both, and every turn of a loop. What it takes for granted:
-- flops are those of matmuls and convolutions, and of Pallas kernels that state them or that are known; elementwise work
-  has none.
-- an operation outside of a fusion reads its operands from device memory and writes its result to it, once. Of an
-  operand that it only slices, it reads the slice; an update in place writes the update.
-- attention over pages reads every page of its tables, or as many as its window touches (not on TPUs), with every query.
+XLA's own `cost_analysis()` counts the body of a loop once on TPUs and returns nothing on GPUs. This module counts every
+iteration of a loop, in the same way for both. Its assumptions:
+- only matmuls, convolutions, and Pallas kernels that are known or state their cost have flops, not elementwise work.
+- an operation outside of a fusion reads its operands from device memory and writes its result to it, once. If it only
+  slices an operand, it reads the slice. An update in place writes the update.
+- attention over pages reads every page of its tables with every query, or only the pages of its window (not on TPUs).
 - on TPUs, arrays in on-chip memory (`S(1)` and above in their layout) cost nothing.
 """
 
@@ -30,7 +29,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-~]+) \(.*\) -> .* \{")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-~]+) = ")
 _NAME = re.compile(r"%([\w.\-~]+)")
-_LINES_OF_A_KERNEL = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the only text of an operation with lines in it
+_LINES_OF_A_KERNEL = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the only text of an operation with line breaks
 _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain", "opt-barrier")
 _NUMBERS = ("partition-id", "replica-id", "add-dependency")
 _COUNTED_AT_START = ("async-done", "async-update", "copy-done", "slice-done", "dynamic-slice-done", "all-gather-done")
@@ -42,15 +41,15 @@ _NO_WORK = frozenset(
 )
 PALLAS = "/pallas_call"  # the end of the paths of Pallas kernels
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
-_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # with the place of their updates among the operands
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # with the index of the update among the operands
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one operation does in the whole program. times: how often it runs. flops and bytes are of all the times.
+    """The work of one operation in the whole program. times: how often it runs. flops, bytes: of all runs.
 
-    name: of the operation in our code, as JAX names it. matmuls: their shapes, with the flops of all the times.
-    operation: its name in the text.
+    name: JAX's name for the operation in our code. matmuls: their shapes, with the flops of all runs. operation: its
+    name in the text.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Collective:
-    """A transfer between devices. bytes: of its result on one device, once. times: how often it runs."""
+    """A transfer between devices. bytes: of its result on one device, for one run. times: how often it runs."""
 
     kind: str
     name: str
@@ -75,7 +74,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop. trips: None when the compiler does not know how often it turns. depth: the loops around it."""
+    """A loop. trips: its iterations, or None if the compiler does not know them. depth: the loops around it."""
 
     name: str
     trips: int | None
@@ -84,7 +83,7 @@ class Loop:
 
 @dataclass
 class Counts:
-    """What a program does on one device."""
+    """The counts of a program on one device."""
 
     work: list[Work] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
@@ -95,21 +94,21 @@ class Counts:
 
     @property
     def flops(self) -> int:
-        """Of all matmuls."""
+        """Flops of all operations."""
         return sum(work.flops for work in self.work)
 
     @property
     def bytes(self) -> int:
-        """Read from and written to device memory."""
+        """Bytes that are read from and written to device memory."""
         return sum(work.bytes for work in self.work)
 
     def largest(self, dtype: str | None = None, count: int | None = 5) -> list[Shape]:
-        """The largest different results, of one dtype if it is named; count: None = all."""
+        """The largest distinct results. dtype: only results of this dtype. count: None = all."""
         found = {shape for shape in self.arrays.values() if dtype in (None, shape.dtype)}
         return sorted(found, key=lambda shape: -shape.nbytes)[:count]
 
     def matmuls(self) -> dict[str, int]:
-        """Flops by the shapes of matmuls, most first."""
+        """Flops by the shapes of matmuls, largest first."""
         found: dict[str, int] = {}
         for work in self.work:
             for shape, flops in work.matmuls:
@@ -120,7 +119,7 @@ class Counts:
 def seconds(work: Iterable[Work], device: Device) -> float:
     """The time of operations that run one after the other, each limited by the peak of flops or of bandwidth.
 
-    It is a lower bound: no kernel reaches either peak, and launches and transfers between devices are not counted
+    This is a lower bound: no kernel reaches either peak, and launches and transfers between devices are not counted
     (Williams, Waterman and Patterson, "Roofline", 2009).
     """
     return sum(max(_computing(each, device), each.bytes / device.bandwidth) for each in work)
@@ -134,8 +133,8 @@ def _computing(work: Work, device: Device) -> float:
 def count(text: str, on_chip_spaces: bool, unknown_trips: int = 1) -> Counts:
     """Count the program in `text`, which is `compiled.as_text()`.
 
-    on_chip_spaces: whether memory spaces other than 0 are on the chip (TPU). unknown_trips: turns to assume of a loop
-    whose trip count the compiler does not know.
+    on_chip_spaces: whether memory spaces other than 0 are on the chip (TPU). unknown_trips: the assumed iterations of a
+    loop with an unknown trip count.
     """
     return _Counter(_parse(text), on_chip_spaces, unknown_trips).run()
 
@@ -181,14 +180,14 @@ class _Op:
 
     @property
     def aliased(self) -> dict[str, int]:
-        """The operands where results lie, by the result's place; "" = all of it."""
+        """The operand that each aliased result overwrites, by the result's index; "" = the whole result."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?)\)\}", self.attributes)
         pairs = re.findall(r"\{(\d*)\}: \((\d+)", found[0]) if found else []
         return {place: int(operand) for place, operand in pairs}
 
     @property
     def own_results(self) -> list[Shape]:
-        """Those that do not lie where an operand does."""
+        """The results that overwrite no operand."""
         aliased = self.aliased
         return [shape for place, shape in enumerate(self.shapes) if str(place) not in aliased and "" not in aliased]
 
@@ -243,7 +242,7 @@ def _parse_op(line: str) -> _Op | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """The place behind the parenthesis that closes the one at `start`."""
+    """The position after the parenthesis that closes the one at `start`."""
     depth = 0
     for place in range(start, len(text)):
         if text[place] == "(":
@@ -322,13 +321,13 @@ class _Counter:
             mine.arrays |= counts.arrays
             mine.kernels |= counts.kernels
 
-    # How often loops turn
+    # Trip counts of loops
 
     def _trips(self, computation: _Computation, op: _Op) -> int | None:
         of_loop = op.backend.get("while_loop_backend_config", {})
         if known := op.backend.get("known_trip_count") or of_loop.get("known_trip_count"):
             return int(known["n"])
-        if not self._on_chip:  # XLA:GPU writes down what it knows
+        if not self._on_chip:  # XLA:GPU states the trip counts that it knows
             return None
         condition = self._program.computations[_required(op, "condition")]
         compare = _root(condition)
@@ -339,7 +338,7 @@ class _Counter:
         return None if index is None or limit is None else max(0, limit - index)
 
     def _in_condition(self, condition: _Computation, state: _Op, outside: _Computation, name: str) -> int | None:
-        """The integer that `name` has in a loop's condition before its first turn."""
+        """The value of the integer `name` in a loop's condition before the first iteration."""
         op = condition[name]
         if op.opcode == "get-tuple-element" and state.opcode == "tuple":
             return _integer(outside, state.operands[int(op.attribute("index") or 0)])
@@ -389,7 +388,7 @@ class _Counter:
         return read + self._written(inner, op)
 
     def _read(self, inner: _Computation, value: _Op) -> int:
-        """Bytes of `value` that the fused computation reads; never more than all of them."""
+        """Bytes of `value` that the fused computation reads, at most its size."""
         whole, total = sum(shape.nbytes for shape in value.shapes), 0
         if value.root:
             return whole
@@ -424,7 +423,7 @@ class _Counter:
         )
 
     def _update(self, inner: _Computation, result: _Op) -> int:
-        """Bytes that are written where a fusion's result is an update in place; else all of the result."""
+        """Bytes of the update if a fusion's result is an update in place, otherwise bytes of the whole result."""
         while result.opcode in ("bitcast", "copy") and result.operands:
             result = inner[result.operands[0]]
         if result.opcode in _IN_PLACE:
@@ -437,7 +436,7 @@ class _Counter:
     # Flops
 
     def _matmuls(self, computation: _Computation, op: _Op) -> Iterator[tuple[str, int]]:
-        """The matmuls of an operation, those inside of a fusion, too: their shapes and flops."""
+        """The shapes and flops of an operation's matmuls, including those inside of a fusion."""
         if op.opcode == "fusion":
             inner = self._program.computations[_required(op, "calls")]
             for one in inner.values():
@@ -463,7 +462,7 @@ class _Counter:
         yield _named(left, right, op.shapes[0]), 2 * op.shapes[0].size * math.prod(left.dims[dim] for dim in contracted)
 
     def _stated(self, computation: _Computation, op: _Op, times: int) -> int:
-        """The flops that a kernel states as its cost, or that it is known to have; any other kernel is listed."""
+        """The flops of a kernel that states its cost or is known. Other kernels are added to `Counts.kernels`."""
         if op.opcode != "custom-call":
             return 0
         if op.target in _NO_WORK or "gemm_backend_config" in op.backend or _known(LOGITS, op):
@@ -478,7 +477,7 @@ class _Counter:
 
 
 def _known(kernels: dict[str, Known], op: _Op) -> Known | None:
-    """What is known of the kernel that `op` calls, by the first name that its own has a part of."""
+    """The value of the first key that is a part of the name of the kernel that `op` calls."""
     return next((known for name, known in kernels.items() if name in f"{op.label} {op.name}"), None)
 
 
@@ -487,12 +486,12 @@ def _root(computation: _Computation) -> _Op:
 
 
 def _parameters(computation: _Computation) -> dict[int, _Op]:
-    """The operations that stand for a computation's operands, by their place among these."""
+    """A computation's parameters, by their index among the operands."""
     return {int(op.inner): op for op in computation.values() if op.opcode == "parameter"}
 
 
 def _source(computation: _Computation) -> _Op:
-    """What a computation's result is a bitcast of."""
+    """The root of a computation, without bitcasts around it."""
     op = _root(computation)
     while op.opcode == "bitcast":
         op = computation[op.operands[0]]
@@ -518,7 +517,7 @@ def _named(left: Shape, right: Shape, result: Shape) -> str:
 
 
 def _convolution_flops(op: _Op, left: Shape, right: Shape) -> int:
-    """2 x products that are summed. TPUs compute every matmul as a convolution; batches become spatial dimensions."""
+    """2 x summed products. TPUs compute every matmul as a convolution, in which batches become spatial dimensions."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if not labels:
         raise ValueError(f"convolution {op.name} has no dim_labels")
@@ -546,7 +545,7 @@ def _convolution_flops(op: _Op, left: Shape, right: Shape) -> int:
 
 
 def _valid_positions(size: int, kernel: int, outputs: int, geometry: tuple[int, int, int, int]) -> int:
-    """Pairs of an output and a kernel element of one dimension that meet an input element, not padding or a gap."""
+    """In one dimension, pairs of output and kernel elements that meet an input element instead of padding or a gap."""
     stride, pad, input_dilation, kernel_dilation = geometry
     if kernel * outputs > 2**22:  # far more than a batch of heads or experts
         return kernel * outputs

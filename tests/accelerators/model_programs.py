@@ -1,4 +1,4 @@
-"""The programs of a model as the server makes them, with shapes in the place of arrays, compiled for accelerators.
+"""The server's programs of a model, compiled for accelerators from shapes instead of arrays.
 
 Letters: B rows, T tokens, S slots, Q tokens of a piece of a prompt.
 """
@@ -39,17 +39,17 @@ from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from tinkerflow.backend.spec.ranks import expert_rank
 
-_SLOTS, _CHUNK = 64, 8  # of a sampler, where the settings say nothing else
+_SLOTS, _CHUNK = 64, 8  # defaults of a sampler
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of one model on one target; each method compiles one, `more` is as in `compile_for`.
+    """The programs of one model on one target. Each method compiles one program; `more` is as in `compile_for`.
 
     cfg: the model. target: the name of a topology. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
-    number format of keys and values in pages. base_weights: as in the settings. memory: GB of each device that the
-    memory budget is for, 0 = all. filters, traced: of decode, 0 or 1: whether a row has a top-k where the host
-    decides, and whether it never decides.
+    number format of keys and values in pages. base_weights: as in the settings. memory: the memory budget of each
+    device in GB, 0 = all its memory. filters, traced: for decode, 0 or 1: whether a row has a top-k if the host
+    decides, and whether the host never decides.
     """
 
     cfg: ModelConfig
@@ -65,29 +65,29 @@ class Programs:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Over the target's devices."""
+        """The mesh of the target's devices."""
         return mesh_for(self.target, tensor=self.tensor, expert=self.expert)
 
     @cached_property
     def params(self) -> Params:
-        """The base model's weights; in bfloat16, where they are not quantized."""
+        """The base model's weights, in bfloat16 unless they are quantized."""
         return params_like(self.cfg, self.mesh, "bfloat16", base_weights=self.base_weights)
 
     @property
     def spec(self) -> LoraSpec:
-        """Of the adapter."""
+        """The adapter's spec."""
         return LoraSpec(self.rank, expert_rank=expert_rank(self.rank, self.cfg.experts_per_token, "divided"))
 
     @cached_property
     def lora(self) -> Lora:
-        """An adapter of all matrices."""
+        """An adapter for all matrices."""
         made = adapter_like(self.cfg, self.mesh, self.spec)
         assert isinstance(made, Lora)
         return made
 
     @property
     def limit(self) -> int:
-        """Bytes of each device that the memory budget is for."""
+        """The memory budget of each device in bytes."""
         return self.memory * 10**9 or parse_topology(self.target).device.limit
 
     @cached_property
@@ -109,7 +109,7 @@ class Programs:
         return result_of(empty_stack, self.cfg, self.mesh, widths, *self._plain, False)
 
     def compiling(self) -> Any:
-        """Within this context functions are traced for the target's platform."""
+        """A context in which functions are traced for the target's platform."""
         return compiling_for(parse_topology(self.target).device.platform)
 
     def forward_backward(self, B: int, T: int, **more: Any) -> Figures:
@@ -119,7 +119,7 @@ class Programs:
         return compile_for(self.target, self.steps.backward, *args, **more)
 
     def forward(self, B: int, T: int, **more: Any) -> Figures:
-        """The same without gradients."""
+        """A micro-batch of B rows of T tokens, without gradients."""
         with self.compiling():
             args = (self.params, self.lora, batch_like(self.mesh, B, T))
         return compile_for(self.target, self.steps.forward, *args, **more)

@@ -1,8 +1,8 @@
-"""The models that budgets are about, and a command that prints the figures of one program.
+"""The models of the budgets, and a command that prints the figures of one program.
 
     python -m tests.accelerators.models 4B h100:1 forward_backward 4 1024 [rank=32 tensor=8 expert=1 save=/tmp/text]
 
-It needs the environment that `environment.py` makes. What was compiled before is not compiled again.
+It needs the environment that `environment.py` makes. Programs in its cache are not compiled again.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def config(model: str) -> ModelConfig:
 
 
 def main(model: str, target: str, program: str, *rest: str) -> None:
-    """Print the figures of one program. rest: its sizes, and named options of it and of `Programs`."""
+    """Print the figures of one program. rest: its sizes, and named options of the program and of `Programs`."""
     sizes = [int(size) for size in rest if "=" not in size]
     named = (option.split("=") for option in rest if "=" in option)
     options: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in named}

@@ -1,9 +1,9 @@
-"""Prints the plan of `tinkerflow plan` and compiles its programs with the accelerator's own compiler, in minutes.
+"""Prints the plan of `tinkerflow plan`, and compiles its programs with the accelerator's own compiler, in minutes.
 
     python -m tests.accelerators.plan h100:1 Qwen/Qwen3-8B [rank]
 
-Settings come from the environment, such as TINKERFLOW_TENSOR_PARALLEL. It needs the compilers that `environment.py`
-installs, or `libtpu` or `jax[cuda13]`, but no device.
+Settings come from the environment, for example TINKERFLOW_TENSOR_PARALLEL. The command needs the compilers that
+`environment.py` installs, or `libtpu` or `jax[cuda13]`, but no device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinkerflow.deployments.plan import ROW, ServicePlan, describe_plan, plan_se
 
 
 def describe_programs(plan: ServicePlan) -> str:
-    """The compiler's figures for training and decoding, in lines of text."""
+    """The compiler's figures for training and decoding, as lines of text."""
     config, context = plan.config, plan.memory.context
     programs = Programs(plan.cfg, str(plan.target), plan.spec.rank, config.tensor, config.expert, config.kv_cache)
     tokens, slots, chunk = plan.memory.budget.microbatch_tokens, plan.slots(context), config.decode_chunk
@@ -38,7 +38,7 @@ def describe_programs(plan: ServicePlan) -> str:
 
 
 def main(topology: str, base_model: str, rank: str = "32") -> None:
-    """Print both."""
+    """Print the plan and the compiler's figures."""
     plan = plan_service(Settings(), base_model, topology, rank=int(rank))
     print(describe_plan(plan))
     print(describe_programs(plan), flush=True)

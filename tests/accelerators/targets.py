@@ -1,7 +1,7 @@
 """Compiles programs for TPUs and NVIDIA GPUs that this machine does not have, with their own compilers.
 
-It needs `libtpu` or `jax[cuda13]` in addition to jax, but no driver and no device. One process compiles for one kind of
-device, because the compilers' plugins are loaded once. Nothing can be run.
+This needs `libtpu` or `jax[cuda13]` in addition to jax, but no driver and no device. One process compiles for one kind
+of device, because the compilers' plugins are loaded once. Compiled programs cannot be run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tinkerflow.backend.compute.planning.topologies import Topology, parse_topol
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for, environment
 from tinkerflow.backend.core.errors import UserError
 
-# What XLA:GPU asks about a GPU, a GpuTargetConfigProto; figures of openxla/xla, xla/backends/gpu/target_config/specs.
+# XLA:GPU's description of a GPU (GpuTargetConfigProto). Figures: openxla/xla, xla/backends/gpu/target_config/specs.
 _GPU = """
 gpu_device_info {{
   cuda_compute_capability {{ {capability} }}
@@ -55,7 +55,7 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class _Gpu:
-    """A GPU's multiprocessors. shared_memory: bytes that one block may take. units: of one core, for float32."""
+    """A GPU's multiprocessors. shared_memory: the most bytes of one block. units: of one core, for float32."""
 
     name: str
     version: str
@@ -69,7 +69,7 @@ class _Gpu:
 
 
 _HOPPER = ("9.0a", "major: 9 feature_extension: ACCELERATED_FEATURES", 132, 2048, 128, 1.98, 232448, 52428800)
-_GPUS = {  # that there is a description of
+_GPUS = {  # GPUs that have a description
     "a100": _Gpu("NVIDIA A100-SXM4-80GB", "8.0", "major: 8", 108, 2048, 64, 1.41, 166912, 41943040),
     "h100": _Gpu("NVIDIA H100 80GB HBM3", *_HOPPER),
     "h200": _Gpu("NVIDIA H200 141GB HBM3e", *_HOPPER),
@@ -77,16 +77,16 @@ _GPUS = {  # that there is a description of
     "l4": _Gpu("NVIDIA L4", "8.9", "major: 8 minor: 9", 58, 1536, 128, 2.04, 101376, 50331648),
 }
 _CORE_ONLY = 1024  # bytes of a multiprocessor's shared memory that no block can use
-_TPU_TYPES = {"v5e": "v5litepod-{}", "v6e": "v6e-{}", "v5p": "v5p-{}"}  # by chips; a v5p's number is of its two cores
+_TPU_TYPES = {"v5e": "v5litepod-{}", "v6e": "v6e-{}", "v5p": "v5p-{}"}  # by chips; a v5p counts its two cores per chip
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the compiler says about a program, on each device, in bytes; `counts` is of its text.
+    """The compiler's figures of a program on each device, in bytes, and the counts of its text.
 
-    arguments, outputs and temporaries: memory. aliased: of the outputs, in the place of donated arguments. took:
-    seconds of the compilation. short_offsets: as in `triton_ir`, of NVIDIA GPUs. triton: kernels that are compiled by
-    Triton, ours and XLA's own. kernels: as in `gpu_kernels`.
+    arguments, outputs, temporaries: memory. aliased: the part of the outputs that overwrites donated arguments. took:
+    seconds of the compilation. short_offsets: as in `triton_ir`, for NVIDIA GPUs. triton: the number of kernels that
+    Triton compiles, ours and XLA's own. kernels: as in `gpu_kernels`.
     """
 
     target: Topology
@@ -107,11 +107,11 @@ class Figures:
 
     @property
     def seconds(self) -> float:
-        """The roofline's time of one run; see `roofline.seconds`."""
+        """The roofline's time of one run; see `hlo_text.seconds`."""
         return seconds(self.counts.work, self.target.device)
 
     def describe(self, most: int = 8) -> str:
-        """The figures in lines of text; `most` of each list."""
+        """The figures as lines of text, with at most `most` entries of each list."""
         counts, device = self.counts, self.target.device
         lines = [
             f"{self.target}: compiled in {self.took:.1f} s",
@@ -144,7 +144,7 @@ class Figures:
 
 @cache
 def devices(target: str) -> tuple[jax.Device, ...]:
-    """Devices that programs can be compiled for. UserError when this installation has no compiler for them."""
+    """The target's devices, for compilation only. UserError: this installation has no compiler for them."""
     topology = parse_topology(target)
     name = topology.device.name
     os.environ.update(_environment(topology) | environment(topology.device.platform.name, os.environ, 1))
@@ -168,7 +168,7 @@ def devices(target: str) -> tuple[jax.Device, ...]:
 
 
 def mesh_for(target: str, *, tensor: int = 1, expert: int = 1) -> Mesh:
-    """Our mesh over the devices of `target`; fsdp takes those that tensor x expert leave."""
+    """Our mesh over the devices of `target`. fsdp is the number of devices divided by tensor x expert."""
     found = devices(target)
     if len(found) % (tensor * expert):
         raise UserError(
@@ -182,9 +182,9 @@ def compile_for(
 ) -> Figures:
     """Compile a jitted function for `target`, and return the compiler's figures.
 
-    function: of `jax.jit`. args: arrays or `jax.ShapeDtypeStruct`s with shardings on `mesh_for(target)`, and static
-    arguments. unknown_trips: turns to count of a loop whose trip count the compiler does not know. save: a file that
-    the compiled text is written to. cache: a folder of compiled programs; a program in it is not compiled again.
+    function: from `jax.jit`. args: arrays or `jax.ShapeDtypeStruct`s with shardings on `mesh_for(target)`, and static
+    arguments. unknown_trips: the assumed iterations of a loop with an unknown trip count. save: a file for the compiled
+    text. cache: a folder of compiled programs, which are not compiled again.
     """
     topology = parse_topology(target)
     devices(target)
@@ -211,7 +211,7 @@ class _Compiled:
     took: float
     memory: dict[str, int]  # as in `Figures`
     text: str
-    launches: dict[str, Any] = field(default_factory=dict)  # this and the next: as in `gpu_kernels`, of NVIDIA GPUs
+    launches: dict[str, Any] = field(default_factory=dict)  # this and the next as in `gpu_kernels`, for NVIDIA GPUs
     assembled: dict[str, Any] = field(default_factory=dict)
 
 
@@ -241,7 +241,7 @@ def _compile(lowered: Any, target: str) -> _Compiled:
         took, memory = time.monotonic() - began, compiled.memory_analysis()
         starts: dict[str, Any] = {}
         code: dict[str, Any] = {}
-        if on_tpu:  # jaxlib cannot read every program that a newer libtpu makes, such as one with async updates
+        if on_tpu:  # jaxlib cannot read every program of a newer libtpu, for example one with async updates
             (text,) = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
         else:
             text = compiled.as_text()
@@ -265,7 +265,7 @@ def _environment(topology: Topology) -> dict[str, str]:
     if topology.device.platform is TPU:
         number = topology.count * (2 if topology.device.name == "v5p" else 1)
         return {
-            "TPU_SKIP_MDS_QUERY": "1",  # the metadata server of a cloud machine
+            "TPU_SKIP_MDS_QUERY": "1",  # of a cloud machine
             "TPU_ACCELERATOR_TYPE": _TPU_TYPES[topology.device.name].format(number),
             "TPU_WORKER_HOSTNAMES": "localhost",
         }

@@ -1,4 +1,4 @@
-"""The compiled programs keep their budgets. Skipped where the environment of the compilers is not made."""
+"""Compiled programs and stored figures against the budgets. Tests that compile are skipped without the compilers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK = [budget for budget in BUDGETS if budget.quick]
 
 @pytest.fixture(scope="module")
 def records() -> Mapping[str, Record | str]:
-    """The records of all cases that have a quick budget."""
+    """The records of all cases with a quick budget, and of `PLANTED`."""
     if not environment.python().exists():
         pytest.skip("no compilers for accelerators: python tests/accelerators/environment.py installs them (4 GB)")
     return compile_cases([*(budget.case for budget in QUICK), PLANTED])
@@ -91,7 +91,7 @@ def test_figures_on_the_page_match_met_budgets() -> None:
 
 
 def test_measured_kernels_match_the_plans_expected_utilization() -> None:
-    """Of dense models. The plan's bounds have fewer bytes than the programs."""
+    """For dense models. The plan's bounds count fewer bytes than the programs."""
     figures = json.loads(FIGURES.read_text())
     for name in ("4B h100:1 forward_backward 4x1024", "Gemma-3-12B h100:1 forward_backward 4x1024"):
         low, high = expected_mfu(figures[name])
@@ -103,7 +103,6 @@ def test_measured_kernels_match_the_plans_expected_utilization() -> None:
 
 
 def test_no_kernel_has_a_wider_budget_than_it_needs() -> None:
-    """A limit that a kernel stays below is stale: its fault is gone."""
     figures = json.loads(FIGURES.read_text())
     programs = [figures[budget.case.name]["kernels"] for budget in BUDGETS if budget.measure is FAULTS]
     for name, limits in KERNELS.items():

@@ -1,4 +1,4 @@
-"""Where the compilers' environment lies."""
+"""The folder, the packages and the pinned versions of the compilers' environment."""
 
 from __future__ import annotations
 

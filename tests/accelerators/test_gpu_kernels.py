@@ -1,4 +1,4 @@
-"""The blocks, registers and spills of kernels, in XLA's dump and by the real `ptxas`. No kernel is executed."""
+"""Blocks, registers and spills of kernels, from XLA's dump and from the real `ptxas`. No kernel is executed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.accelerators.hlo_text import Work
 from tinkerflow.backend.compute.planning.topologies import DEVICES
 
 H100 = Multiprocessors(132, 2048, 233472)
-MATRIX = 2560 * 1024 * 2  # bytes of the keys' matrix of a layer of Qwen3-4B
+MATRIX = 2560 * 1024 * 2  # bytes of the key matrix of one layer of Qwen3-4B
 SEQUENCE = """001: kCopy         [source       | next=002 (1) ] kCopy
 002: kWhile        [prev=001 (1) | sink        ]
   body:
@@ -30,7 +30,7 @@ METADATA = "".join(
 
 
 def ptx(registers: int) -> str:
-    """A kernel `planted` that needs 64 numbers at the same time in so many registers."""
+    """PTX of a kernel `planted` that needs 64 numbers at the same time, compiled for at most `registers` registers."""
     loads = "".join(f"ld.volatile.global.f32 %f{one}, [%rd2+{4 * one}];\n" for one in range(64))
     stores = "".join(f"st.volatile.global.f32 [%rd2+{4 * one}], %f{63 - one};\n" for one in range(64))
     head = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry planted(.param .u64 p)\n"

@@ -1,4 +1,4 @@
-"""What is counted in the text of a compiled program. The texts are as XLA:TPU and XLA:GPU write them, made shorter."""
+"""Counts from the text of a compiled program. The texts are shortened output of XLA:TPU and XLA:GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ENTRY %main (x.1: bf16[4096,2560], w.1: bf16[36,2560,2560]) -> bf16[4096,2560] {
 
 
 def one(operation: str, shapes: str, *, before: str = "", **options: bool) -> Counts:
-    """The counts of a program of one operation, of parameters %a, %b, ... with these shapes."""
+    """The counts of a program with one operation on parameters %a, %b, ... of these shapes."""
     named = enumerate(zip("abcdefg", shapes.split(), strict=False))
     parameters = "\n".join(f"  %{name} = {shape} parameter({place})" for place, (name, shape) in named)
     text = f"HloModule m\n\n{before}\nENTRY %main (a: f32[1]) -> f32[1] {{\n{parameters}\n  ROOT %r = {operation}\n}}\n"
@@ -120,7 +120,7 @@ def test_tpu_loop_with_an_argument_as_limit_has_no_known_trip_count() -> None:
             "bf16[4096,2560]{1,0} bf16[9728,2560]{1,0}",
             MATMUL,
         ),
-        (  # a batch of 4 matmuls, as XLA:TPU writes it: the batch is a spatial dimension that is met at one place only
+        (  # a batch of 4 matmuls, as XLA:TPU writes it: the batch is a spatial dimension with one valid position
             "f32[4,128,64]{2,1,0} convolution(%a, %b), window={size=4 stride=3 pad=3_3 lhs_dilate=4}, "
             "dim_labels=0bf_0io->0bf",
             "bf16[4,128,256]{2,1,0} bf16[4,256,64]{2,1,0}",
@@ -188,7 +188,7 @@ def test_bytes(operation: str, shapes: str, nbytes: int) -> None:
 
 
 def test_pass_through_fusion_does_not_make_its_argument_free() -> None:
-    """XLA:TPU writes the operands of a matmul so."""
+    """XLA:TPU passes operands of matmuls through such fusions."""
     inner = """%handed (p: bf16[512,256]) -> bf16[512,256] {
   %p = bf16[512,256]{1,0} parameter(0)
   ROOT %q = bf16[512,256]{1,0} bitcast(%p)
@@ -268,25 +268,25 @@ def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
             "bf16[4,8,4,128]{3,2,1,0}",
             4 * 4 * 2 * 8 * 128 * 128 * 2 + 2 * (4 * 32 * 128 * 2),
         ),
-        (  # keys [L, N, G, d, P] whose first dimensions are their values
+        (  # keys [L, N, G, d, P] whose first dimensions are the values
             "paged_attention",
             "s32[1]{0} s32[4,16]{1,0} s32[4]{0} bf16[4,1,20,576]{3,2,1,0} bf16[47,65,1,576,128]{4,3,2,1,0}",
             "bf16[4,1,20,512]{3,2,1,0}",
             64 * 576 * 128 * 2 + 4 * 20 * (576 + 512) * 2,
         ),
-        (  # of all experts of one of 24 layers
+        (  # the matrices of all experts of one of 24 layers
             "grouped_product",
             "bf16[256,2880]{1,0} bf16[24,32,2880,2880]{3,2,1,0} s32[1]{0} s32[48]{0} s32[48]{0} s32[48]{0}",
             "bf16[256,2880]{1,0}",
             2 * (256 * 2880 + 32 * 2880 * 2880 + 256 * 2880),
         ),
-        (  # of two experts of one of 3 layers, on a TPU
+        (  # the matrices of two experts of one of 3 layers, on a TPU
             "jit(gmm)",
             "s32[] s32[3]{0} s32[4]{0} s32[4]{0} s32[1]{0} bf16[16,256]{1,0} bf16[6,256,128]{2,1,0}",
             "bf16[16,128]{1,0}",
             2 * (16 * 256 + 2 * 256 * 128 + 16 * 128),
         ),
-        (  # of two projections, two parts of sums in float32
+        (  # two projections, with two partial sums in float32
             "adapter_low",
             "bf16[64,2560]{1,0} bf16[36,128,2560]{2,1,0} bf16[24,128,2560]{2,1,0} s32[1]{0} s32[1]{0} s32[4]{0}",
             "f32[2,64,256]{2,1,0}",

@@ -1,4 +1,4 @@
-"""The suite for GPUs and TPUs, tried on the CPU with small shapes and interpreted kernels."""
+"""The suite for GPUs and TPUs, run on the CPU with small shapes and interpreted kernels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tinkerflow.backend.compute.platforms import CUDA
 
 
 def run_suite(folder: Path, *stages: str) -> list[dict[str, Any]]:
-    """The results of these stages, all of them right. They are also on the page."""
+    """Run these stages, and return their results. Asserts that all are right and on the page."""
     command = [sys.executable, "-m", "tests.accelerators.on_device", "--tiny", "--out", str(folder), *stages]
-    environ = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # programs are compiled quickly
+    environ = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compile faster
     done = subprocess.run([*command, "--seconds", "1000"], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + "".join(log.read_text()[-2000:] for log in folder.glob("*.log"))
     results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]

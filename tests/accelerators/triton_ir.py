@@ -1,4 +1,4 @@
-"""Reads Triton kernels out of a lowered program: how wide their offsets are. It needs no compiler and no device."""
+"""Reads the width of Triton kernels' offsets from a lowered program. It needs no compiler and no device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.triton import dialect
 from tests.accelerators.hlo_kernels import Shape
 
-_REACH = 2**31  # elements that offsets of 32 bits reach
+_REACH = 2**31  # elements that 32-bit offsets reach
 _TARGET = "__gpu$xla.gpu.triton"
 _SAME_POINTER = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.addptr")
 
 
 def short_offsets(lowered: Any) -> dict[str, list[str]]:
-    """By the name of each Triton kernel, its arrays that have more elements than its offsets reach.
+    """The arrays of each Triton kernel, by its name, that have more elements than its offsets reach.
 
-    lowered: of `jax.jit(...).lower`, for NVIDIA GPUs.
+    lowered: from `jax.jit(...).lower`, for NVIDIA GPUs.
     """
     found: dict[str, list[str]] = {}
     for call in _operations(lowered.compiler_ir("stablehlo").operation):
@@ -34,7 +34,7 @@ def short_offsets(lowered: Any) -> dict[str, list[str]]:
 
 
 def _short_arguments(bytecode: bytes) -> set[int]:
-    """The places of a kernel's arguments that offsets of less than 64 bits are added to."""
+    """The indices of a kernel's arguments with offsets of less than 64 bits."""
     context = mlir.JaxIrContext()
     dialect.register_dialect(context)
     with context:
@@ -57,7 +57,7 @@ def _argument(pointer: Any) -> int:
 
 
 def _operations(operation: Any) -> Iterator[Any]:
-    """All operations within one."""
+    """All operations inside an operation."""
     for region in operation.regions:
         for block in region:
             for inner in block:

@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _start(part: str, on: str, args: argparse.Namespace, seconds: float) -> None:
-    """Run a part of a stage in a process. An error or the end of the time is a wrong result."""
+    """Run a part of a stage in a process. An error or a timeout is recorded as a wrong result."""
     options = ["--part", part, "--platform", on, "--out", args.out, "--model", args.model, "--seconds", f"{seconds}"]
     command = [sys.executable, "-m", "tests.accelerators.on_device", *map(str, options)]
     log = args.out / f"{part}.log"
@@ -112,7 +112,7 @@ def _run_part(args: argparse.Namespace) -> int:
 
 
 def _commit() -> str:
-    """The checkout's commit; "" in a copy without git."""
+    """The checkout's commit, or "" in a copy without git."""
     if which("git") is None:
         return ""
     command = ["git", "rev-parse", "--short", "HEAD"]

@@ -1,7 +1,7 @@
-"""Every kernel for the device at the shapes of real models: whether it is right and repeats its bits, and its speed.
+"""Checks every kernel for the device at the shapes of real models: correct results, repeatable bits, and speed.
 
-`error` is the relative distance from plain operations in float32. `share` is the part of the peak that bounds the
-kernel: of the memory's bandwidth or of the matmuls' rate, by the bytes and flops that the operation needs at least.
+`error` is the relative distance from plain operations in float32. `share` is the reached part of the peak that bounds
+the kernel, memory bandwidth or matmul rate, by the fewest bytes and flops that the operation needs.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.spec.losses import packed_inputs
 
 _LEAST_SECONDS = 20  # that a kernel needs to compile and run
-_ROUNDED, _EXACT = 2e-2, 1e-4  # the most error with bfloat16 inputs, and with float32 inputs
+_ROUNDED, _EXACT = 2e-2, 1e-4  # the largest errors with bfloat16 and with float32 inputs
 
 
 def measure(run: Run) -> None:
-    """Measure the kernels of the device. On a CPU, those of both kinds of devices are interpreted."""
+    """Measure the kernels of the device. On a CPU, the kernels for GPUs and for TPUs are interpreted."""
     for platform in {"cuda": [CUDA], "tpu": [TPU], "cpu": [CUDA, TPU]}[run.platform]:
         kernels = _Kernels(run, platform)
         for group in (kernels.limits, kernels.attention, kernels.trees, kernels.loss, kernels.decode, kernels.prefill):
@@ -54,17 +54,17 @@ def measure(run: Run) -> None:
 
 
 def draw(seed: int, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> jax.Array:
-    """Normal random numbers."""
+    """Normally distributed random numbers."""
     return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * scale).astype(dtype)
 
 
 def wide(tree: Any) -> Any:
-    """The same tree of arrays in float32."""
+    """The tree of arrays in float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def masked_attention(q: Any, k: Any, v: Any, ends_BT: Any) -> jax.Array:
-    """Attention with all scores at once: position i is seen by the positions from i to `ends_BT[i]`."""
+    """Attention that computes all scores together. Position i is visible from i to before `ends_BT[i]`."""
     place, repeats = jnp.arange(q.shape[1]), q.shape[2] // k.shape[2]
     seen = (place <= place[:, None]) & (place[:, None] < ends_BT[:, None])
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
@@ -73,7 +73,7 @@ def masked_attention(q: Any, k: Any, v: Any, ends_BT: Any) -> jax.Array:
 
 
 def with_gradients(attend: Any) -> Callable[..., Any]:
-    """A function of (q, k, v, slope): the result of `attend`, and the gradients of its product with `slope`."""
+    """A function of (q, k, v, slope) that returns `attend`'s result and the gradients of its product with `slope`."""
 
     def both(q: Any, k: Any, v: Any, slope: Any) -> Any:
         o, pull = jax.vjp(attend, q, k, v)
@@ -103,8 +103,8 @@ class _Kernels:
     ) -> None:
         """Measure one kernel.
 
-        wanted: computes the right values of `pick` of its result, in float32. limit: the most relative error. flops,
-        moved: needed at least. beside: other ways to compute the same, whose times are listed.
+        wanted: computes the correct `pick` of the kernel's result in float32. limit: the largest relative error. flops,
+        moved: the fewest flops and bytes. beside: other ways to compute the same, which are timed.
         """
         name = f"{self._platform.name}: {name}"
         if not self._run.has_time(name, _LEAST_SECONDS):
@@ -128,14 +128,14 @@ class _Kernels:
             self._run.add(name, ok, **figures)
 
     def limits(self) -> None:
-        """A large matmul and a copy, which show the rates of this very device."""
+        """A large matmul and a copy, which show the rates that this device reaches."""
         n = 64 if self._tiny else 8192
         a, b, x = draw(1, n, n), draw(2, n, n), draw(3, n if self._tiny else 2**30)
         self._case("matmul in bfloat16", partial(jax.jit(jnp.matmul), a, b), flops=2 * n**3)
         self._case("copy", partial(jax.jit(lambda x: x + jnp.bfloat16(1)), x), moved=2 * x.nbytes)
 
     def attention(self) -> None:
-        """Training attention: packed rows against a mask, and long rows."""
+        """Training attention in packed rows, compared with masked attention, and in long rows."""
         H, G, d = (4, 2, 64) if self._tiny else (32, 8, 128)
         for B, T, examples in [(1, 128, 2)] if self._tiny else [(4, 1024, 2), (1, 8192, 1), (1, 32768, 1)]:
             ends = jnp.asarray(np.repeat(np.arange(1, examples + 1), T // examples) * (T // examples), jnp.int32)
@@ -155,7 +155,7 @@ class _Kernels:
             self._case(name, partial(ours, q, k, v, slope), wanted, flops=flops, beside=beside)
 
     def trees(self) -> None:
-        """Training attention in a row that is a tree: half of it is a beginning that four branches share."""
+        """Training attention in a tree: half of the row is a prefix that four branches share."""
         H, G, d, T = (4, 2, 64, 128) if self._tiny else (32, 8, 128, 1024)
         own, branch = T // 2, T // 8
         ends = np.concatenate([np.full(own, T), own + branch * np.repeat(np.arange(1, 5), branch)])
@@ -191,13 +191,13 @@ class _Kernels:
             scored, slope, _ = score(wide(params), pair, wide(hidden[few]), targets[few], choice, part)
             return scored.logprobs_BTK, slope
 
-        flops = 4 * B * T * V * D  # the gradient by the unembedding is not computed
+        flops = 4 * B * T * V * D  # the gradient of the unembedding is not computed
         name = f"loss and gradients of {B * T} tokens, {V} tokens in the vocabulary"
         call = partial(ours, params, pair, hidden)
         self._case(name, call, wanted, flops=flops, pick=lambda found: [part[few] for part in found])
 
     def decode(self) -> None:
-        """Attention over pages, one query for each sequence."""
+        """Attention over pages, with one query per sequence."""
         cases = [(1, 200)] if self._tiny else [(64, 500), (1, 500), (256, 500), (8, 8000), (64, 2000), (1, 32000)]
         for rows, length in cases:
             self._paged(f"{rows} sequences at {length}", rows, 1, length - 1)
@@ -266,7 +266,7 @@ class _Kernels:
             self._case(f"{name}: gradient", call, outer_of_first, flops=flops, pick=lambda found: found[0])
 
     def delta(self) -> None:
-        """One token of linear attention, in place in the pool of states."""
+        """One token of linear attention, which updates the pool of states in place."""
         module: ModuleType = delta_tpu if self._platform is TPU else delta_gpu
         H, k, v, B = (2, 24, 40, 3) if self._tiny else (32, 128, 128, 64)
         pool = draw(1, 2, B + 1, H, k, v, dtype=jnp.float32)
@@ -292,10 +292,10 @@ class _Kernels:
         )
 
     def matrices(self) -> None:
-        """GPUs' products of few rows with a layer's matrix, and with adapters, in the stack of all layers."""
+        """Products of few rows with a layer's matrix and with adapters in the stack of all layers, on GPUs."""
         sizes = {"q, k, v": (2560, (4096, 1024, 1024)), "gate, up": (2560, (9728, 9728)), "down": (9728, (2560,))}
         for name, (i, outs) in {"q, k": (48, (64, 32))}.items() if self._tiny else sizes.items():
-            # Four layers in turns: one alone would stay in the cache.
+            # Four layers in turn, because a single one would stay in the cache.
             stacks = [draw(1, 4, o, i, scale=i**-0.5) for o in outs]
             for M in (2,) if self._tiny else (1, 64, 256):
                 x = draw(2, M, i)

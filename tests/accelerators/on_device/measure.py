@@ -34,7 +34,7 @@ TINY = {
     "intermediate_size": 128,
     "vocab_size": 512,
 }
-_KINDS = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}  # JAX's names of TPUs
+_KINDS = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}  # by JAX's names of TPUs
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Run:
     """One stage on one platform.
 
     stage: its name. platform: cpu, cuda or tpu. tiny: small shapes, with kernels interpreted on the CPU. model: the
-    model of `speed`, a name of `models.MODELS`. folder: where results go. deadline: of `time.monotonic`.
+    model of `speed`, a name of `models.MODELS`. folder: for results. deadline: in the time of `time.monotonic`.
     """
 
     stage: str
@@ -58,13 +58,13 @@ class Run:
         return self.deadline - time.monotonic()
 
     def has_time(self, name: str, least: float) -> bool:
-        """Whether `least` seconds are left. Otherwise the result of this name is noted as skipped."""
+        """Whether `least` seconds are left. Otherwise the result `name` is recorded as skipped."""
         if self.left < least:
             self.add(name, skipped="no time is left")
         return self.left >= least
 
     def add(self, name: str, ok: bool | None = None, **figures: Any) -> None:
-        """Print a result, and append it to results.jsonl. ok: whether it is right; None: it has no right value."""
+        """Print a result, and append it to results.jsonl. ok: whether it is correct, or None if it is only a figure."""
         rounded = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in figures.items()}
         line = json.dumps({"stage": self.stage, "name": name, "ok": ok, **rounded})
         print(line, flush=True)
@@ -73,7 +73,7 @@ class Run:
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Turn an error of the block into a result, so that the stage goes on."""
+        """Record an error of the block as a wrong result, so that the stage continues."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - it becomes a wrong result
@@ -88,7 +88,7 @@ def open_platform(name: str) -> None:
 
 
 def peaks() -> Device | None:
-    """The device with its peak rates; None if they are not in `topologies.DEVICES`, as for CPUs."""
+    """The device with its peak rates, or None if it is not in `topologies.DEVICES`, as for CPUs."""
     found = jax.local_devices()[0]
     kind = found.device_kind.lower()
     if kind in _KINDS:
@@ -108,7 +108,7 @@ def memory_gb() -> dict[str, float]:
 
 
 def seconds(call: Callable[[], Any], rounds: int = 5) -> float:
-    """The time of one call: the median of `rounds` means, each over calls of 0.1 s that wait only for the last."""
+    """The time of one call: the median of `rounds` means, each over 0.1 s of calls without waiting in between."""
     jax.block_until_ready(call())
     began = time.perf_counter()
     jax.block_until_ready(call())
@@ -140,7 +140,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def make_executor(fields: dict[str, Any], **config: Any) -> executor.Executor:
-    """An executor on a model with random weights, which are made on the device: they are in no file.
+    """An executor of a model with random weights, which are made on the device instead of read from a file.
 
     fields: of config.json. config: fields of `GroupConfig` that differ from the defaults here.
     """
@@ -185,15 +185,15 @@ def sample(made: executor.Executor, requests: Sequence[SampleRequest]) -> dict[s
 
 
 def reply_of(made: executor.Executor, command: Any) -> Any:
-    """The reply to a command, when the devices have computed it."""
+    """Execute a command, and return its reply after the devices have computed it."""
     reply = made.execute(command)
     return reply() if callable(reply) else reply
 
 
 def _random_like(tree: Any) -> Any:
-    """Arrays of these shapes and shardings, the same numbers on every platform.
+    """Arrays with these shapes and shardings, and with the same numbers on every platform.
 
-    Norms are 1. The other weights are uniform with standard deviation 0.02: hashes of their places.
+    Norms are 1. Other weights are hashes of their positions, uniform with standard deviation 0.02.
     """
 
     def values(name: str, like: Any) -> Any:

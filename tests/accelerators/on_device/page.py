@@ -1,4 +1,4 @@
-"""The page of a run: its device, the wrong results first, and a table for each stage."""
+"""The page of a run: its device, wrong results first, and a table for each stage."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Small models through the executor on the device, against the same models in float32 on the CPU.
+"""Compares small models in the executor on the device with the same models in float32 on the CPU.
 
-The stage `reference` computes on the CPU, and the stages `parity_float32` and `parity_bfloat16` on the device.
+The stage `reference` runs on the CPU. The stages `parity_float32` and `parity_bfloat16` run on the device.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _EXPERTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-_MOST = {"float32": 1e-3, "bfloat16": 0.1}  # of |logprob - reference|, and of gradients' relative error
+_MOST = {"float32": 1e-3, "bfloat16": 0.1}  # limits of |logprob - reference| and of the gradients' relative error
 
 
 def measure(run: Run) -> None:
-    """Compute the small models, and compare them with the reference. The stage `reference` only keeps its results."""
+    """Run the small models, and compare them with the reference, which the stage `reference` stores."""
     kinds = {"dense": TINY} if run.tiny else {"dense": _DENSE, "experts": _EXPERTS}
     dtype = "bfloat16" if run.stage.endswith("bfloat16") else "float32"
     for kind, fields in kinds.items():
@@ -61,7 +61,7 @@ def measure(run: Run) -> None:
 
 
 def _compute(fields: dict[str, Any], dtype: str) -> dict[str, np.ndarray]:
-    """Three steps of training, three greedy samples, and the trainer's logprobs of the sampled texts."""
+    """The results of three training steps and three greedy samples, and the trainer's logprobs of the sampled texts."""
     made, rng, vocab = make_executor(fields, dtype=dtype), np.random.default_rng(0), fields["vocab_size"]
     reply_of(made, CreateAdapter("a", LoraSpec(8), 0))
     data = tuple(example(rng.integers(0, vocab, size + 1)) for size in (200, 90, 33, 128))

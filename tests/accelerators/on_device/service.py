@@ -1,4 +1,4 @@
-"""The whole service on the device: `tinkerflow.local` with a model, and the SDK's training and sampling."""
+"""Measures the whole service on the device: training and sampling through the SDK in `tinkerflow.local`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEPS = 4
 
 
 def measure(run: Run) -> None:
-    """Train and sample. A tiny run has the embedded model, and others one of 82 million parameters."""
+    """Train and sample a model of 82 million parameters, or the embedded model in a tiny run."""
     with tempfile.TemporaryDirectory() as scratch:
         model = "" if run.tiny else str(make_small(Path(scratch, "small-qwen3")))
         began, lines = time.perf_counter(), list[str]()

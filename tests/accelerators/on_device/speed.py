@@ -1,7 +1,7 @@
-"""Training and decoding of a model with random weights, through the executor as in a worker.
+"""Measures training and decoding of a model with random weights, through the executor as in a worker.
 
-Training: tokens per second, MFU by `roofline.useful_flops`, and whether the same steps have the same bits. Decoding:
-the time of a step, from the difference between long and short answers, and its share of the memory's bandwidth.
+Training: tokens per second, MFU by `roofline.useful_flops`, and whether repeated steps give the same bits. Decoding:
+the time of a step, from the difference between long and short answers, and its share of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LEAST_SECONDS = 45  # that a new shape needs to compile and run
 
 
 def measure(run: Run) -> None:
-    """Measure the model of the run, or a tiny one."""
+    """Measure the run's model, or a tiny model in a tiny run."""
     fields = TINY if run.tiny else MODELS[run.model]
     context, slots = (256, 4) if run.tiny else (32768, 256)
     began = time.perf_counter()
@@ -69,7 +69,7 @@ def measure(run: Run) -> None:
 
 
 def _step(made: Executor, adapter: str, data: tuple[Example, ...]) -> tuple[float, float]:
-    """One forward_backward and optimizer step. Returns its seconds, and the loss of a token."""
+    """Run one forward_backward and optimizer step. Returns its seconds, and the mean loss of a token."""
     began = time.perf_counter()
     result = reply_of(made, Forward(adapter, data, "cross_entropy"))
     reply_of(made, OptimStep(adapter, AdamParams(1e-3)))
