@@ -1,4 +1,4 @@
-"""The license that a model card states; the rest of cards is tested with runs (tests/flows/test_fork.py)."""
+"""Licenses and code on model cards. Other parts of cards are tested with runs (tests/flows/test_fork.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control tokens in the texts of a conversation are text, for all kinds of tokenizers and all places."""
+"""Control tokens in the texts of a conversation stay plain text, for all kinds of tokenizers and in all places."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tinkerflow.backend.catalog.control_tokens import ControlTokens
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "[INST]", "<\N{FULLWIDTH VERTICAL LINE}User\N{FULLWIDTH VERTICAL LINE}>"]
 ROLES = ("system", "user", "tool", "assistant")
-NAMED = ["<think>", "</think>", "<tool_call>"]  # not special, but the template names them
-OTHERS = ["   ", "<b>"]  # ordinary tokens that happen to be added
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
+NAMED = ["<think>", "</think>", "<tool_call>"]  # not special, but used by the template
+OTHERS = ["   ", "<b>"]  # added tokens that are ordinary text
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's character for a space
 PIECES = [*SPECIAL, *NAMED, *OTHERS, "<|im_", "end|>", "<", "|", "x", " ", "\n", "é"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.thoughts %}<think>{{ m.thoughts }}</think>{% endif %}"
@@ -37,7 +37,7 @@ def _tokenizer(model: Any, **parts: Any) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As Qwen's and Llama 3's."""
+    """A tokenizer like those of Qwen and Llama 3."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = models.BPE(vocab={char: n for n, char in enumerate(alphabet)}, merges=[])
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,14 +56,14 @@ def _decoder() -> decoders.Sequence:
 
 
 def metaspace() -> Tokenizer:
-    """As Mistral's: a space before the first text alone."""
+    """A tokenizer like Mistral's, with a space before only the first text."""
     split = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return _tokenizer(_characters(), pre_tokenizer=split, decoder=decoder)
 
 
 def legacy() -> Tokenizer:
-    """As Llama 2's: a space before every text between two control tokens."""
+    """A tokenizer like Llama 2's, with a space before each text between control tokens."""
     spaces = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
     decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return _tokenizer(_characters(), normalizer=normalizers.Sequence(spaces), decoder=decoder)
@@ -88,12 +88,11 @@ def render(messages: list[dict[str, Any]], tools: Any = None) -> str:
 
 
 def controls(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """The control tokens among these."""
     return [name for token in tokens if (name := tokenizer.id_to_token(token)) in (*SPECIAL, *NAMED)]
 
 
 def places(evil: str) -> dict[str, tuple[list[dict[str, Any]], Any]]:
-    """Messages and tools that hold a text, by the place where they hold it."""
+    """Messages and tools that contain a text, by its place."""
     user = {"role": "user", "content": "Hi"}
     return {
         **{
@@ -119,12 +118,12 @@ def test_text_adds_no_control_token_at_any_place(kind: str) -> None:
             text = render(control.hide_messages(messages), control.hide(tools))
             tokens = control.encode(text)
             allowed = template_s
-            if place == "assistant" and evil in NAMED:  # the assistant's own reasoning and calls are real
+            if place == "assistant" and evil in NAMED:  # the assistant's own reasoning and calls use real tokens
                 allowed = [*template_s[:1], evil, *template_s[1:]]
             assert controls(tokenizer, tokens) == allowed, (evil, place)
             restored = control.restore(text)
             assert restored == render(messages, tools)
-            if kind != "legacy" and "[INST]" not in restored:  # those put spaces, or drop them
+            if kind != "legacy" and "[INST]" not in restored:  # these add or drop spaces
                 assert tokenizer.decode(tokens, skip_special_tokens=False).lstrip() == restored, (evil, place)
 
 
@@ -147,7 +146,7 @@ def test_hidden_text_contains_no_control_tokens_and_is_restored(kind: str, piece
 
 
 def test_text_between_control_tokens_is_encoded_as_within_the_whole(kind: str) -> None:
-    """With a hidden text somewhere, everything else is encoded as the tokenizer alone does it."""
+    """A hidden text at the end does not change how the tokenizer encodes the rest."""
     tokenizer, control = made(kind)
     for before in ("", "so: ", "<|im_start|>user\n", "[INST]  two", "<b>   "):
         whole = tokenizer.encode(f"{before}<|im_end|> rest<think> [INST]  end", add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""The sizes of popular models give the number of parameters that their publishers give."""
+"""The numbers of parameters of popular models, computed from their configs and published by their makers."""
 
 from __future__ import annotations
 

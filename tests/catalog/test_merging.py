@@ -30,7 +30,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def of_base(**changes: Any) -> tuple[Any, dict[str, Any]]:
-    """A config and random tensors of a dense model, as its files have them."""
+    """A dense model's config, and random tensors with the names and shapes of its files."""
     cfg = parse_config({**CONFIG, **changes}, name="tiny")
     rng, names = np.random.default_rng(1), family_of(cfg).names
     shapes: dict[str, tuple[int, ...]] = {names.embed: (cfg.vocab, cfg.hidden), names.final_norm: (cfg.hidden,)}
@@ -138,7 +138,7 @@ def test_mxfp4_is_widened_only_where_the_adapter_changes_it(tmp_path: Path, mlp:
         for expert in range(2):
             for part, outputs in own[name.rpartition(".")[2]].items():
                 module = f"{name.rpartition('.')[0]}.{expert}.{part}_proj.weight"
-                # B of experts is stored times peft_factor, 2 here
+                # the stored B of experts is multiplied by peft_factor, 2 here
                 wanted = (array[expert][:, outputs].T + update(weights, module, 16.0)).astype(ml_dtypes.bfloat16)
                 np.testing.assert_array_equal(merged[name][expert][:, outputs].T, wanted)
 

@@ -1,4 +1,4 @@
-"""The card of a base model: read from its folder, with clear errors."""
+"""The card of a base model, read from a folder with tiny weights, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """A model folder; `files` are more files, None removes one."""
+    """make(config, files): a model folder. config: changes to config.json. files: more files; None removes a file."""
 
     def make_folder(config: dict[str, Any] | None = None, files: dict[str, str | None] | None = None) -> Path:
         folder = tmp_path / "org" / "team" / "model"

@@ -1,4 +1,4 @@
-"""Base models in a bucket are copied to the host once, completely and verified."""
+"""Base models from a fake bucket are copied to the host once, completely and verified."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import hub_name
 
 URL = "gs://bucket/models/tiny"
-WEIGHTS = save({"a": np.arange(5_000_000, dtype=np.float32)})  # two parts
+WEIGHTS = save({"a": np.arange(5_000_000, dtype=np.float32)})  # read in two parts
 
 
 @pytest.fixture
 def gcs(tmp_path: Path) -> Iterator[FakeGcs]:
-    """A bucket with a model in it, and a folder for the copies."""
+    """A bucket that contains a model, and a folder for the copies."""
     with FakeGcs() as fake, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", fake.url)
         patch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
@@ -97,7 +97,7 @@ def test_damaged_copy_is_named_and_the_next_start_continues(gcs: FakeGcs) -> Non
     begun = len(reads(gcs))
     folder = find_model(URL)
     assert (folder / "model.safetensors").read_bytes() == whole.data
-    assert len(reads(gcs)) - begun == 3  # config.json was whole
+    assert len(reads(gcs)) - begun == 3  # config.json was complete
 
 
 def test_one_of_several_processes_copies_the_model(gcs: FakeGcs) -> None:

@@ -32,7 +32,7 @@ pytest.importorskip("openlineage.client", reason="the extra openlineage is not i
 
 @dataclass
 class Service:
-    """A journal and a store without an engine: the test answers the requests."""
+    """A journal and a store without an engine. Tests answer the requests."""
 
     folder: Path
     journal: Journal
@@ -54,7 +54,7 @@ class Service:
         self.journal.results.finish([pending.done(b"{}", "json", *effects)])
 
     def train(self, run: str, *tokens: int) -> None:
-        """A step with a row of each of these tokens."""
+        """Train one step, with one row for each of these tokens."""
         rows = []
         for token in tokens:
             row = pb.Datum()
@@ -152,10 +152,10 @@ def test_events_are_sent_once_and_resent_unchanged_after_a_crash(service: Servic
     mirrored.turn()
     mirrored.turn()
     service.save(run, "b")
-    service.mirror().once()  # another process goes on
+    service.mirror().once()  # another process continues
     assert [one["eventType"] for one in service.events()] == ["START", "RUNNING", "RUNNING"]
     sent = service.folder / "tracking/openlineage/sent.txt"
-    sent.write_text(sent.read_text()[:-3])  # killed while it noted the last event
+    sent.write_text(sent.read_text()[:-3])  # killed while it recorded the last event
     service.mirror().once()
     *_, last, again = service.events()
     assert last == again and named(last["outputs"]) == [f"tinker:{run}/weights/b"]
@@ -195,7 +195,7 @@ def test_checkpoint_after_the_end_is_an_event_of_another_type(service: Service) 
 
 
 class Receiver(HTTPServer):
-    """An OpenLineage server that answers with these statuses, and then with 201."""
+    """An OpenLineage server that answers with `statuses`, and then with 201. It refuses the run `refused`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -1,4 +1,4 @@
-"""Import of PEFT's adapters: the same results as in PEFT, and errors that name unsupported parts."""
+"""Import of PEFT adapters: the same results as in PEFT, and errors that name unsupported parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receipts: signed, small, and compared mark by mark."""
+"""Marks of receipts, and the first step in which a history differs from them."""
 
 from __future__ import annotations
 

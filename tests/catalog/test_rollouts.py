@@ -1,4 +1,4 @@
-"""Rollouts of steps: written once, within limits, and thinned as a run goes on."""
+"""Stored rollouts of steps and evaluations: written once, within size limits, and thinned as a run continues."""
 
 from __future__ import annotations
 

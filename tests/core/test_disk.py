@@ -1,4 +1,4 @@
-"""Folders are made durably, and everything that is stored is private whatever the umask."""
+"""Folders are created durably, and stored files are private under any umask."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def make_everything(data: Path) -> None:
-    """One of every file that the journal, the store, the catalog and a group of workers keep."""
+    """Create one of each kind of file that the journal, the store, the catalog and a worker group store."""
     url = f"sqlite:///{data}/journal.db"
     migrate(url)
     journal = Journal.open(url)
@@ -67,7 +67,6 @@ def readable_by_others(root: Path) -> list[str]:
 
 
 def test_every_file_is_private_from_its_creation(umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test changes no mode: files and folders are private from their creation."""
     monkeypatch.setattr(Path, "chmod", lambda *_: pytest.fail("a mode was changed after the creation"))
     make_everything(tmp_path / "data")
     assert readable_by_others(tmp_path / "data") == []
@@ -100,7 +99,7 @@ def test_a_file_url_is_decoded(tmp_path: Path) -> None:
         assert model_source.find_model(url) == tmp_path / "my models"
         open_blobs(url).create("key", url.encode())
         (tmp_path / "my models" / "key").unlink()
-    (tmp_path / "a%20b").mkdir()  # of an earlier release, which did not decode
+    (tmp_path / "a%20b").mkdir()  # from an earlier release, which did not decode URLs
     assert disk.folder_of_url(f"file://{tmp_path}/a%20b") == tmp_path / "a%20b"
 
 

@@ -1,4 +1,4 @@
-"""Variables are those of the block, and afterwards those from before."""
+"""Environment variables that are set for a block are restored after it."""
 
 from __future__ import annotations
 

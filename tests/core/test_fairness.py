@@ -14,7 +14,7 @@ COSTS = st.lists(st.floats(0.1, 10), min_size=40, max_size=40)
 
 @given(COSTS, COSTS, st.floats(0.5, 4), st.integers(1, 79))
 def test_waiting_owners_share_by_weight(a: list[float], b: list[float], weight: float, served: int) -> None:
-    """The bound of Goyal, Vin and Cheng (theorem 1): at any time a difference of at most one ticket of each."""
+    """The bound of Goyal, Vin and Cheng (theorem 1): the shares always differ by at most one ticket of each owner."""
     queue: FairQueue[float] = FairQueue(lambda owner: weight if owner == "a" else 1.0)
     for cost_a, cost_b in zip(a, b, strict=True):
         queue.push("a", cost_a, cost_a)
@@ -25,7 +25,7 @@ def test_waiting_owners_share_by_weight(a: list[float], b: list[float], weight: 
         assert ticket is not None
         got[ticket.owner] += queue.serve(ticket)
         if len({each.owner for each in queue}) < 2:
-            return  # one of them waits no more
+            return  # one owner has no more tickets
         assert abs(got["a"] / weight - got["b"]) <= max(a) / weight + max(b) + 1e-6
 
 
@@ -72,7 +72,7 @@ def test_late_owner_neither_pays_nor_is_paid_for_earlier_work() -> None:
 
 
 def test_sequential_owners_share_by_cost() -> None:
-    """Owners that send the next item only after the last was served: the cheap one is served more often."""
+    """Each owner sends its next item only after the previous one was served."""
     queue: FairQueue[str] = FairQueue()
     queue.push("dear", "", 10)
     queue.push("cheap", "", 1)

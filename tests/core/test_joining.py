@@ -1,4 +1,4 @@
-"""Addresses and secrets of groups."""
+"""Addresses and secrets of worker groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots: every value has its place, gaps stay gaps, and axes have round numbers."""
+"""SVG plots: positions of values, gaps in lines, and round numbers on axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that fail are made again, for the errors and with the pauses that the caller names."""
+"""Failed calls are retried for the errors and with the pauses that the caller gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Calls:
-    """Raises the given errors, one a call, and then answers with the number of the call."""
+    """Raises the given errors, one per call, and then returns the number of the call."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)

@@ -1,4 +1,4 @@
-"""Threads for slow work: no project has all of them, and work that nobody waits for keeps its place."""
+"""Threads for slow work: no project gets all of them, and cancelled work that has begun keeps its thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_slow_work_of_one_project_leaves_threads_to_other_projects() -> No
     try:
         assert await asyncio.wait_for(threads.run("bob", "b".upper), 60) == "B"
         for task in flood[:10]:
-            task.cancel()  # those that have begun go on in their threads
+            task.cancel()  # calls that have begun continue in their threads
         assert await asyncio.wait_for(threads.run("bob", "b".upper), 60) == "B"
         assert begun._value == 2
     finally:
@@ -58,7 +58,7 @@ async def test_arguments_of_failed_work_are_freed_immediately() -> None:
         return weakref.ref(argument)
 
     threads = FairThreads("test", 2)
-    gc.disable()  # a reference cycle would keep a large body until the collector runs
+    gc.disable()  # a reference cycle would keep the argument until the collector runs
     try:
         freed = await fail()
         await asyncio.sleep(0)  # asyncio drops the result of the thread

@@ -1,4 +1,4 @@
-"""Images are resized as by transformers' processor. Errors name a wrong image before it is decoded."""
+"""Images are resized as by transformers' processor. Invalid images are refused before they are decoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = ImageProcessor(95, 8, 256, 1536, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def theirs() -> Any:
-    """Transformers' module of the processor. Importing it takes seconds in each process that collects tests."""
+    """Transformers' module of the processor. Importing it takes seconds, so processes that collect tests must not."""
     return importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 
 
@@ -67,7 +67,7 @@ def test_image_pixels_equal_transformers(kind: str, channels: int, size: tuple[i
 
 def test_a_turned_photo_is_read_upright() -> None:
     upright, exif = noise(32, 16), Image.Exif()
-    exif[0x0112] = 6  # to be shown turned by a quarter
+    exif[0x0112] = 6  # to be displayed after a rotation by 90 degrees
     turned = file_of(upright.transpose(Image.Transpose.ROTATE_90), "png", exif=exif)
     np.testing.assert_array_equal(TINY.read(turned, "png", "image", expected=8), TINY.read(file_of(upright), "png", ""))
 
@@ -100,7 +100,7 @@ def test_a_small_file_of_too_many_pixels_is_never_decoded(monkeypatch: pytest.Mo
 
 
 def test_a_small_file_of_many_scans_is_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each scan of a progressive JPEG goes over all pixels again."""
+    """Decoding each scan of a progressive JPEG visits all pixels."""
     data = file_of(Image.new("RGB", (64, 64)), "jpeg", progressive=True)
     last = data[data.rindex(b"\xff\xda") : -2]
     most = data[:-2] + last * 90 + data[-2:]

@@ -1,4 +1,4 @@
-"""Every answer that a rewritten schema's grammar accepts validates against the schema. Errors name other keywords."""
+"""Every answer that a rewritten schema's grammar accepts is valid. Errors name unsupported keywords and values."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def start(tokenizer: Any, schema: object) -> Any:
 
 
 def walk(tokenizer: Any, matcher: Any, chance: random.Random, most: int = 120) -> str | None:
-    """A text that the matcher accepts, one random byte after another; None when it has no end after `most` bytes."""
+    """A random text that the matcher accepts, drawn byte by byte, or None if it does not end within `most` bytes."""
     end, text = tokenizer.eos_token, bytearray()
     while len(text) < most:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -157,7 +157,7 @@ def walk(tokenizer: Any, matcher: Any, chance: random.Random, most: int = 120) -
     return None
 
 
-@pytest.mark.filterwarnings("ignore:Possible")  # Python's re on classes with brackets
+@pytest.mark.filterwarnings("ignore:Possible")  # warnings of Python's re about classes with brackets
 @pytest.mark.parametrize("schema", ACCEPTED, ids=lambda schema: json.dumps(schema)[:70])
 def test_generated_answers_validate_or_the_schema_is_refused(tokenizer: Any, schema: Any) -> None:
     def sweep() -> None:

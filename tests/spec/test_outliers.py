@@ -1,4 +1,4 @@
-"""Which steps are unusual, and which rows of them come first with which reason."""
+"""Detection of unusual steps, and the order and the reasons of their rows."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_range_follows_the_spread_and_the_trend_of_a_run() -> None:
 
 
 def trained(seed: int, poisoned: int = 0, kind: str = "") -> list[tuple[float, float]]:
-    """Norm and loss of 120 steps of Adam on a low-rank change of a softmax layer, with a warm-up of 40 steps.
+    """Gradient norm and loss of 120 Adam steps on a low-rank change of a softmax layer, with a warm-up of 40 steps.
 
-    As with LoRA, a factor begins with zeros, so that the norm rises at first. The rows of a step have different
-    lengths, and 5 % of the targets are wrong.
+    As in LoRA, one factor starts with zeros, so the norm rises at first. The rows of a step have different lengths, and
+    5 % of the targets are wrong.
     """
     fixed, draw, vocabulary, width, rank = np.random.default_rng(0), np.random.default_rng(seed), 32, 16, 4
     embedding, target = fixed.normal(size=(vocabulary, width)), fixed.permutation(vocabulary)

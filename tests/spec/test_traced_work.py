@@ -1,4 +1,4 @@
-"""The work of a traced loss is bounded by shapes alone. Errors name the example, the node or the request."""
+"""Limits on the work of traced losses, from shapes alone. Errors name the example, the node or the request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinkerflow.backend.spec.traced_work import (
     work_of,
 )
 
-Op = tuple[str, list[Any]]  # "$" stands for the result before
+Op = tuple[str, list[Any]]  # "$" is the previous result
 OUTER: list[Op] = [("unsqueeze", ["$", 1]), ("mul", ["$", {"ref": "logprobs"}])]  # T x T
 
 
@@ -74,7 +74,7 @@ def test_excessive_work_is_refused(name):
 def test_loss_too_expensive_for_one_token_is_refused_when_created():
     with pytest.raises(UserError, match=r"an example of one token: .* must be at most 10 s"):
         check_loss(loss_of([*SQUARE, ("matmul", ["$", "$"])]))
-    check_loss(loss_of([("reshape", ["$", 7])]))  # does not fit one token
+    check_loss(loss_of([("reshape", ["$", 7])]))  # invalid for one token
     check_loss(loss_of([*OUTER, ("matmul", ["$", "$"])]))
 
 
