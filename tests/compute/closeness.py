@@ -1,4 +1,4 @@
-"""How near two arrays must be: by the arithmetic that made them, not by a number that suits one machine."""
+"""Assertions that arrays are close, with tolerances that follow from the arithmetic instead of from one machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOGITS = 8.0  # the magnitude of the tiny models' logits
 
 
 def close_logprobs(found: npt.ArrayLike, expected: npt.ArrayLike, *, ulps: float = 256) -> None:
-    """`close` for float32 logprobs, because a logprob near 0 carries the rounding of its logits."""
+    """`close` for float32 logprobs. A logprob near 0 carries the rounding of its logits."""
     close(found, expected, ulps=ulps, scale=LOGITS)
 
 
@@ -21,9 +21,9 @@ def close(
 ) -> None:
     """Assert that arrays differ by at most `ulps` units in the last place of `dtype`.
 
-    The unit is that of the element, or where that is smaller of a typical element (the root of the mean square) or of
-    `scale`: sums cancel, so small elements carry the rounding of large terms. A few terms need 16 ulps or so, a matmul
-    through several layers a thousand, and another instruction set changes the last digits of either.
+    The unit is the largest of that of the element, of a typical element (the root mean square) and of `scale`: sums
+    cancel, so small elements carry the rounding of large terms. A few terms need about 16 ulps, and matmuls through
+    several layers need a thousand. Another instruction set changes the last digits of both.
     """
     a, b = (np.asarray(array, np.float64) for array in (found, expected))
     assert a.shape == b.shape, f"shapes {a.shape} and {b.shape}"

@@ -1,4 +1,4 @@
-"""Random tiny models made with Hugging Face transformers, and executors on them."""
+"""Tiny random models made with Hugging Face transformers, and executors for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tinkerflow.backend.spec.commands import (
 
 try:
     import torch
-except ModuleNotFoundError:  # Python 3.13 has only builds for CUDA: tests that compare with torch are skipped there
+except ModuleNotFoundError:  # Python 3.13 has only CUDA builds: tests that compare with torch are skipped
     torch = None  # type: ignore[assignment]
 
 VOCAB = 96
@@ -119,7 +119,7 @@ QWEN_VISION = {
 }
 
 
-# Additional settings of the towers of some families. DeepStack adds vectors to some of their layers.
+# Additional settings of the vision towers of some families. DeepStack adds vectors to some of their layers.
 TOWER: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
@@ -137,7 +137,7 @@ PROCESSOR = {
 }
 IMAGE_TOKEN = VOCAB - 1
 
-# Models that see images, and their text models.
+# Families that take images, and the families of their text models.
 SEEING = {
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
@@ -257,7 +257,7 @@ class Reference:
         return Executor(GroupConfig(str(self.folder), **(plain | sampler | changes)), lambda line: None, 1, 0)
 
     def logprobs(self, example: Example) -> np.ndarray:
-        """[T, K] of the example's targets, by torch."""
+        """Logprobs [T, K] of the example's targets, computed by torch."""
         with torch.no_grad():
             logits = self.model(**inputs_of(example)).logits[0].float()
         scored = torch.log_softmax(logits, -1).numpy()
@@ -265,7 +265,7 @@ class Reference:
 
 
 def image_processor() -> Any:
-    """The processor of transformers with the settings `PROCESSOR`. Importing it takes seconds."""
+    """Transformers' image processor with the settings `PROCESSOR`. Its import takes seconds."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(**PROCESSOR)
@@ -291,7 +291,7 @@ def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
 
 
 def random_model(architecture: str, shape: dict[str, Any]) -> Any:
-    """A model of that family in torch. shape: the settings of its text model."""
+    """A random model of the family in torch. shape: the settings of its text model."""
     kind = transformers.AutoModelForCausalLM
     if architecture in SEEING:
         rows = FAMILY_SHAPE.get(SEEING[architecture], {}), FAMILY_SHAPE.get(architecture, {})
@@ -313,7 +313,7 @@ def random_model(architecture: str, shape: dict[str, Any]) -> Any:
 
 
 def fill_zero_parameters(model: Any) -> None:
-    """Initialize parameters that transformers sets to zero, and decays that forget all. Tests need their effect."""
+    """Initialize parameters that transformers sets to zero, and decays that forget everything, so that they matter."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".dt_bias"):
@@ -333,7 +333,7 @@ def fill_zero_parameters(model: Any) -> None:
 
 @pytest.fixture(scope="session", params=[f"{family}-{head}" for family in registered() for head in ("tied", "untied")])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Every family, with tied embeddings and without."""
+    """A model of each family, with and without tied embeddings."""
     family, head = request.param.split("-")
     return build(tmp_path_factory.mktemp(request.param), family, tied=head == "tied")
 
@@ -355,7 +355,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="session")
 def shared_executor(qwen3: Reference) -> Executor:
-    """One executor for many tests, because compiling takes long. Each test makes its own adapters."""
+    """One executor for many tests, because compilation is slow. Each test creates its own adapters."""
     return qwen3.executor()
 
 
@@ -397,7 +397,7 @@ def examples() -> Callable[..., tuple[Example, ...]]:
 
 @pytest.fixture(scope="session")
 def adapter() -> Callable[..., None]:
-    """adapter(executor, id, rank=4, seed=0, **parts): make an adapter with random B, so that it changes the model."""
+    """adapter(executor, id, rank=4, seed=0, **parts): create an adapter with random B, so that it changes the model."""
 
     def make(executor: Executor, adapter_id: str, rank: int = 4, seed: int = 0, **parts: bool) -> None:
         executor.execute(CreateAdapter(adapter_id, LoraSpec(rank, **parts), seed))
@@ -441,7 +441,7 @@ def run_all() -> Callable[..., dict[str, SampleResult]]:
 
 
 def results_of(sampler: Sampler | Executor, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
-    """The results by id, after as many steps as they need."""
+    """Step until all requests are finished, and return their results by id."""
     step = sampler.execute if isinstance(sampler, Executor) else sampler.step
     results: dict[str, SampleResult] = {}
     progress = step(SampleStep(admit=requests))

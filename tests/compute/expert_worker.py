@@ -1,4 +1,4 @@
-"""One process with eight CPU devices, for test_experts: the mixture of a loaded layer on two meshes, to a file."""
+"""Run by test_experts with eight CPU devices: writes the results of a layer's mixture on two meshes to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 
 def main() -> None:
-    """argv: model folder, file for the numbers. Meshes are named by their sizes of fsdp, expert and tensor."""
+    """argv: model folder, result file. Meshes are named by their sizes of fsdp, expert and tensor."""
     jax.config.update("jax_num_cpu_devices", 8)
     import jax.numpy as jnp
     import numpy as np
@@ -72,7 +72,7 @@ def main() -> None:
         name = f"{kind} {'x'.join(map(str, sizes))}"
         found[name] = [np.asarray(leaf).tolist() for leaf in leaves]
         found[f"{name} holds"] = list(jax.tree.leaves(params.layers["gate"])[0].addressable_shards[0].data.shape)
-    params = load_params(cfg, folder, mesh, "float32")  # over all devices; as TPUs decode, and as it is elsewhere
+    params = load_params(cfg, folder, mesh, "float32")  # over all devices; on TPUs, decoding reads the stack in place
     stacks = {name: LoraPair(A=np.stack([pair.A] * 2), B=np.stack([-pair.B, pair.B])) for name, pair in pairs.items()}
     rest = {name: stacked[1] for name, stacked in params.layers.items() if name not in EXPERT_MATRICES}
     whole = (

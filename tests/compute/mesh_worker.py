@@ -1,4 +1,4 @@
-"""One process with several CPU devices, for test_mesh: trains and samples what it is asked for; numbers as JSON."""
+"""A process with several CPU devices for test_mesh: trains and samples as asked, and prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax
 
 
 def main() -> None:
-    """argv: model folder, action, number of devices, and the axes fsdp (0 = the remaining devices), expert and tensor.
+    """argv: model folder, actions, number of devices, the axes fsdp (0 = the remaining devices), expert and tensor.
 
-    Then the most devices that a row is split over, 1 without. With more, a micro-batch has at most 64 tokens.
-    The action: names of `runs`, "sampled" to sample the last of them, and "supports" to train adamw on a top-k sample
-    with its supports; separated by commas.
+    An optional argument follows: the most devices that a row is split over. With more than 1, a micro-batch has at most
+    64 tokens. The actions, separated by commas, are names of `runs`, "sampled" to sample the last of them, and
+    "supports" to train adamw on a top-k sample with its supports.
     """
     folder, wanted = sys.argv[1], sys.argv[2].split(",")
     devices, fsdp, expert, tensor, context = (*map(int, sys.argv[3:]), 1)[:5]

@@ -1,4 +1,4 @@
-"""Configs of models in tests that need no weights."""
+"""Model configs for tests that need no weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QWEN3_4B = QWEN3_0_6B | {
 _ATTENTION = Attention(hidden=4, heads=1, kv_heads=1, head_dim=4, rope=None)
 _WINDOW = Attention(hidden=4, heads=1, kv_heads=1, head_dim=4, rope=None, window=4)
 _DELTA = GatedDeltaNet(4, key_heads=1, value_heads=1, key_dim=4, value_dim=4, taps=2, fused=False, norm_eps=1e-6)
-# Full attention, a sliding window, linear attention, and an MLP where other layers have experts.
+# Layers with full attention, a sliding window and linear attention.
 LAYERS = {
     "f": DecoderLayer(_ATTENTION, MLP(4, 8), RMSNorm(1e-6)),
     "s": DecoderLayer(_WINDOW, MLP(4, 8), RMSNorm(1e-6)),
@@ -41,11 +41,11 @@ LAYERS = {
 
 
 def config_like(fields: dict[str, Any], **changes: Any) -> ModelConfig:
-    """The config of these fields of `config.json` with some changed."""
+    """The config for these fields of `config.json`, with some of them changed."""
     return parse_config(fields | changes, name="m")
 
 
 def config_of(pattern: str) -> ModelConfig:
-    """A config whose layers are those of LAYERS, by letter."""
+    """A config with one layer of LAYERS for each letter."""
     layers = tuple(LAYERS[letter] for letter in pattern)
     return ModelConfig("llama", 8, 4, layers, RMSNorm(1e-6), max_positions=64, tied=True)

@@ -1,4 +1,4 @@
-"""The kernels that change states of linear attention in their pool compute what `_step` does, and touch no other."""
+"""Kernels that update states of linear attention in their pool equal `_step`, and change no other state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_token_changes_states_of_its_row_and_layer_alone(step: Callable[..., A
         return jnp.asarray(random.standard_normal(shape), jnp.float32)
 
     pool, B, layer = array(2, 6, H, k, v).at[:, 0].set(0), len(PLACES), 1
-    pool = pool.at[layer, PLACES[3]].set(jnp.nan)  # the state of an ended sequence; the new row has no token yet
+    pool = pool.at[layer, PLACES[3]].set(jnp.nan)  # left by an ended sequence; the new row has no token yet
     q, key, value = array(B, 1, H, k), array(B, 1, H, k), array(B, 1, H, v)
     g, beta = -jnp.abs(array(B, 1, H)), jax.nn.sigmoid(array(B, 1, H))
     decay_BH = jnp.exp(g[:, 0]).at[3].set(0)
@@ -36,7 +36,7 @@ def test_a_token_changes_states_of_its_row_and_layer_alone(step: Callable[..., A
 
     before = pool[layer, np.array(PLACES)].at[3].set(0)
     expected, after = _step(before, q, key, value, g, beta, jnp.zeros(()))
-    # Sums over keys, in another order: not the same bits.
+    # Sums over keys have another order, so the bits differ.
     close(o_BHv, expected[:, 0], ulps=64)
     own = np.array([0, 2, 3])
     close(changed[layer, np.array(PLACES)[own]], after[own], ulps=64)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet against Hugging Face's torch, independent of other segments and of cuts of a prompt."""
+"""Gated DeltaNet against Hugging Face's code in torch, with packed segments and with prompts in pieces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def inputs(B: int, T: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray, np.nd
     rng = np.random.default_rng(seed)
     sizes = (SHAPE.channels, SHAPE.value_heads, SHAPE.value_heads)
     qkv, a, b = (rng.normal(size=(B, T, size)).astype(np.float32) for size in sizes)
-    return qkv, a - 3, b  # some heads remember
+    return qkv, a - 3, b  # with a - 3, some heads remember
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def run(parts: Any, state: DeltaState | None = None, valid: Any = None) -> tuple
 
 
 def in_torch(w: dict[str, torch.Tensor], qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rule: Any) -> Any:
-    """What Qwen3NextGatedDeltaNet.forward does between its projections and its norm."""
+    """Qwen3NextGatedDeltaNet.forward between its projections and its norm."""
     B, T, C = qkv.shape
     mixed = torch.nn.functional.conv1d(qkv.mT, w["conv"], padding=SHAPE.taps - 1, groups=C)[..., :T]
     keys = SHAPE.key_heads * SHAPE.key_dim
@@ -132,7 +132,7 @@ def test_deltanet_gradients_equal_those_of_torch(mesh):
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 1000))
 def test_segments_of_a_row_are_independent(lengths: list[int], seed: int):
-    """Whatever is before a segment in its row, it reads what it reads alone; and its gradient goes nowhere else."""
+    """A segment gives the same outputs as alone, and its gradient reaches no other token of the row."""
     ends = np.cumsum(lengths)
     parts, segments = inputs(1, 256, seed), np.zeros((1, 256), np.int32)
     for number, (length, end) in enumerate(zip(lengths, ends, strict=True), 1):
@@ -148,14 +148,14 @@ def test_segments_of_a_row_are_independent(lengths: list[int], seed: int):
 
 @jax.jit
 def _packed(parts: Any, segments: jax.Array, mine: jax.Array) -> Any:
-    """The outputs of a row, and the slopes of the squares of the outputs at some tokens."""
+    """The outputs of a row, and the gradients of the squared outputs of the tokens `mine`."""
     recur = delta_rule_in_segments(SHAPE, segments, make_mesh(1, 1))
     squares = lambda parts: jnp.sum(jnp.where(mine[..., None, None], recur(weights(), *parts), 0) ** 2)  # noqa: E731
     return recur(weights(), *parts), jax.grad(squares)(parts)
 
 
 def test_prefill_in_pieces_is_equal_and_bitwise_repeatable():
-    """Parts begin at multiples of a chunk. Padding fills the last part."""
+    """Pieces begin at multiples of a chunk. Padding fills the last piece."""
     T, parts = 150, inputs(1, 256)
 
     def through(*sizes: int) -> tuple[np.ndarray, DeltaState]:
@@ -181,7 +181,7 @@ def test_prefill_in_pieces_is_equal_and_bitwise_repeatable():
 
 
 def test_chunk_size_does_not_change_results_or_gradients():
-    """GPUs and TPUs have larger ones, and keep more of them for the backward pass."""
+    """GPUs and TPUs use larger chunks than CPUs, and keep more of their values for the backward pass."""
     parts, segments = inputs(1, 256), np.repeat([[1, 2, 3]], [100, 90, 66], axis=1).astype(np.int32)
     expected = _packed(parts, segments, segments == 2)
     with compiling_for(CUDA):

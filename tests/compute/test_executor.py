@@ -1,4 +1,4 @@
-"""The executor makes one copy to the host for each command, reports the effect of failures, and imports little."""
+"""The executor copies results to the host once per command, reports the effects of failures, and works ahead."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_backward_without_memory_fails_only_its_request(
             patched.setattr(trainer, "_training", replace(trainer._training, steps=lambda spec: failing))
         with pytest.raises(AllocationError, match=r"^data of 5 examples, the longest of 100 tokens: the devices"):
             forward(executor, "a", examples(LENGTHS), backward=True)
-        executor._adapters.get("a")  # as the next command about it would
+        executor._adapters.get("a")  # as the next command for it would
     after = {name: executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab"}
     for name in "ab":
         assert_same(before[name].weights, after[name].weights)
@@ -132,7 +132,7 @@ def test_previous_gradients_are_held_until_the_next_ones_are_computed(qwen3, exa
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """The same tensors, bit for bit."""
+    """Assert that tensors are equal, bit for bit."""
     assert one.keys() == other.keys()
     for name, array in one.items():
         np.testing.assert_array_equal(array.view(np.uint32), other[name].view(np.uint32), err_msg=name)
@@ -166,9 +166,9 @@ def test_adapters_that_do_not_fit_are_refused_with_their_size(qwen3):
     for number in range(many):
         executor.execute(CreateAdapter(str(number), LoraSpec(8), 0))
     rule = r"lora rank 8: the adapter takes \S+ GB of each device with .* GB are free of the \S+ GB for adapters: must"
-    with pytest.raises(AllocationError, match=rule):  # so a replay waits for room, and does not take it for an answer
+    with pytest.raises(AllocationError, match=rule):  # so a replay waits for memory instead of failing
         executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
-    executor.execute(CreateAdapter("0", LoraSpec(8), 0))  # instead of the current one
+    executor.execute(CreateAdapter("0", LoraSpec(8), 0))  # replaces the existing one
     executor.execute(DropAdapter("1"))
     executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
     executor.clear()
@@ -275,7 +275,7 @@ def test_failed_custom_loss_is_an_error_of_its_request(qwen3, examples, forward,
 
 
 def execute_before_other_commands(executor, command, forward, data):
-    """The reply to `command`, after which others use the devices."""
+    """Execute `command`, and then others that use the devices. Returns the reply to `command`."""
     reply = executor.execute(command)
     executor.execute(SampleStep())
     forward(executor, "other", data[:2], backward=True)
@@ -320,7 +320,7 @@ def test_cleared_executor_gives_the_results_of_a_new_one(qwen3, examples, adapte
         with pytest.raises(NotFoundError):
             executor.execute(command)
     assert "not in the sampler's snapshot cache" in run_all(executor, ask("r", [1], snapshot_id="s"))["r"].error
-    assert repr(live()) == repr(first)  # the same prompt tokens came from no cache, too
+    assert repr(live()) == repr(first)  # prompt_cache_hit_tokens is equal, too
     assert executor.compiles == made
 
 

@@ -36,9 +36,9 @@ def executor(moe, adapter):
 
 
 def adapted_weights(model, weights, scale=lambda rank: LORA_ALPHA / rank):
-    """The model's parameters with torch's update for every pair of an adapter, differentiable by these.
+    """The model's parameters plus the updates of an adapter, in torch, differentiable by `weights`.
 
-    scale(rank): of the update by a pair of that rank.
+    scale(rank): the scale of an update of that rank.
     """
     named = dict(model.named_parameters())
     for name in sorted(n for n in weights if n.endswith(".lora_A.weight")):
@@ -66,7 +66,7 @@ def adapted_weights(model, weights, scale=lambda rank: LORA_ALPHA / rank):
 def test_gradients_of_every_adapter_as_torch_has_them(
     request, tmp_path, architecture, adapter, examples, forward, gradients
 ):
-    """Experts alone; and with latent attention, shared experts and a dense layer."""
+    """qwen3_moe has only experts. deepseek_v3 also has latent attention, shared experts and a dense layer."""
     if architecture == "qwen3_moe":
         moe, executor = (request.getfixturevalue(name) for name in ("moe", "executor"))
     else:
@@ -111,7 +111,7 @@ def test_expert_training_repeats_bit_for_bit_and_does_not_recompile(executor, ex
 
 @pytest.mark.parametrize("own", [None, 1, 2, 3], ids="rank {}".format)
 def test_peft_loads_the_exported_adapter(moe, executor, adapter, tmp_path, examples, forward, own):
-    """The rank of experts may be that of all matrices (8) or a part, with a power of two as the quotient or not."""
+    """The rank of experts is that of other matrices (8) or lower, with a power of two as the quotient or not."""
     adapter(executor, "b", 8, train_unembed=False, expert_rank=own)
     state = executor.execute(ExportAdapter("b", optimizer=False))
     (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
@@ -125,7 +125,7 @@ def test_peft_loads_the_exported_adapter(moe, executor, adapter, tmp_path, examp
     try:
         adapted = type(moe)(moe.folder, model).logprobs(example)[:, 0]
     finally:
-        model.unload().requires_grad_(True)  # PEFT has frozen it
+        model.unload().requires_grad_(True)  # PEFT froze it
     assert np.abs(adapted - moe.logprobs(example)[:, 0]).max() > 0.1
     close_logprobs(found, adapted)
 
@@ -145,7 +145,7 @@ def test_export_gives_equal_logprobs_with_one_lora_scale(moe, executor, adapter,
 
 @pytest.mark.thorough
 def test_mesh_of_eight_devices_equals_one_device(moe, tmp_path):
-    """Values, gradients and adapters by row, with experts, rows and widths split; quantized, with split scales.
+    """Compares values, gradients and adapters by row, with experts, rows, widths and scales split over devices.
 
     In NF4, a device's part of a matrix may end inside a block (6 of 8 inputs).
     """
@@ -155,12 +155,12 @@ def test_mesh_of_eight_devices_equals_one_device(moe, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(numbers.read_text())
     assert found["int8 1x1x1 holds"] == [2, 8, 32, 24]
-    assert found["int8 2x2x2 holds"] == [2, 4, 32, 6]  # the widths split over fsdp and tensor together
-    # Attention, logits and losses of a device's own rows alone; the loop over blocks of rows counts as one turn.
+    assert found["int8 2x2x2 holds"] == [2, 4, 32, 6]  # the widths are split over fsdp and tensor together
+    # A device computes attention, logits and losses of its own rows only. The loop over blocks of rows counts once.
     assert found["1x8x1 flops"] < found["1x1x1 flops"] / 6
     assert found["nf4 2x2x2 holds"] == [2, 4, 16, 6]
     for kind in ("int8", "nf4"):
-        assert len(found[f"{kind} 1x1x1"]) == 2 + 1 + 6  # by row, summed; slopes of the input and of three pairs
+        assert len(found[f"{kind} 1x1x1"]) == 2 + 1 + 6  # by row, summed; gradients of the input and of three pairs
         for one, other in zip(found[f"{kind} 2x2x2"], found[f"{kind} 1x1x1"], strict=True):
             assert np.abs(other).max() > 0.01
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-3)

@@ -1,4 +1,4 @@
-"""Every registered family matches its file, and a new family needs only a file."""
+"""Every registered family matches its checkpoints, and a new family needs only one file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FAMILY = Family(
 
 @pytest.fixture
 def toy(qwen3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tiny Qwen3 with the names and the config fields of a family that is one file in a folder of its own."""
+    """The tiny Qwen3 with the tensor names and config fields of a new family, which is one file in its own folder."""
     package, folder = tmp_path / "more families", tmp_path / "model"
     package.mkdir()
     folder.mkdir()
@@ -119,7 +119,7 @@ def test_parameter_names_and_shapes_match_the_checkpoint(model, tmp_path):
     for matrix in projections(cfg).values():
         place = tuple(size - 1 for size in matrix.stack)
         module = matrix.name(place).split(".experts.")[0]
-        assert module.replace("block_sparse_moe", "mlp") in modules  # it renames MiniMax-M2's, as vLLM does not
+        assert module.replace("block_sparse_moe", "mlp") in modules  # transformers renames that of MiniMax-M2
 
 
 @pytest.mark.parametrize("model", sorted(registered()))

@@ -1,4 +1,4 @@
-"""The kernels for NVIDIA GPUs and TPUs, computed with plain operations, against the attention of CPUs."""
+"""Attention kernels for NVIDIA GPUs and TPUs, interpreted on CPUs, against the attention of CPUs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def drawn(T: int, d: int) -> tuple[jax.Array, ...]:
 
 
 def calls(jaxpr: Any) -> int:
-    """How many kernels a program starts whose results it reads; XLA drops the others."""
+    """The number of kernels whose results a program reads. XLA drops the others."""
     total, read = 0, {id(variable) for equation in (*jaxpr.eqns, jaxpr) for variable in ins(equation)}
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":

@@ -1,7 +1,7 @@
-"""Base weights in 4 bits: the tables, the layout, and training and sampling as with the weights computed back.
+"""Base weights in 4 bits: the numbers, the layout, and training and sampling as with dequantized weights.
 
-The reference rounds the tensors of a folder in NumPy, and writes them as a folder of plain weights. CI compares a
-family of each kind of layer; `pytest --families` compares all of them.
+The reference rounds the tensors of a folder in NumPy, and writes them as a folder of plain weights. CI compares one
+family of each kind of layer. `pytest --families` compares all families.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENGTHS = (1, 7, 33)
 
 
 def computed_back(matrix: np.ndarray) -> np.ndarray:
-    """The rule of QLoRA, in float64: blocks along the inputs, their largest value, the nearest number."""
+    """QLoRA's rule in float64: blocks of inputs, scaled by their largest magnitude, rounded to the nearest number."""
     blocks = matrix.astype(np.float64).reshape(-1, np.gcd(matrix.shape[1], 64))
     scale = np.abs(blocks).max(axis=1, keepdims=True)
     nearest = np.abs(blocks[..., None] / np.where(scale > 0, scale, 1)[..., None] - NF4).argmin(axis=-1)
@@ -35,7 +35,7 @@ def computed_back(matrix: np.ndarray) -> np.ndarray:
 
 
 def rounded_folder(model: Reference, folder) -> None:
-    """The model's folder with matrices that are rounded, each expert's alone, in plain float32."""
+    """Write the model's folder with rounded matrices in plain float32. Each expert's matrix is rounded alone."""
     cfg = load_config(model.folder)
     tensors = open_unpacked(family_of(cfg), cfg, model.folder, "m")
     plain = {name: np.array(tensor.view(DTYPES[tensor.dtype])) for name, tensor in tensors.items()}
@@ -52,7 +52,7 @@ def rounded_folder(model: Reference, folder) -> None:
 
 @pytest.fixture(scope="module", params=registered())
 def family(request, tmp_path_factory):
-    """A model of every family; its executor in 4 bits; and one with the rounded weights in float32."""
+    """For each family: the rounded model, an executor in 4 bits, and one with the rounded weights in float32."""
     model, folder = (
         build(tmp_path_factory.mktemp(request.param), request.param, tied=False),
         tmp_path_factory.mktemp("rounded"),
@@ -64,12 +64,12 @@ def family(request, tmp_path_factory):
 
 @pytest.fixture
 def compared(request):
-    """Skips the slower tests for all but a dense family and one of experts."""
+    """Skip slow tests for all families except for a dense one and one with experts."""
     skip_unless({"qwen3", "gpt_oss"}, request)
 
 
 def test_numbers_are_quantiles_of_the_normal_distribution():
-    """`create_normal_map` of bitsandbytes, whose last quantile is in the middle between those of 1 / 30 and 1 / 32."""
+    """As `create_normal_map` of bitsandbytes, whose outermost quantile is midway between those of 1 / 30 and 1 / 32."""
     offset = 0.9677083
     ends = [norm.ppf(np.linspace(offset, 0.5, count)[:-1]) for count in (9, 8)]
     found = np.sort([*ends[0], 0.0, *-ends[1]])
@@ -111,7 +111,7 @@ def test_logprobs_of_four_bit_weights_equal_rounded_weights(family, examples, ad
 
 @pytest.mark.usefixtures("compared")
 def test_gradients_of_four_bit_weights_equal_rounded_weights(family, examples, adapter, forward, gradients):
-    """Of every adapter, those of experts too, which PEFT has in another way."""
+    """For adapters of all matrices, including experts, which PEFT adapts in another way."""
     data, (_, packed_one, plain) = examples(LENGTHS), family
     for one in (packed_one, plain):
         adapter(one, "trained")

@@ -1,4 +1,4 @@
-"""FP8 blocks: values as torch has them, and a folder in DeepSeek V3's layout."""
+"""FP8 weights: values as in torch, and a folder in DeepSeek V3's layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_fp8_values_equal_torch():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model with blocks that are not full, in FP8 and in float32."""
+    """A model with partial blocks, in FP8 and in float32."""
     torch.manual_seed(1)
     shape = {**SHAPE, "hidden_size": 160, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 144}
     plain, packed = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("packed")

@@ -1,4 +1,4 @@
-"""Gemma 4's variants in the published sizes: loaded weights, the cache of a token, and refused configs."""
+"""Configs of Gemma 4 in the published sizes: parameters, the cache of a token, and refused settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped matmuls by blocks against `jax.lax.ragged_dot`, also for experts without rows and rows without an expert."""
+"""Grouped matmuls against `jax.lax.ragged_dot`, also for experts without rows and rows without an expert."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_grouped_products_and_gradients_equal_ragged_dot(sizes, dot):
     ],
 )
 def test_the_kernels_take_shapes_that_tiles_do_not_divide(ins, outs, dtype, kernels):
-    """Several tiles a side with a rest, an adapter's rank, two experts in a block of rows; weights of int8."""
+    """Several tiles in a dimension with a remainder, an adapter's rank, and two experts in one block of rows."""
     rng = np.random.default_rng(2)
     x_dtype = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
     x, y = (jnp.asarray(rng.normal(size=(70, size)), x_dtype) for size in (ins, outs))
@@ -105,7 +105,7 @@ def test_experts_of_a_layer_are_read_in_the_stack_of_all_layers(kind, kernels, t
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_packed_experts_of_a_layer_are_read_in_the_stack_of_all_layers(dtype, monkeypatch):
-    """70 outputs are several tiles with a rest, and one expert has no rows."""
+    """70 outputs take several tiles with a remainder. One expert has no rows."""
     monkeypatch.setattr(grouped_gpu, "product", functools.partial(grouped_gpu.product, interpret=True))
     monkeypatch.setattr(grouped_gpu, "_MOST_OUT", 32)
     rng = np.random.default_rng(4)

@@ -135,7 +135,7 @@ def test_a_9b_hybrid_trains_and_samples_on_one_h100_and_states_are_counted():
     assert plan.context >= 8192 and plan.uses is not None and plan.uses.total <= 73 * GB
     assert plan.states == 1 + 64 + 16 + 10 + 32 and few.states == 1 + 16 + 16 + 10 + 8
     one = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)  # a matrix for each head, and three inputs of the convolution
-    taken = 2 * 16 * one  # of a piece of prompts, before and after; decode changes states in their pool
+    taken = 2 * 16 * one  # of a piece of prompts, before and after it; decode changes states in their pool
     assert plan.uses.kv_cache - plan.pages * 8 * 2 * 4 * 256 * 128 * 2 >= plan.states * one + taken
     with compiling_for(CUDA):
         assert memory_plan._state_bytes(cfg, config) == plan.states * one + taken
@@ -148,7 +148,7 @@ def test_a_9b_hybrid_trains_and_samples_on_one_h100_and_states_are_counted():
 
 
 def test_states_are_split_as_the_cache_is():
-    """Heads as far as tensor divides the key-value heads; sequences over the rest."""
+    """Heads are split as far as tensor divides the key-value heads, and sequences over the other devices."""
     cfg = parse_config(QWEN3_5_9B, name="m")  # 4 key-value heads, 16 key heads, 32 value heads
     config = GroupConfig(
         "m", dtype="bfloat16", fsdp=1, tensor=1, max_context=32768, microbatch_tokens=0, sample_slots=64,

@@ -1,4 +1,4 @@
-"""Latent attention: published models, the cache of a token, and heads that are never built, also with adapters."""
+"""Latent attention: published models, their memory, and attention over latents, also with adapters."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_published_configs_have_the_published_parameter_counts():
     assert (deepseek.latent.widths, deepseek.ropes[0].dims, deepseek.ropes[0].attention) == ((192, 128), 64, 1.0)
     assert deepseek.latent.query_scale == pytest.approx((0.1 * np.log(40) + 1) ** 2)
     assert (flash.latent.widths, flash.latent.query_scale) == ((256, 256), 1.0)
-    # Attention of two tokens: a quarter of scores and of products with values, forward and twice backward.
+    # Each of two tokens has half of the scores and of the products with values, forward and twice backward.
     each = 3 * 128 * (192 + 128) * 61 * 2
     assert useful_flops(deepseek, None, 2) - useful_flops(deepseek, None, 0) == each
 
@@ -129,9 +129,7 @@ def test_the_memory_plan_counts_latents():
         decode_chunk=16, compile_cache_dir="",
     )  # fmt: skip
     cfg = parse_config(MOONLIGHT, name="m")
-    assert (
-        memory_plan._page_bytes(cfg, config) == 27 * 576 * 2 * memory_plan.PAGE
-    )  # whole on the device that has the page
+    assert memory_plan._page_bytes(cfg, config) == 27 * 576 * 2 * memory_plan.PAGE  # not split over devices
     with compiling_for(CUDA):
         plan = memory_plan.plan_memory(cfg, config, 73 * 10**9)
     assert plan.context == 8192 and plan.uses is not None and plan.uses.total <= 73 * 10**9
@@ -154,7 +152,7 @@ def test_unsupported_config_values_are_named_in_the_error(values, named):
 
 @pytest.mark.parametrize("kind", ["full", "int8", "nf4"])
 def test_absorbed_attention_equals_attention_over_heads(kind):
-    """Two rows with an adapter each, in columns of one stack, and one without."""
+    """Two rows with an adapter each, in columns of one stack, and one row without."""
     rng, H, S, Q = np.random.default_rng(0), 3, 3, 5
     outputs = H * (SHAPE.plain + SHAPE.values)
 
@@ -173,7 +171,7 @@ def test_absorbed_attention_equals_attention_over_heads(kind):
         whole = kv_b.dense("float32")
 
     def seen(q: jax.Array, k: jax.Array, v: jax.Array, **_: Any) -> jax.Array:
-        """Causal attention, with one head of keys for all or one for each."""
+        """Causal attention. All queries share one head of keys, or each has its own."""
         scores = jnp.einsum("sqhd,skhd->shqk", q, jnp.broadcast_to(k, (*k.shape[:2], *q.shape[2:])))
         scores = jnp.where(jnp.tri(Q, dtype=bool), scores * q.shape[-1] ** -0.5, -np.inf)
         return jnp.einsum("shqk,skhd->sqhd", jax.nn.softmax(scores, -1), jnp.broadcast_to(v, (S, Q, H, v.shape[-1])))

@@ -1,4 +1,4 @@
-"""Loops over layers that are not alike compute each of them once, in order, with its own weights."""
+"""Loops over different kinds of layers compute each layer once, in order, with its own weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_each_layer_gets_its_weights_and_its_place(monkeypatch, pattern, apart):
     if not apart:
         assert (
             len(seen) <= sum(period for _, period, _ in runs(cfg.decoder_layers)) + 1
-        )  # a program for each of a period
+        )  # one program for each layer of a period
 
 
 @pytest.mark.parametrize("pattern", ["ffff", "sfsfsf", "dfff"])

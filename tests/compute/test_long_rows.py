@@ -1,4 +1,4 @@
-"""What a backward pass keeps changes its memory, not its gradients."""
+"""The values that a backward pass keeps change its memory, but not its gradients."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_layer_groups_keep_the_fewest_inputs(alike: str, expected: list[Any], ke
 
 @pytest.fixture(scope="module")
 def gradients(qwen3: Any) -> Any:
-    """gradients(keep, chunk): of an adapter's step that keeps this, with so many tokens at a time.
+    """gradients(keep, chunk): an adapter's gradients of a step that keeps `keep`, with `chunk` tokens at a time.
 
-    again: queries, keys and values are made as on GPUs.
+    again: queries, keys and values are recomputed, as on GPUs.
     """
     cfg, mesh = load_config(str(qwen3.folder)), make_mesh(1, 1)
     params = load_params(cfg, str(qwen3.folder), mesh, "float32")
@@ -127,7 +127,7 @@ def test_the_plan_recomputes_groups_only_where_the_inputs_of_layers_do_not_fit()
 
 
 def test_memory_plan_leaves_room_for_the_step_of_full_training() -> None:
-    """It takes neither groups of layers nor some tokens at a time."""
+    """The step uses neither groups of layers nor chunks of tokens."""
     cfg = config_like(QWEN3_0_6B, max_position_embeddings=131072)
     config = GroupConfig("m", "bfloat16", 1, 1, 131072, 0, 64, 8, "")
     with compiling_for(CUDA):

@@ -1,4 +1,4 @@
-"""One adapter applied: the same updates and gradients on every platform, with fewer matmuls off CPUs."""
+"""`apply_one` gives the same updates and gradients on every platform, with fewer matmuls on GPUs and TPUs."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def test_pairs_that_share_their_input_share_the_matmuls_with_it(target, count):
     x, pairs = drawn(jnp.float32)
     with compiling_for(target):
         program = jax.make_jaxpr(jax.grad(summed, argnums=(0, 1)))(x, pairs)
-    # One with A and one with B of each pair, forward; two for each of these backward.
+    # Forward, one with A and one with B of each pair. Backward, two for each of these.
     assert str(program).count("dot_general[") == count

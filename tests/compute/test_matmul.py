@@ -1,4 +1,4 @@
-"""Products with frozen matrices: however many rows there are, and whatever the matrix is kept as."""
+"""Products with frozen matrices, for any number of rows and every format of the matrix."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_matmul_gives_the_product_and_gradient_for_any_number_of_rows(shape: tup
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (384, 128), (768, 2048)])
 def test_64_rows_have_the_bits_of_the_plain_product(inputs: int, outputs: int) -> None:
-    """With gradients of the matrix, too, where all parameters are trained."""
+    """Includes gradients of the matrix, which full-parameter training needs."""
     rng = np.random.default_rng(0)
     x, slope = (jnp.asarray(rng.normal(size=(64, size)), jnp.float32) for size in (inputs, outputs))
     weight = jnp.asarray(rng.normal(size=(outputs, inputs)), jnp.float32)
@@ -64,9 +64,9 @@ def test_64_rows_have_the_bits_of_the_plain_product(inputs: int, outputs: int) -
 def test_stacked_matrices_give_the_products_of_separate_ones(
     kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows by a kernel for GPUs that the matrices share, many by copies. A matrix of another kind is on its own."""
+    """Few rows share one GPU kernel, and many rows use copies. A matrix of another kind is computed alone."""
     monkeypatch.setattr(grouped_gpu, "layer_products", partial(grouped_gpu.layer_products, interpret=True))
-    monkeypatch.setattr(grouped_gpu, "_FEW_OUT", 32)  # several tiles in each direction, the last of them not full
+    monkeypatch.setattr(grouped_gpu, "_FEW_OUT", 32)  # several tiles in each direction, the last one partial
     rng = np.random.default_rng(0)
     dtype = jnp.bfloat16 if "bfloat16" in kind else jnp.float32
 

@@ -1,4 +1,4 @@
-"""Training is equal on one device and on meshes. More devices reduce the memory of adapters on each device."""
+"""Training gives equal results on one device and on meshes. More devices reduce the memory of adapters on each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINED = "adamw,dimuon,full"
 
 @functools.cache
 def train(folder: Path, runs: str, devices: int, *axes: int) -> dict[str, Any]:
-    """What `mesh_worker.py` says of these."""
+    """The results of `mesh_worker.py`."""
     worker = Path(__file__).with_name("mesh_worker.py")
     command = [sys.executable, *map(str, (worker, folder, runs, devices, *axes))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -49,7 +49,7 @@ def test_device_count_that_the_mesh_axes_do_not_divide_is_refused():
     ],
 )
 def test_mesh_equals_one_device(model, runs, devices, axes, request, tmp_path):
-    """Other kinds of layers: windows with wide heads, latent attention, linear attention. Rows that are split."""
+    """Includes windows with wide heads, latent attention, linear attention, and rows that are split over devices."""
     made = request.getfixturevalue(model) if model in ("qwen3", "moe") else build(tmp_path, model, tied=False)
     folder = made.folder
     alone, found = train(folder, runs, 1, 1, 1, 1), train(folder, runs, devices, *axes)
@@ -67,7 +67,7 @@ def test_mesh_equals_one_device(model, runs, devices, axes, request, tmp_path):
         assert found[f"{name} compiled for a restored state"] == 0
         if name == "full" and axes[1] > 1:
             continue  # along the expert axis only experts are split
-        # Norms are whole on each device, as the base model's are; so is a matrix of a size that devices do not divide.
+        # Norms are replicated, as in the base model, and so are matrices with sizes that the devices do not divide.
         assert alone[f"{name} held"] <= found[f"{name} held"] * devices < 1.1 * alone[f"{name} held"]
     if "sampled" in runs:
         assert found["tokens"] == alone["tokens"]

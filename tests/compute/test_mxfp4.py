@@ -1,4 +1,4 @@
-"""A gpt-oss folder as it is published, its experts in MXFP4, is the model that transformers makes of it."""
+"""A published gpt-oss folder, with experts in MXFP4, gives the same model as in transformers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_mxfp4_values_equal_transformers():
 
 
 def published(plain, packed):
-    """A random model in plain numbers, and the same with experts in MXFP4: the tensors of the second.
+    """Write a random model in plain numbers and with experts in MXFP4, and return the tensors of the second.
 
-    hidden 32 and mlp 64 are 1 and 2 blocks in a row.
+    A row of hidden (32) is 1 block, and a row of mlp (64) is 2 blocks.
     """
     build(plain, "gpt_oss", tied=False)
     rng = np.random.default_rng(1)

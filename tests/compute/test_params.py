@@ -1,4 +1,4 @@
-"""Weights from one file, from several, and as bfloat16. An error names a missing tensor."""
+"""Weights from one file or several, and as bfloat16. Errors name tensors that are missing, unknown or do not fit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tinkerflow.backend.compute.models.families import family_of, layers_with, l
 from tinkerflow.backend.compute.models.params import by_layer, count, load_params, params_like
 from tinkerflow.backend.core.errors import UserError
 
-_STORED = ("e_score_correction_bias", "layer_scalar")  # buffers of transformers that files hold
+_STORED = ("e_score_correction_bias", "layer_scalar")  # transformers' buffers that files contain
 
 
 def load(folder, dtype="float32", **changes):
-    """The weights, by the config with some fields of the file changed."""
+    """The folder's weights, loaded with changes to its config."""
     fields = json.loads((folder / "config.json").read_text()) | changes
     return load_params(parse_config(fields, name=str(folder)), folder, make_mesh(1, 1), dtype)
 
@@ -31,7 +31,7 @@ def same(one, other) -> bool:
 
 def test_every_parameter_is_loaded_and_counted(reference):
     params = load(reference.folder)
-    skipped = family_of(load_config(reference.folder)).skipped  # what sees images
+    skipped = family_of(load_config(reference.folder)).skipped  # the vision tower
     named = [(name, each) for name, each in reference.model.named_parameters() if not name.startswith(skipped)]
     named += [each for each in reference.model.named_buffers() if each[0].endswith(_STORED)]
     assert count(params) == sum(each.numel() for _, each in named)
@@ -53,7 +53,7 @@ def test_abstract_parameters_match_loaded_ones_in_shape_dtype_and_sharding(refer
 
 
 def test_a_matrix_is_split_over_all_axes_where_a_device_computes_a_part_by_itself(qwen3):
-    config = load_config(qwen3.folder)  # 4 heads of 16, 2 key-value heads, a hidden size of 64
+    config = load_config(qwen3.folder)  # 4 heads of 8, 2 key-value heads, a hidden size of 32
     whole, none = WEIGHTS, None
 
     def axes(fsdp, tensor, name):

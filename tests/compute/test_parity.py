@@ -1,9 +1,8 @@
-"""Every family against Hugging Face transformers and PEFT in torch: a new one joins by a row in `FAMILY_SHAPE`.
+"""Every family against Hugging Face transformers and PEFT in torch. A new family needs a row in `FAMILY_SHAPE`.
 
-Logprobs, the adapter's effect, its gradients and its steps; tokens through the real sampler; packed rows. CI runs them
-for one family of each kind of layer, those of the sampler for three families, and all of them for up to three families
-whose file has changed.
-`pytest --families tests/compute/test_parity.py` runs them for all families.
+The tests compare logprobs, an adapter's effect, gradients and steps, tokens of the real sampler, and packed rows. CI
+runs them for one family of each kind of layer (the sampler's for three families), and for up to three families whose
+file has changed. `pytest --families tests/compute/test_parity.py` runs them for all families.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 
 LENGTHS = (1, 7, 33, 60)
-# Families that are another family's decoder with a tower differ from it only in names and images.
+# A family that adds a tower to another family's decoder differs from it only in names and images.
 DECODERS = [name for name in registered() if SEEING.get(name) not in registered() or name in FAMILY_SHAPE]
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
 # One family of each kind of layer; `test_representative_families_cover_every_kind_of_layer` pins this.
@@ -60,7 +59,7 @@ REPRESENTATIVES = {
     "qwen3_vl",
     "qwen3_5",
 }
-# Of other kinds of cached state, latent attention and shared keys, only `--families` compares tokens.
+# Latent attention and shared keys are other kinds of cached state: only `--families` compares their tokens.
 SAMPLED = {"qwen3", "gpt_oss", "qwen3_next"}
 FAMILY_FILES = "backend/compute/models/families"
 MOST_CHANGED = 3
@@ -70,7 +69,7 @@ MOST_CHANGED = 3
 def changed_families():
     """The families whose file differs from the branch `main`, or from the last commit.
 
-    Empty when more than `MOST_CHANGED` differ: a change of all families is tested by the representatives.
+    Empty if more than `MOST_CHANGED` differ: the representatives test a change of all families.
     """
     root = Path(__file__).parents[2]
     changed = set()
@@ -89,21 +88,21 @@ def skip_unless(usual, request):
 
 @pytest.fixture
 def chosen(request):
-    """Skips the test for a family that is not a representative, unless its file has changed."""
+    """Skip the test for a family that is not a representative, unless its file has changed."""
     skip_unless(REPRESENTATIVES, request)
 
 
 @pytest.fixture
 def sampled(request):
-    """The same with fewer representatives."""
+    """Skip as `chosen` does, with fewer representatives."""
     skip_unless(SAMPLED, request)
 
 
 @pytest.fixture(scope="module", params=registered())
 def family(request, tmp_path_factory):
-    """A model of every family, its executor, and the parts that PEFT adapts module by module.
+    """A model of each family, its executor, and the parts that PEFT adapts module by module.
 
-    PEFT adapts experts, which transformers fuses, in its own way: tests/compute/test_experts.py has these.
+    PEFT adapts fused experts in its own way: tests/compute/test_experts.py tests them.
     """
     model = build(tmp_path_factory.mktemp(request.param), request.param, tied=False)
     yield model, model.executor(), {"train_mlp": not load_config(model.folder).experts}
@@ -135,7 +134,7 @@ def test_representative_families_cover_every_kind_of_layer(tmp_path_factory):
 
 @contextlib.contextmanager
 def in_peft(model, executor, adapter_id, folder):
-    """The adapter in torch; the base model is as before when it ends."""
+    """The adapter in torch. The base model is restored at the end."""
     state = executor.execute(ExportAdapter(adapter_id, optimizer=False))
     (folder / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
     safetensors.numpy.save_file(dict(state.weights), folder / ADAPTER)
@@ -143,7 +142,7 @@ def in_peft(model, executor, adapter_id, folder):
     try:
         yield adapted
     finally:
-        adapted.unload().requires_grad_(True)  # PEFT has frozen it
+        adapted.unload().requires_grad_(True)  # PEFT froze it
 
 
 @pytest.mark.usefixtures("chosen")
@@ -159,7 +158,7 @@ def test_logprobs_of_the_base_model(family, examples, forward):
 def test_adapter_and_its_gradients_as_peft_has_them(
     request, model, tmp_path, examples, adapter, forward, gradients, parts
 ):
-    """train_unembed on a tied model is left to tests/store/test_peft.py: PEFT wraps its lm_head in its own way."""
+    """tests/store/test_peft.py tests train_unembed on a tied model, because PEFT wraps its lm_head in its own way."""
     parts = {**parts, "train_unembed": False}
     base = request.getfixturevalue(model)
     executor = base.executor()
@@ -198,7 +197,7 @@ def test_two_optimizer_steps_equal_peft(family, tmp_path, examples, adapter, for
             weights = executor.execute(ExportAdapter("steps", optimizer=False)).weights
             for name, wanted in trained.items():
                 close(weights[name], wanted.detach().numpy(), ulps=2**14)
-    # The last step again, from a recovery snapshot taken before it, as after a crash: the same bits.
+    # The last step is repeated from a recovery snapshot that was taken before it, as after a crash: the bits are equal.
     files = {"part-00000.safetensors": Digest.of(b"")}
     stored = StoredState(kept.spec, kept.step, kept.optimizer, "folder", files)
     executor.keep_fetched(FetchState("again", stored), pieces)
@@ -239,7 +238,7 @@ def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, 
 
 @pytest.mark.usefixtures("chosen")
 def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, examples, adapter, forward):
-    """Also of experts, fused in the files or not: transformers reads what is written."""
+    """Includes experts, fused in the files or not. Transformers reads the written files."""
     base, executor, _ = family
     adapter(executor, "merged")
     merge(base.folder, executor.execute(ExportAdapter("merged", optimizer=False)), tmp_path / "merged")
@@ -267,9 +266,9 @@ def test_greedy_tokens_equal_transformers_with_and_without_cached_prefixes(famil
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
 def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forward):
-    """Also adapters of experts; the base model's own tokens are those of transformers.
+    """Includes adapters of experts. The base model's own tokens equal those of transformers.
 
-    Shapes are those of the test before where they can be, because each other one is a program to compile.
+    Most shapes are those of the test before, because each other shape is a program to compile.
     """
     base, executor, _ = family
     adapter(executor, "scored")
@@ -289,7 +288,7 @@ def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forw
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
 def test_packed_examples_equal_separate_ones(family, examples, adapter, forward):
-    """Rows of one short example; the tests before compare rows of several with each example alone in torch."""
+    """A row contains one short example. The tests before compare rows of several examples with torch."""
     _, executor, _ = family
     adapter(executor, "packed")
     data = examples(LENGTHS)
@@ -299,7 +298,7 @@ def test_packed_examples_equal_separate_ones(family, examples, adapter, forward)
 
 
 def _shown(examples):
-    """Data of text, of images, and of both."""
+    """Examples of text and of images."""
     text, *others = examples((20, 60, 33, 7), targets=2)
     return text, seeing(others[0], (3, 2, 3), (20, 4, 2)), seeing(others[1], (0, 1, 5)), others[2]
 
@@ -321,7 +320,7 @@ def test_images_in_one_row_equal_transformers(family, tmp_path, examples, adapte
         for found, wanted in zip(result.logprobs, scored, strict=True):
             close_logprobs(found, wanted.detach().numpy())
         same_gradients(gradients(executor, "sees"), by_torch)
-    base.model.model.rope_deltas = None  # transformers remembers those of the last images
+    base.model.model.rope_deltas = None  # transformers keeps the deltas of the last images
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
@@ -332,7 +331,7 @@ def test_images_in_one_row_equal_separate_ones(family, examples, adapter, forwar
     result = forward(executor, "sees", data, backward=True)
     for found, example in zip(result.logprobs, data, strict=True):
         close_logprobs(found, forward(executor, "sees", (example,)).logprobs[0])
-    # Again from the state before, as after a crash: the same bits.
+    # Repeated from the state before, as after a crash: the bits are equal.
     executor.execute(ImportAdapter("replayed", before))
     again = forward(executor, "replayed", data, backward=True)
     for one, other in zip(again.logprobs, result.logprobs, strict=True):
@@ -348,7 +347,7 @@ def test_images_in_one_row_equal_separate_ones(family, examples, adapter, forwar
     indirect=True,
 )
 def test_logprobs_of_the_base_model_with_tied_embeddings(reference, examples, forward):
-    """Where the file says in a way of its own that they are."""
+    """Families state tied embeddings in different fields of their files."""
     same_logprobs(reference, reference.executor(), examples(LENGTHS), forward)
 
 
@@ -361,13 +360,13 @@ def _generated(by_torch, prompt, tokens):
 
 
 def scores(by_torch, example):
-    """Logprobs [T, K] of the example's targets, with their graph."""
+    """Logprobs [T, K] of the example's targets, which torch can differentiate."""
     logits = by_torch(**inputs_of(example)).logits[0]
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
 
 
 def same_logprobs(base, executor, data, forward):
-    """With an adapter that changes nothing yet, the model is the base model in torch."""
+    """Assert that a model with a fresh adapter, which changes nothing, has the logprobs of the base model in torch."""
     executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
     for example, found in zip(data, forward(executor, "fresh", data).logprobs, strict=True):
         close_logprobs(found, base.logprobs(example)[:, 0])

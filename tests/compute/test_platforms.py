@@ -1,5 +1,7 @@
-"""The programs for NVIDIA GPUs and TPUs, as far as a machine without one can tell: JAX makes them, and they are those
-meant for there. Whether they run, and how fast, is for a task with a GPU (tests/benchmarks/speed.py)."""
+"""Programs for NVIDIA GPUs and TPUs on a machine without one: JAX lowers them, and they contain the right kernels.
+
+tests/benchmarks/speed.py runs them on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ SLOTS, CHUNK, TOP, LENGTH = 4, 8, 5, 256
 
 @pytest.fixture(params=[CUDA, TURING, TPU], ids=["cuda", "turing", "tpu"])
 def platform(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Our code makes programs for it."""
+    """The name of a platform. Our code makes programs for it during the test."""
     with compiling_for(request.param):
         yield request.param.name
 
@@ -118,7 +120,7 @@ def test_part_of_a_flag_name_is_no_known_flag() -> None:
 
 
 def test_installed_compiler_accepts_every_flag() -> None:
-    """An unknown flag ends the process, so this Python would end, too."""
+    """XLA ends a process that sets an unknown flag."""
     known = platforms.known_flags([*CUDA.flags, "--xla_gpu_no_such_flag=1"], CUDA.compilers)
     assert known == [True] * len(CUDA.flags) + [False]
     flags = " ".join(CUDA.flags)

@@ -1,4 +1,4 @@
-"""Base weights as int8: the rule, and training and decoding as Hugging Face does with weights that it rounded."""
+"""Base weights in int8: the rounding rule, and training and decoding as in Hugging Face with rounded weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.weights.quantized import Int8, rounded, scales
 
 
 def rounded_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """The rule by torch: every matrix of a layer, by its rows."""
+    """A copy of the model with the matrices of its layers rounded by rows, in torch."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -76,7 +76,7 @@ def test_int8_logprobs_and_gradients_equal_rounded_weights(
     slopes = gradients(plain, "zero-and-not")
     for name, gradient in gradients(executor, "zero-and-not").items():
         assert np.abs(gradient - slopes[name]).max() < 2e-3 * max(1.0, np.abs(slopes[name]).max()), name
-    # The base model alone, by torch. Rounding is far larger than the remaining difference.
+    # The base model alone, compared with torch. The effect of rounding is far larger than the remaining difference.
     scored = run_all(executor, ask("scored", data[0].tokens_T, 1, prompt_logprobs=True))["scored"]
     torch_says = by_torch.logprobs(shifted(data[0]))[:-1, 0]
     close_logprobs(scored.prompt_logprobs_T[1:], torch_says)
@@ -111,5 +111,5 @@ def test_int8_matrix_takes_a_quarter_of_the_bytes_and_keeps_its_parameter_count(
 
 
 def shifted(example):
-    """The example whose targets are its own next tokens."""
+    """The example with its own next tokens as targets."""
     return type(example)(example.tokens_T, np.roll(example.tokens_T, -1)[:, None], example.weights_TK)

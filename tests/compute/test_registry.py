@@ -1,4 +1,4 @@
-"""A loss or an optimizer needs one file in its package to be validated, sent, trained with and saved."""
+"""A loss or an optimizer needs only one file in its package to be validated, sent, trained with and saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing with sigmoids as in transformers, published models that use it, and refused settings."""
+"""Sigmoid routing as in transformers, published models that use it, and refused settings."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_experts_and_shares_equal_transformers(tmp_path):
     ours, theirs = np.take_along_axis(found_shares, order, 1), np.take_along_axis(shares.numpy(), wanted, 1)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     np.testing.assert_allclose(found_shares.sum(1), 1.5, rtol=1e-5)  # routed_scaling_factor
-    # A group whose best experts are worst is not chosen, and none of its experts is, however low the others are.
+    # The group with the lowest scores is not chosen, and neither are its experts, however low the other scores are.
     low = np.where(np.arange(8) < 6, -3.0, -9.0).astype(np.float32)
     found, _ = routed(jnp.asarray(y.numpy())[None], {**weights, "router_correction": low})
     assert set(np.unique(np.asarray(found) // 2, axis=None).tolist()) <= {0, 1, 2}

@@ -1,4 +1,4 @@
-"""Each kind of router: the experts that it is given, their shares, and the gradients through these shares.
+"""Each kind of router with given experts: their shares, and the gradients through these shares.
 
 Letters: B rows, T tokens, D hidden, E experts, k experts of a token.
 """
@@ -28,7 +28,7 @@ ROUTERS: dict[str, Router] = {
 
 
 def weights_of(router: Router) -> RouterWeights:
-    """Random weights, those that the router declares."""
+    """Random values for the weights that the router declares."""
     rng = np.random.default_rng(3)
     made = {
         name: jnp.asarray(rng.normal(size=one.shape, scale=0.3), jnp.float32)
@@ -43,7 +43,7 @@ def routed(router: Router, y_BTD: jax.Array, routing: Routing | None) -> Any:
 
 
 def shares_of(router: Router, y_BTD: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
-    """The formula of the shares of given experts."""
+    """The shares of given experts, by their formula."""
     weights = weights_of(router)
     scores_BTE = y_BTD @ weights.router.T + (0 if weights.router_bias is None else weights.router_bias)
     if isinstance(router, SigmoidRouter):

@@ -1,4 +1,4 @@
-"""The kernels for rows of trees, computed with plain operations, against attention with a mask."""
+"""Kernels for rows of trees, interpreted on CPUs, against attention with a mask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ B, H, G = 2, 4, 2
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are smaller than a device's, so that a short row has many."""
+    """Blocks smaller than a device's, so that a short row has many."""
     for module, names in ((tree_gpu, ("_QUERIES", "_KEYS", "_BACKWARD")), (tree_tpu, ("_BLOCK",))):
         for name in names:
             monkeypatch.setattr(module, name, 8 if name == "_QUERIES" else 16)
@@ -71,7 +71,7 @@ def check(target: Platform, trees: TreeRows, window: int | None, sinks: list[flo
 
     @jax.jit
     def both(q: Any, k: Any, v: Any, slope: Any, ends: Any, depths: Any) -> Any:
-        """Values and gradients, of the kernels and of the mask."""
+        """Values and gradients of the kernels and of masked attention."""
         o, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, ends, sinks_H, depths), q, k, v)
         expected, pull_plain = jax.vjp(lambda q, k, v: plain(q, k, v, TreeRows(ends, depths), window, sinks_H), q, k, v)
         return (o, *pull(slope)), (expected, *pull_plain(slope))
@@ -81,7 +81,7 @@ def check(target: Platform, trees: TreeRows, window: int | None, sinks: list[flo
 
 
 def plain(q: Any, k: Any, v: Any, trees: TreeRows, window: int | None, sinks_H: Any) -> jax.Array:
-    """Attention with the mask of `tree`, all scores at once."""
+    """Attention with the mask of `trees`, which computes all scores together."""
     ends, depths = trees
     place = jnp.arange(q.shape[1])
     seen = (place[None] <= place[:, None]) & (place[:, None] < ends[:, None])
@@ -104,7 +104,7 @@ def forest(T: int, seed: int) -> TreeRows:
         ends, depths = np.full(T, T), np.zeros(T, int)
 
         def grow(place: int, depth: int, levels: int, draw: Any = draw, ends: Any = ends, depths: Any = depths) -> int:
-            """Write a node and those below it from `place` on, and return where they end."""
+            """Write a node and its descendants from `place` on, and return their end."""
             limit = T - T // 8
             own = min(draw.choice([1, 2, 7, T // 8]), limit - place)
             after = place + own

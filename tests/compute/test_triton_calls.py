@@ -1,4 +1,4 @@
-"""Offsets of Triton kernels reach all of an array, whatever its size. The kernels are lowered for GPUs, not run."""
+"""Offsets of Triton kernels reach all elements of arrays of any size. Kernels are lowered for GPUs, but not run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def of_layers(dtype: Any) -> Case:
-    """A matrix of Qwen3-14B in all layers: 3.6e9 numbers."""
+    """A matrix of Qwen3-14B for all layers: 3.6e9 numbers."""
 
     def product(x: Any, stack: Any, layer: Any) -> Any:
         return grouped_gpu.layer_products(x, [stack], [layer])
@@ -45,7 +45,7 @@ def of_layers(dtype: Any) -> Case:
 
 
 def of_packed_layers() -> Case:
-    """A matrix [10240, 8192] of 80 layers: 3.4e9 bytes."""
+    """A matrix [10240, 8192] for 80 layers: 3.4e9 bytes."""
     packed, scale = array("uint8", 80, 10240, 4096), array("bfloat16", 80, 10240, 128)
 
     def product(x: Any, packed: Any, scale: Any, layer: Any) -> Any:
@@ -68,7 +68,7 @@ def of_experts(dtype: Any) -> Case:
 
 
 def pages(dtype: Any) -> Case:
-    """Of Qwen3-4B on an L40S: 3.4e9 keys."""
+    """The pages of Qwen3-4B on an L40S, whose keys have 3.4e9 numbers."""
     parts = array(dtype, 36, 721, 8, 128, 128), array(dtype, 36, 721, 8, 128, 128)
     q, tables = array("bfloat16", 64, 1, 32, 128), array("int32", 64, 32)
     return paged_gpu.attend, (*parts, array("int32"), tables, array("int32", 64), q)

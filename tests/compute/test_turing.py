@@ -1,4 +1,4 @@
-"""The programs for GPUs of the Turing generation, which have neither bfloat16 nor our kernels, run on CPUs."""
+"""Programs for Turing GPUs, which have neither bfloat16 nor our kernels, run on CPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tower's input is that of transformers' processor, and where images stand is where transformers puts them."""
+"""The vision tower's inputs and the positions of images as in transformers, refused configs, and planned memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tinkerflow.backend.spec.commands import GroupConfig
 
 @pytest.fixture(scope="module")
 def sees():
-    """A model that sees, in torch, and its fields."""
+    """A vision model in torch, and its config's fields."""
     model = random_model("qwen3_vl", SHAPE)
     return model, json.loads(model.config.to_json_string())
 

@@ -53,7 +53,7 @@ from tinkerflow.backend.spec.packing import Grid
 from tinkerflow.backend.spec.supports import Supports
 
 CONTEXT_OF_4B = 32768
-CONTEXT = 32  # few shapes, and of one layer, because each costs a second to compile
+CONTEXT = 32  # few shapes of one layer, because each takes a second to compile
 PATIENCE = 600.0
 
 
@@ -69,7 +69,7 @@ def test_mixed_traffic_compiles_nothing_after_the_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, examples
 ) -> None:
     monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)
-    monkeypatch.setattr(executor_module, "memory_maps_used", lambda: 0.0)  # other tests leave programs here
+    monkeypatch.setattr(executor_module, "memory_maps_used", lambda: 0.0)  # other tests leave programs in this process
     executor = build(tmp_path, "qwen3", tied=True).executor(
         max_context=CONTEXT, microbatch_tokens=32, sample_slots=2, warm_up=True
     )
@@ -114,7 +114,7 @@ def test_mixed_traffic_compiles_nothing_after_the_warm_up(
     told = warmth()
     assert told == CompileStatus(told.planned, told.planned, failed=0, needed=0, late=0, kv_pages=told.kv_pages)
 
-    forward(executor, "a", (random_example(rng, 8, targets=3),))  # not among what is planned
+    forward(executor, "a", (random_example(rng, 8, targets=3),))  # not a planned program
     assert warmth().late > 0
 
 
@@ -122,7 +122,7 @@ def test_mixed_traffic_compiles_nothing_after_the_warm_up(
 def test_the_warm_up_has_the_programs_of_replays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, run_all, what: str
 ) -> None:
-    """After a step without replay, and these programs, a step with replay compiles nothing."""
+    """After a step without replay, and with these programs, a step with replay compiles nothing."""
     monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)
     wanted: list[Program] = []
     monkeypatch.setattr(WarmUp, "want", lambda self, programs, owner=None: wanted.extend(programs))
@@ -180,7 +180,7 @@ def test_packing_produces_only_listed_shapes(few: bool) -> None:
 
 
 def programs_of(target: Platform) -> list[str]:
-    """The names of the programs for a model of 4B parameters on one device of that kind, the first to compile first."""
+    """The names of the programs for a model with 4B parameters on one such device, in the order of compilation."""
     cfg, mesh = config_like(QWEN3_4B), make_mesh(1, 1, 1)
     spec = usual_spec(cfg, "divided")
     with compiling_for(target):
@@ -223,7 +223,7 @@ def test_accelerators_compile_the_dozen_commonest_programs_first() -> None:
 
 @pytest.mark.parametrize(("target", "training", "sampling"), [(CUDA, 22, 76), (TPU, 42, 39)])
 def test_accelerators_have_few_programs(target: Platform, training: int, sampling: int) -> None:
-    """Ten shapes, forward and backward, and on TPUs with shared tokens, too; docs/accelerators.md has the counts."""
+    """Ten shapes, forward and backward, and on TPUs also with shared tokens. docs/accelerators.md lists the counts."""
     names = programs_of(target)
     trains = [name for name in names if name.startswith(("forward", "optim_step", "a copy of"))]
     assert (len(trains), len(names) - len(trains)) == (training, sampling)

@@ -1,4 +1,4 @@
-"""Run as a process of its own: a loss file and an optimizer file appear, and everything takes them.
+"""Run as a separate process: adds a loss file and an optimizer file, and uses them in all steps of training.
 
 Arguments: a folder for the new files, and a base model.
 """
@@ -44,13 +44,13 @@ def main() -> None:
         place.mkdir()
         (place / file).write_text(text)
         room.__path__.append(str(place))
-    losses.LOSSES |= registered(losses.__name__, "LOSS", losses.LossSpec)  # as when the process begins
+    losses.LOSSES |= registered(losses.__name__, "LOSS", losses.LossSpec)  # as at the start of the process
     optimizers.OPTIMIZERS |= registered(optimizers.__name__, "OPTIMIZER", optimizers.OptimizerSpec)
     print(json.dumps(use(model)))
 
 
 def use(model: str) -> dict[str, object]:
-    """All steps from the request's bytes to the trained adapter; the results."""
+    """Run all steps from a request's bytes to the trained adapter, and return the results."""
     import numpy as np
 
     from tinkerflow.backend.compute.executor import Executor

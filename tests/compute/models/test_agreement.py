@@ -1,4 +1,4 @@
-"""A checkpoint whose config and tensors disagree is refused with the name of the tensor or field."""
+"""A checkpoint whose config and tensors disagree is refused. The error names the tensor or the field."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OTHERS_COUNT = {
     "no_rope_layer_interval": ("smollm3",),  # no_rope_layers
     "use_sliding_window": ("smollm3",),  # layer_types
     "sliding_window_pattern": ("gemma3", "gemma3_text"),  # layer_types
-    "tie_word_embeddings": tuple(SEEING),  # that of the outer object; not in text_config
+    "tie_word_embeddings": tuple(SEEING),  # read from the outer object, not from text_config
     "vision_config.model_type": tuple(TOWER),  # model_type of the outer object
 }
 # Parts of the names of tensors that are not loaded.
@@ -62,7 +62,7 @@ UNUSED = ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower"
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """folder_of(family) is the folder of a tiny model with tied embeddings, saved by transformers."""
+    """folder_of(family): the folder of a tiny model with tied embeddings, saved by transformers."""
     return cache(lambda family: build(tmp_path_factory.mktemp(family), family, tied=True).folder)
 
 
@@ -77,13 +77,13 @@ def check(cfg: ModelConfig, tensors: Tensors) -> None:
 
 
 def like(tensor: StoredTensor, **changes: Any) -> StoredTensor:
-    """A tensor of the same shape and dtype but for the changes, without values."""
+    """The tensor with some changes, and zeros as its values."""
     made = replace(tensor, **changes)
     return replace(made, raw=np.zeros(8 * int(np.prod(made.shape)), np.uint8))
 
 
 def kinds(names: Any) -> dict[str, str]:
-    """The last tensor of each kind. Names that differ only in numbers are of one kind."""
+    """The last name of each kind, by kind. Names that differ only in numbers are of one kind."""
     return {re.sub(r"\d+", "#", name): name for name in sorted(names)}
 
 
@@ -136,7 +136,7 @@ def alternative_values(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("family", sorted(registered()))
 def test_config_field_that_is_read_has_an_effect(family: str, folder_of: Callable[[str], Path]) -> None:
-    """Another value gives another config, or is refused, also because it does not fit the tensors."""
+    """Another value gives another config, or is refused by the parser or because it does not fit the tensors."""
     fields, tensors = fields_of(folder_of(family)), open_tensors(folder_of(family), family)
     parts: list[tuple[str, ...]] = [("text_config",)] if "text_config" in fields else [()]
     parts += [(*part, "rope_parameters") for part in parts]
@@ -173,7 +173,6 @@ def test_config_field_that_is_read_has_an_effect(family: str, folder_of: Callabl
 def test_transformers_config_fields_are_read(
     family: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every field of its config class is read, or is known to have no effect."""
     saved, known = fields_of(folder_of(family)), transformers.AutoConfig.for_model(family).to_dict()
     if "text_config" in saved:
         known = transformers.AutoConfig.for_model(saved["text_config"]["model_type"]).to_dict()
@@ -196,7 +195,7 @@ def test_transformers_config_fields_are_read(
 
 @pytest.mark.parametrize("family", sorted(registered()))
 def test_separate_head_unties_a_checkpoint(family: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """As in transformers; an equal copy of the embedding does not."""
+    """As in transformers. An equal copy of the embedding does not untie it."""
     source = folder_of(family)
     arrays = load_file(source / "model.safetensors")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The memory plan: sizes that follow from the model, the mesh and the memory of a device."""
+"""The memory plan: sizes computed from the model, the mesh and the memory of a device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_configured_size_is_kept() -> None:
 
 
 def config_of(name: str = "m", **changes: Any) -> GroupConfig:
-    """Settings of a group, those of one device with bfloat16 unless they are named."""
+    """Settings of a group, by default of one device with bfloat16."""
     plain = GroupConfig(name, "bfloat16", 1, 1, 32768, 0, 64, 8, "")
     return replace(plain, **changes)
 

@@ -1,4 +1,4 @@
-"""Names of topologies, and the flops that a token needs."""
+"""Names of topologies, and the flops of a token."""
 
 from __future__ import annotations
 
