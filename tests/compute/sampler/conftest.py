@@ -1,4 +1,4 @@
-"""Random tiny models as Hugging Face folders, samplers on them, and random adapters."""
+"""Tiny random models in Hugging Face folders, samplers for them, and random adapters."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _save(folder: Path, architecture: str) -> None:
                 "original_max_position_embeddings": 64,
             },
         },
-        # The range of its short factors. Then transformers uses them, too.
+        # The context is in the range of the short factors, so that transformers uses them, too.
         "phi3": {"hidden_size": 32, **FAMILY_SHAPE["phi3"], "max_position_embeddings": 512},
         "gemma4_text": {**FAMILY_SHAPE["gemma4_text"], "vocab_size_per_layer_input": VOCAB},
         "qwen2": {"tie_word_embeddings": False},
@@ -138,7 +138,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A random Llama 3 with rope scaling and an unembedding of its own."""
+    """A random Llama 3 with rope scaling and a separate unembedding."""
     return make_tiny(tmp_path_factory.mktemp("llama"), "llama")
 
 
@@ -150,7 +150,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="session", params=["qwen", "llama"])
 def tiny(request: pytest.FixtureRequest) -> Tiny:
-    """Each of the two models."""
+    """Each of the models `qwen` and `llama`."""
     model = request.getfixturevalue(request.param)
     assert isinstance(model, Tiny)
     return model
@@ -158,7 +158,7 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
 
 @pytest.fixture
 def modeled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
-    """modeled(…): a sampler on a model of the devices, with the arguments of `modeled_sampler`."""
+    """modeled(…): a sampler on simulated devices, with the arguments of `modeled_sampler`."""
     return partial(modeled_sampler, monkeypatch)
 
 

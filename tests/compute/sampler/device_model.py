@@ -1,7 +1,7 @@
-"""The real sampler on a model of the devices that knows the content of every cell of the KV cache, without JAX.
+"""The real sampler on simulated devices, without JAX. The content of every cell of the KV cache is known.
 
-The model checks each read and each write. It draws tokens by a rule from the text alone, so the results of a busy
-sampler must be those of an idle one.
+Each read and each write is checked. Tokens follow from the text alone, so a busy sampler must give the results of an
+idle one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Cell = tuple[int, Any, bool] | None  # a digest of the tokens up to here, the sn
 
 
 class Snapshot:
-    """snapshot_id: the id in requests. wild: some of its results are NaN."""
+    """A published snapshot. wild: some of its results are NaN."""
 
     def __init__(self, snapshot_id: str, *, wild: bool = False) -> None:
         self.snapshot_id, self.wild, self.step = snapshot_id, wild, 0
 
 
 class Snapshots:
-    """Replaces the snapshot cache."""
+    """Replaces `SnapshotCache`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.all: dict[str, Snapshot] = {}
@@ -102,7 +102,7 @@ def logprob(digest: int) -> float:
 
 
 def answers(request: SampleRequest, max_tokens: int) -> list[list[int]]:
-    """The tokens of every sample on an idle sampler."""
+    """The tokens of each sample on an idle sampler."""
     samples: list[list[int]] = []
     for index in range(request.num_samples):
         digest, tokens = digests(request.prompt_T)[-1], list[int]()
@@ -114,7 +114,7 @@ def answers(request: SampleRequest, max_tokens: int) -> list[list[int]]:
 
 
 class Devices:
-    """Replaces `SamplerModel`. The cells of a page are a list; page 0 of each shard stays empty.
+    """Replaces `SamplerModel`. The cells of a page are a list. Page 0 of each shard stays empty.
 
     events: the name of each call, the ids of its requests, and its size. on_event: called before each, and may raise.
     """
@@ -160,7 +160,7 @@ class Devices:
             self.states[into] = self.states[source]
 
     def check_row(self, row: int, rows: int, table: PageTable, parent: Any) -> None:
-        """A row's pages are in its shard, and its snapshot is in the stack."""
+        """Assert that a row's pages are in its shard, and that its snapshot is in the stack."""
         assert {page // self.pool.pages for page in table.pages} <= {row // (rows // self.pool.shards)}
         assert len(table.pages) <= self.width
         assert parent.snapshot is None or parent.snapshot in self.snapshots.used
@@ -168,7 +168,7 @@ class Devices:
     def read(self, table: PageTable, known: list[int], parent: Any) -> bool:
         """Whether all of the row's pages are finite: masked values are multiplied by 0, and 0 * NaN is NaN.
 
-        known: digests of the tokens whose cells are read. Each cell must be of this text and of the parent's weights.
+        known: digests of the tokens whose cells are read. Asserts that cells have this text and the parent's weights.
         """
         finite = all(cell is None or cell[2] for page in table.pages for cell in self.cells[page])
         first = 0 if self.window is None else max(0, len(known) - self.window + 1)
@@ -197,7 +197,7 @@ class Devices:
             self.states[table.state.pages[0]] = cell
 
     def is_finite(self, parent: Any) -> bool:
-        """Whether the next number is finite."""
+        """Whether the next computed number is finite."""
         parent.wild |= parent.snapshot is not None and parent.snapshot.wild
         return not (parent.snapshot and parent.snapshot.wild and random.random() < 0.02)
 
@@ -277,10 +277,10 @@ def modeled_sampler(
     pieces: tuple[int, ...] | None = None,
     invariant: bool = False,
 ) -> Sampler:
-    """A sampler on a model of the devices. ahead: a chunk is dispatched before the last one is read.
+    """A sampler on simulated devices. At most two snapshots fit into a batch.
 
-    host_decides: as in `Platform`. pieces: its `prefill_tokens`; None: those of a CPU or a GPU. invariant: the setting
-    batch_invariant; at most two snapshots fit into a batch.
+    ahead: a chunk is dispatched before the previous one is read. host_decides: as in `Platform`. pieces: the platform's
+    `prefill_tokens`, None = those of a CPU or a GPU. invariant: the setting batch_invariant.
     """
     like = CUDA if ahead else CPU
     for name, stand_in in {

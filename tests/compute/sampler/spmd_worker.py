@@ -14,7 +14,7 @@ import numpy as np
 def main() -> None:
     """argv[1]: JSON with folder, devices (of this process), processes, rank, port, fsdp, tensor, ahead, kv_cache.
 
-    ahead: whether a chunk is dispatched before the last one is read, and the host decides, as on GPUs.
+    ahead: whether a chunk is dispatched before the previous one is read, and the host decides, as on GPUs.
     """
     told: dict[str, Any] = json.loads(sys.argv[1])
     jax.config.update("jax_num_cpu_devices", told["devices"])

@@ -16,7 +16,7 @@ from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, ma
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
 
-INS = 300  # sums in several parts, and tiles that are not full
+INS = 300  # several partial sums, and partial tiles
 MANY = [(0, 0), (8, 24), (24, 32), (96, 136)]  # two adapters in one block, one in two blocks, and the base model
 
 

@@ -1,4 +1,4 @@
-"""Answers in the prefix cache: the next turn of a conversation prefills its new tokens, with the same bits."""
+"""Answers in the prefix cache: the next turn of a conversation prefills only its new tokens, with the same bits."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Say = Callable[[Sampler, SampleRequest], SampleResult]
 
 @pytest.fixture
 def say(run_all: Any) -> Say:
-    """say(sampler, request): the result of the only request."""
+    """say(sampler, request): the result of a request that runs alone."""
     return lambda sampler, request: run_all(sampler, request)[request.request_id]
 
 
 def rest(sampler: Sampler) -> int:
-    """Let the sampler prefill answers until none waits: the number of steps."""
+    """Let the sampler prefill answers until none waits. Returns the number of steps."""
     for steps in range(100):
         progress = sampler.step(SampleStep(idle=True))
         assert not (progress.active or progress.waiting or progress.finished)
@@ -141,7 +141,7 @@ def test_few_answers_are_prefilled_for_projects_that_never_continue(ask: Any, sa
     sampler, prompts = modeled(context=600), np.random.default_rng(0).integers(0, 90, (40, 100))
 
     def talk(owner: str, turns: int) -> int:
-        """The steps after the answers of a conversation."""
+        """The number of steps that prefill the answers of a conversation."""
         request, steps = ask("a", next(unused), 130, owner=owner), 0
         for _ in range(turns):
             result = say(sampler, request)

@@ -135,7 +135,7 @@ def test_rows_without_adjustments_do_not_change(qwen: Any, ask: Any, run_all: An
 def test_turns_of_a_conversation_continue_from_the_cache_bit_for_bit(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, computed_sizes: Any
 ) -> None:
-    # Each turn is the beginning of the next one. Their caches have two lengths.
+    # Each turn extends the previous one. Their caches have two lengths.
     whole = prompt(480)
     turns = [ask("turn", whole[:length], 6, temperature=1.0, seed=length) for length in (100, 129, 300, 480)]
     cold, computed = [], []
@@ -158,7 +158,7 @@ def test_turns_of_a_conversation_continue_from_the_cache_bit_for_bit(
 def test_states_of_linear_attention_do_not_depend_on_the_batch(
     hybrid: Any, ask: Any, run_all: Any, prompt: Any
 ) -> None:
-    """With few pages, the youngest are preempted and computed again from their tokens."""
+    """With few pages, the youngest requests are preempted and recomputed from their tokens."""
     asked = [ask(str(seed), prompt(20 + 10 * seed, seed), 30) for seed in range(4)]
     alone = {one.request_id: run_all(hybrid.sampler(page=32), one)[one.request_id] for one in asked}
     for pages in (40, 7):

@@ -1,4 +1,4 @@
-"""Decoding with weights that kernels read from the stack of all layers gives the same result."""
+"""Decoding gives equal results with weights that kernels read from the stack of all layers."""
 
 from __future__ import annotations
 

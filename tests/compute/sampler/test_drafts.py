@@ -1,4 +1,4 @@
-"""Drafts change neither tokens nor logprobs, stay within their owner, and end where too few are accepted."""
+"""Drafts change neither tokens nor logprobs, stay within their owner, and stop if too few are accepted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def requests(ask: Callable[..., SampleRequest], seed: int, count: int) -> list[S
 
 
 def compare(plain: Sampler, drafting: Sampler, run_all: Any, batches: list[list[SampleRequest]]) -> None:
-    """Equal results bit for bit, with some tokens from drafts."""
+    """Assert that results are equal bit for bit, and that some tokens come from drafts."""
     for batch in batches:
         expected, found = run_all(plain, *batch), run_all(drafting, *batch)
         for request in batch:
@@ -123,9 +123,9 @@ def reachable(logprobs_V: np.ndarray, request: SampleRequest, uniform: float, mo
 
 
 def test_larger_steps_change_only_tied_tokens(qwen: Any, ask: Any, run_all: Any) -> None:
-    """A step with drafts has more rows, which moves the last bits. They decide where two tokens are as likely.
+    """A step with drafts has more rows, which changes the last bits. These decide between equally likely tokens.
 
-    DRAFT_REQUESTS=10000 compares so many requests (`pytest -s` prints the counts).
+    DRAFT_REQUESTS is the number of compared requests (`pytest -s` prints the counts).
     """
     count = int(os.environ.get("DRAFT_REQUESTS", "40"))
     plain, drafting = qwen.sampler(), qwen.sampler(drafts=True)
@@ -147,7 +147,7 @@ def test_larger_steps_change_only_tied_tokens(qwen: Any, ask: Any, run_all: Any)
                 else:
                     assert len(one.tokens_T) == len(other.tokens_T)
         usual.append((request, index, max(0, equal - 1), one.tokens_T, other.tokens_T))
-    # Where both draw the same token, it is reachable and few others are: `reachable` does not allow everything.
+    # If both draw the same token, it is reachable and few others are, so `reachable` does not allow everything.
     for request, index, equal, one, other in [*others, *usual]:
         before = np.concatenate([request.prompt_T, one[:equal]]).tolist()
         top = run_all(plain, ask("at", before, 1, topk_sample=VOCAB))["at"].sequences[0].top
@@ -230,7 +230,7 @@ def test_random_text_costs_no_more_with_drafts(
 def test_a_repeated_request_needs_few_steps(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, dispatches: list[tuple[int, int]]
 ) -> None:
-    """The second time, each draft is the first answer, and no token is wrong."""
+    """The second time, drafts come from the first answer, and all drafted tokens are right."""
     sampler, request = qwen.sampler(drafts=True), ask("a", prompt(20), 48, temperature=1.0, seed=3)
     first = run_all(sampler, request)["a"]
     plain = sum(steps for _, steps in dispatches)

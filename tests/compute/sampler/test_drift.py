@@ -1,4 +1,4 @@
-"""Sampler and trainer give the same text the same logprobs: `kl_sample_train` is near 0 without drift."""
+"""Sampler and trainer give equal logprobs for the same text: `kl_sample_train` is near 0 without drift."""
 
 from __future__ import annotations
 

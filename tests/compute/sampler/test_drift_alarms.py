@@ -1,6 +1,6 @@
 """Faults between sampler and trainer raise an alarm in the step in which they begin, and clean steps raise none.
 
-DRIFT_STEPS=1000 makes so many clean steps before the faults.
+DRIFT_STEPS is the number of clean steps before the faults.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size":
 
 
 class Loop:
-    """Steps of RL on one adapter in bfloat16, and the events of the run's report with the default limits.
+    """RL steps on one adapter in bfloat16, and the events of the run's report with the default limits.
 
     The reward of an answer is the share of its tokens in the first half of the vocabulary.
     """

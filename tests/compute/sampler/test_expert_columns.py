@@ -39,7 +39,7 @@ def test_default_adapter_follows_the_column_rule(moe):
 
 @pytest.mark.thorough
 def test_adapters_with_divided_and_full_rank_are_sampled_together(moe, adapter, ask, run_all, forward):
-    """Alone and in one batch. The second adapter has the full rank, so the stack becomes full width."""
+    """Compares samples alone and in one batch. The second adapter has the full rank, which widens the stack."""
     executor = moe.executor()
     for number, (name, own) in enumerate({"divided": 2, "full": None}.items()):
         adapter(executor, name, 8, seed=number, expert_rank=own)

@@ -1,4 +1,4 @@
-"""Samplers whose KV cache holds float8."""
+"""Samplers with a KV cache in float8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.compute.sampler.conftest import make_tiny
 def test_float8_cache_gives_nearly_the_logprobs_of_the_exact_cache(
     family: str, most: float, tmp_path: Path, ask: Any, run_all: Any, prompt: Any
 ) -> None:
-    """Plain layers, layers with states, and layers with two kinds of heads."""
+    """Includes layers with states, and layers with two kinds of heads."""
     tiny = make_tiny(tmp_path, family)
     plain, small = (tiny.sampler(kv_cache=kind) for kind in ("full", "float8"))
     assert plain._model.cache.k[0].nbytes == 4 * small._model.cache.k[0].nbytes

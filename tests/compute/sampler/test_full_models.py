@@ -36,7 +36,7 @@ Ask = Callable[..., SampleRequest]
 
 @pytest.fixture(scope="module")
 def executor(qwen3: Reference, examples: Any, forward: Any, adapter: Any) -> Executor:
-    """With snapshots of the model `w` after one step (`one`) and after two (`two`), and of an adapter (`beside`)."""
+    """With snapshots of the model `w` after one step (`one`) and two steps (`two`), and of an adapter (`beside`)."""
     executor = qwen3.executor()
     executor.execute(CreateAdapter("w", ALL, 0))
     for snapshot in ("one", "two"):
@@ -50,7 +50,7 @@ def executor(qwen3: Reference, examples: Any, forward: Any, adapter: Any) -> Exe
 
 
 def served(executor: Executor, *requests: SampleRequest) -> dict[str, SampledSequence]:
-    """The first sequence of each request. All are admitted in one step."""
+    """Admit all requests in one step, and return the first sequence of each."""
     progress, found = executor.execute(SampleStep(requests)), {}
     for _ in range(500):
         found |= {result.request_id: result for result in progress.finished}
@@ -66,7 +66,7 @@ def bits(found: SampledSequence) -> tuple[bytes, bytes]:
 
 
 def assert_same(one: SampledSequence, other: SampledSequence) -> None:
-    """Equal up to rounding, because the batches had other sizes."""
+    """Assert equality up to rounding, because the batches have different sizes."""
     assert one.tokens_T.tolist() == other.tokens_T.tolist()
     np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-5)
 
@@ -139,7 +139,7 @@ def test_queued_request_can_be_cancelled_or_sent_again(executor: Executor, ask: 
 
 
 def finished(executor: Executor, *steps: SampleStep) -> list[str]:
-    """The ids in the order of their answers."""
+    """The ids of requests in the order of their answers."""
     found: list[str] = []
     for step in [*steps, *[SampleStep()] * 500]:
         progress = executor.execute(step)

@@ -76,7 +76,7 @@ def asked(ask: Any, name: str, shown: Example, max_tokens: int = 6, **changes: A
 
 
 def scored(executor: Executor, shown: Example, tokens: Sequence[int] = ()) -> np.ndarray[Any, Any]:
-    """The training logprobs of a prompt and the tokens after it, without the first."""
+    """The training logprobs of a prompt and the tokens after it, except for the first token."""
     whole_T = np.append(shown.tokens_T, tokens).astype(np.int32)
     after = replace(
         shown,

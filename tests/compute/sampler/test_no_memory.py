@@ -1,4 +1,4 @@
-"""If a step fails without memory on the devices, only the newest request of that step fails."""
+"""If a step fails because the devices have no memory, only the newest request of that step fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinkerflow.backend.spec.commands import Constraint, LoraSpec, SampleStep
 
 
 def requests_in(work: Any) -> set[str]:
-    """The requests of a dispatch: of a group of prompts, a list of slots, or a chunk."""
+    """The ids of the requests in a dispatch, which is a group of prompts, a list of slots, or a chunk."""
     if hasattr(work, "jobs"):
         return {job.parent.id for job in work.jobs}
     return {sequence.parent.id for _, sequence in getattr(work, "slots", work)}

@@ -1,4 +1,4 @@
-"""The attention kernels of GPUs and TPUs, interpreted on a CPU, against the loop over pages. Writes to their caches."""
+"""The attention kernels of GPUs and TPUs, interpreted on a CPU, against the loop over pages, and their cache writes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_kernel_of_gpus_takes_values_that_are_a_part_of_keys(queries: int) -
 
 
 def reference_ragged_attention(*args: Any, num_kv_pages_per_block: int, num_queries_per_block: int, **more: Any) -> Any:
-    """JAX's interpreter of TPU kernels does not support reshaped references."""
+    """JAX's reference, because its interpreter of TPU kernels does not support reshaped references."""
     return ref_ragged_paged_attention(*args, **more)
 
 

@@ -13,7 +13,7 @@ KEYS = [Key("one", bytes([number])) for number in range(3)]
 
 @pytest.fixture
 def pool() -> PagePool:
-    """Seven pages of 32 positions, the page of zeros included."""
+    """Seven pages of 32 positions, including the page of zeros."""
     return PagePool(7, page=32)
 
 

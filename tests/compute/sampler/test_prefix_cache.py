@@ -28,7 +28,7 @@ def published(qwen: Any, random_lora: Any) -> Sampler:
 
 @pytest.fixture
 def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
-    """hit(sampler, request): how many tokens of its prompt were cached. The sampler has no other request."""
+    """hit(sampler, request): the number of cached prompt tokens of a request that runs alone."""
 
     def run(sampler: Sampler, request: SampleRequest) -> int:
         result = run_all(sampler, request)[request.request_id]
@@ -39,7 +39,7 @@ def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
 
 
 def assert_same(result: SampleResult, other: SampleResult) -> None:
-    """Equal bit for bit."""
+    """Assert that results are equal bit for bit."""
     assert result.error is None and len(result.sequences) == len(other.sequences) > 0
     for one, same in zip(result.sequences, other.sequences, strict=True):
         np.testing.assert_array_equal(one.tokens_T, same.tokens_T)

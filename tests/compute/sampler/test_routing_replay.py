@@ -44,7 +44,7 @@ def sampled(executor: Any, ask: Any, run_all: Any, count: int = 3, **more: Any) 
 
 
 def random_routes(example: Example, layers: int, seed: int) -> Example:
-    """Three distinct experts of eight for each token of each layer; every fifth token has none."""
+    """Three distinct experts of eight for each token and layer. Every fifth token has none."""
     rng, T = np.random.default_rng(seed), len(example.tokens_T)
     routes_TLk = rng.permuted(np.broadcast_to(np.arange(8, dtype=np.int16), (T, layers, 8)), axis=-1)[..., :3].copy()
     routes_TLk[::5] = -1
@@ -60,7 +60,7 @@ def random_routes(example: Example, layers: int, seed: int) -> Example:
     ],
 )
 def test_replayed_own_experts_change_no_bit(moe, executor, tmp_path, family, adapter, ask, run_all, forward, gradients):
-    """One family of each kind of router; some have a layer without experts. CI has each router in `test_routers.py`."""
+    """One family of each kind of router, some with a dense layer. CI tests all routers in `test_routers.py`."""
     if family != "qwen3_moe":
         moe = build(tmp_path, family, tied=False)
         executor = moe.executor()
@@ -100,7 +100,7 @@ def test_replayed_own_experts_change_no_bit(moe, executor, tmp_path, family, ada
 
 
 def test_planted_experts_equal_torch(moe, executor, examples, forward, gradients):
-    """Logprobs, and gradients of every adapter, with a gate that takes the given experts."""
+    """Compares logprobs and gradients of every adapter with torch, where the gate takes the given experts."""
     data = tuple(random_routes(one, 2, seed) for seed, one in enumerate(examples((7, 30))))
     state = executor.execute(ExportAdapter("a", optimizer=False))
     executor.execute(ImportAdapter("planted", state))
@@ -127,7 +127,7 @@ def test_experts_follow_their_tokens_where_a_layer_computes_a_few_at_a_time(
     data = tuple(random_routes(one, 2, seed) for seed, one in enumerate(examples((30,))))
     chunked = moe.executor()
     chunked.execute(ImportAdapter("a", executor.execute(ExportAdapter("a", optimizer=False))))
-    whole, parts = forward(chunked, "a", data), forward(chunked, "a", data, backward=True)  # only backward has parts
+    whole, parts = forward(chunked, "a", data), forward(chunked, "a", data, backward=True)  # only backward has chunks
     close_logprobs(parts.logprobs[0], whole.logprobs[0])
     assert parts.metrics == whole.metrics
 
@@ -158,7 +158,7 @@ def planted_logprobs(model: Any, named: dict[str, torch.Tensor], example: Exampl
 
 
 def test_prompts_with_different_experts_are_not_merged(executor, examples, forward):
-    """Together, in a row with a shared beginning, each example has the logprobs that it has alone."""
+    """In one row with a shared prefix, each example has the logprobs that it has alone."""
     (one,) = examples((40,))
     first, second = random_routes(one, 2, 1), random_routes(one, 2, 2)
     second.routes_Tn[:20] = first.routes_Tn[:20]

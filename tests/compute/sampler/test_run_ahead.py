@@ -1,4 +1,4 @@
-"""Chunks that are dispatched before the last one is read give the same results, and the devices do not wait."""
+"""Chunks that are dispatched before the previous one is read give the same results, and the devices do not wait."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_host_side_decisions_keep_results_and_compile_nothing(
             close_logprobs(found.prompt_logprobs_T[1:], wanted.prompt_logprobs_T[1:], ulps=128)
     assert {*dispatched} == {(4, False), (4, True), (1, True)}
     assert len(compiled) > 10 and not any(compiled)
-    assert len([*sampler.programs()]) == 46  # 23 where the devices decide: each costs seconds
+    assert len([*sampler.programs()]) == 46  # 23 if the devices decide; each takes seconds to compile
 
 
 def test_half_of_64_streams_are_cancelled_and_a_kill_changes_no_token(

@@ -1,4 +1,4 @@
-"""The whole sampler: results of requests do not depend on the rest of the batch."""
+"""The whole sampler: a request's results do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_prompt_longer_than_the_kv_cache_is_refused(qwen: Any, ask: Any, run_all
 
 
 def test_streamed_pieces_add_up_to_the_result(qwen: Any, ask: Any, prompt: Any) -> None:
-    """Requests that are preempted or served without the batch stream, too."""
+    """Includes requests that are preempted or served without the batch."""
     sampler = qwen.sampler(pages=8)
     wishes = {"temperature": 1.0, "stream": True, "topk_sample": 3}
     asked = [

@@ -153,7 +153,7 @@ def test_random_stream_depends_only_on_seed_and_index() -> None:
 
 
 def test_supports_are_the_tokens_that_a_row_was_drawn_from() -> None:
-    """Of each row by its own filters. Rows that filter nothing, and rows with too many tokens, have none."""
+    """Each row uses its own filters. Rows without filters, and rows with too many tokens, have no supports."""
     rows = [(1.0, 7, 1.0, 0.0), (1.3, 20, 0.7, 0.0), (0.5, -1, 0.9, 0.0), (1.0, -1, 1.0, 0.1), (1.0, -1, 1.0, 0.0)]
     rows += [(0.0, 5, 1.0, 0.0), (1.0, MOST_SUPPORTED + 1, 1.0, 0.0)]
     made = greedy_choice(len(rows))

@@ -1,4 +1,4 @@
-"""Buckets are few and large enough, and prompts are cut into pieces without much waste."""
+"""Buckets are few and large enough, and prompts are cut into pieces with little padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = st.sampled_from([CPU.prefill_tokens, CUDA.prefill_tokens])
 
 
 def pages_of(tokens: int) -> int:
-    """The positions of the pages that hold this number of tokens."""
+    """The positions of the pages that contain this number of tokens."""
     return -(-tokens // PAGE) * PAGE
 
 

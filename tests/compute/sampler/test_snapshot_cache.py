@@ -165,7 +165,7 @@ def test_columns_are_reused_and_cleaned(qwen: Any, snapshots: SnapshotCache, ran
         snapshots.publish(name, random_lora(qwen.cfg, spec, 0), spec)
     a, b, c = (snapshots.find(name) for name in "abc")
     snapshots.use([a])
-    snapshots.use([b])  # a is not used any more: b gets its columns, and the attention part of a must be gone
+    snapshots.use([b])  # a is no longer used: b gets its columns, and the attention part of a must be gone
     assert snapshots.width == 32
     assert not np.any(snapshots.lora.layers["q"].A) and np.any(snapshots.lora.layers["up"].A)
     snapshots.use([b, c])

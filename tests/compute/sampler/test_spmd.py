@@ -1,4 +1,4 @@
-"""The same results on one device, and on meshes with axes within and across processes."""
+"""Results are equal on one device and on meshes with axes within and across processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[3]
 def group(
     folder: Path, *, processes: int, devices: int, fsdp: int, tensor: int, ahead: bool = False, kv_cache: str = "full"
 ) -> list[dict[str, Any]]:
-    """The results that each process printed."""
+    """Run a group of workers, and return the results that each process printed."""
     told = {"folder": str(folder), "processes": processes, "devices": devices, "fsdp": fsdp, "tensor": tensor}
     told |= {"ahead": ahead, "kv_cache": kv_cache}
     port = free_port()
@@ -54,7 +54,7 @@ def group(
 
 @pytest.fixture(scope="module")
 def alone(qwen: Any) -> dict[str, Any]:
-    """One process, one device."""
+    """The results of one process with one device."""
     save_tokenizer(qwen.folder)
     (result,) = group(qwen.folder, processes=1, devices=1, fsdp=1, tensor=1)
     assert result["held"]["error"] is None and result["held"]["tokens"][0][-1] == END

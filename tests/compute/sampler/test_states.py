@@ -29,7 +29,7 @@ from tinkerflow.backend.spec.commands import SampleRequest, SampleStep
 
 @pytest.fixture
 def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
-    """hit(sampler, request): how many tokens of its prompt were cached. The sampler has no other request."""
+    """hit(sampler, request): the number of cached prompt tokens of a request that runs alone."""
     return lambda sampler, request: int(run_all(sampler, request)[request.request_id].prompt_cache_hit_tokens)
 
 
@@ -72,7 +72,7 @@ def test_evicted_states_are_computed_again(hybrid: Tiny, ask: Any, run_all: Any,
 
 
 def test_samples_of_one_prompt_diverge(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any) -> None:
-    """Each has a copy of the prompt's state, whether the prompt was cached, long, short or of one token."""
+    """Each sample has its own copy of the prompt's state. Prompts are new or cached, with one token or many."""
     for length in (1, 200):
         tokens, sampler = prompt(length, length), hybrid.sampler()
         group = ask("group", tokens, 12, num_samples=3, temperature=1.0, seed=4)
@@ -86,7 +86,7 @@ def test_samples_of_one_prompt_diverge(hybrid: Tiny, ask: Any, run_all: Any, pro
 
 
 def test_equal_commands_give_equal_bits(hybrid: Tiny, ask: Any, prompt: Any) -> None:
-    """A restarted worker group computes the same, with requests that come, end and are cancelled."""
+    """A restarted worker group computes the same results, with requests that arrive, end and are cancelled."""
 
     def played() -> list[Any]:
         sampler, done = hybrid.sampler(), []

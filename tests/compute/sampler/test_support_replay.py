@@ -1,4 +1,4 @@
-"""Support replay: the ratio of two policies that drew from the tokens that top-k, top-p and min-p left."""
+"""Support replay: the ratio of two policies over the tokens that top-k, top-p and min-p kept."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def data_of(sequences: Any) -> tuple[Example, ...]:
 
 
 def test_equal_weights_have_ratio_one(executor, ask, run_all, forward):
-    """Though the probabilities of the supports differ from 1. The logprobs of the answer stay those of all tokens."""
+    """The probabilities of the supports differ from 1. The logprobs of the answer remain those over all tokens."""
     plain = sampled(executor, ask, run_all, supports=False)
     sequences = sampled(executor, ask, run_all)
     assert plain[0].supports is None
@@ -83,7 +83,7 @@ def test_equal_weights_have_ratio_one(executor, ask, run_all, forward):
 def masked_loss(model: Any, named: Any, data: Any, loss: str, config: Any) -> tuple[torch.Tensor, float, list[Any]]:
     """A tensor with the gradient of the loss, the loss, and the logprobs of each example, in float64 by torch.
 
-    named: the parameters of the model. The loss sees the softmax over logits that are masked outside of the supports.
+    named: the parameters of the model. The loss uses the softmax over logits that are masked outside of the supports.
     """
     total, value, scored = torch.zeros((), dtype=torch.float64), 0.0, []
     for example in data:
@@ -146,7 +146,7 @@ def test_full_training_supports_masked_vocabularies(executor, qwen3, ask, run_al
 
 
 def test_prompts_with_different_supports_are_not_merged(executor, ask, run_all, forward):
-    """Together, in a row with a shared beginning, each example has the loss that it has alone."""
+    """In one row with a shared prefix, each example has the loss that it has alone."""
     one = datum(sampled(executor, ask, run_all, 1)[0])
     counts_N = one.supports.counts_N.copy()
     counts_N[30:] = 0

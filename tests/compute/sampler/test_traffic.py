@@ -1,4 +1,4 @@
-"""Random traffic through the real sampler on a model of the devices: requests, cancellations, failures."""
+"""Random traffic through the real sampler on simulated devices: requests, cancellations and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: out of memory"
 
 @cache
 def text() -> tuple[int, ...]:
-    """Prompts are its beginnings, so that they share pages."""
+    """A text. Prompts begin with it, so that they share pages."""
     chance = random.Random(0)
     return tuple(chance.randrange(90) for _ in range(600))
 
@@ -105,7 +105,7 @@ class Traffic:
             raise RuntimeError(error)
 
     def step(self, *admit: SampleRequest, cancel: tuple[str, ...] = ()) -> bool:
-        """One step; False when nothing is left to do."""
+        """Run one step. Returns False if nothing is left to do."""
         progress = self.sampler.step(SampleStep(admit, cancel=cancel, idle=self.chance.random() < 0.5))
         for new in progress.streamed:
             self.streamed.setdefault((new.request_id, new.index), []).append(new)
@@ -116,7 +116,7 @@ class Traffic:
         return bool(progress.active or progress.waiting)
 
     def continued(self, request: SampleRequest) -> SampleRequest:
-        """The same request, or the next turn of a conversation instead of its prompt."""
+        """The request, or the request with the next turn of a conversation as its prompt."""
         name = self.chance.choice([*self.answered, None])
         if name is None or self.answered[name].error or self.chance.random() < 0.4:
             return request
