@@ -281,7 +281,7 @@ BUDGETS = (
         )
         for measure, limit in ((LOSS_ROWS, 1024), (TEMPORARIES, 4))
     ),
-    *(  # a GPU with 24 GB: one layer's matrices are dequantized at a time, in the forward and in the backward pass
+    *(  # a GPU with 24 GB: matrices are dequantized layer by layer, in the forward and in the backward pass
         Budget(_case(f"8B {target} forward_backward 1x8192", base_weights="nf4", **memory), measure, limit)
         for target, memory in (("l4:1", {}), ("h100:1", {"memory": 24}))
         for measure, limit in ((MEMORY, 50), (TEMPORARIES, 3), (SLICES, 230))

@@ -104,7 +104,7 @@ class _Kernels:
         """Measure one kernel.
 
         wanted: computes the correct `pick` of the kernel's result in float32. limit: the largest relative error. flops,
-        moved: the fewest flops and bytes. beside: other ways to compute the same, which are timed.
+        moved: the fewest flops and bytes. beside: alternatives, whose times are listed.
         """
         name = f"{self._platform.name}: {name}"
         if not self._run.has_time(name, _LEAST_SECONDS):

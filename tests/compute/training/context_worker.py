@@ -1,4 +1,4 @@
-"""One process with eight CPU devices, for test_context_parallel: trains a single row on several meshes, to a file."""
+"""Run by test_context_parallel with eight CPU devices: trains one row on several meshes, and writes the results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax
 
 
 def main() -> None:
-    """argv: model folder, file for the arrays, and meshes by their sizes of fsdp, expert and tensor, such as 4x2x1.
+    """argv: model folder, file for the arrays, and meshes as sizes of fsdp, expert and tensor, for example 4x2x1.
 
-    The first and the last of them also train all parameters, and a row of examples that share tokens.
+    The first and the last mesh also train all parameters, and a row of examples that share tokens.
     """
     jax.config.update("jax_num_cpu_devices", 8)
     import numpy as np

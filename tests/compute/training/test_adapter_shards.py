@@ -1,4 +1,4 @@
-"""Shards of an adapter restore it bit for bit, with shards of any size, and an error names a missing tensor."""
+"""Shards of any size restore an adapter bit for bit. Errors name the shards that are missing or do not fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STORED = StoredState(SPEC, 1, "adamw", "runs/r/recovery/n/a", FILES)
 
 @pytest.fixture
 def pieces(shared_executor, forward, examples) -> dict[str, np.ndarray]:
-    """Of an adapter after a step, with gradients that wait for the next one."""
+    """The pieces of an adapter after one step, with accumulated gradients for the next one."""
     shared_executor.execute(CreateAdapter("source", SPEC, 3))
     for _ in range(2):
         forward(shared_executor, "source", examples((9,)), backward=True)

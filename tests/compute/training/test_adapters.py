@@ -1,4 +1,4 @@
-"""Adapters to the host and back; a state that is not this model's is refused by the name of its tensor."""
+"""Adapters are exported and imported again. The error for a state of another model names the tensor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_training_leaves_an_imported_state_alone(shared_executor, state, example
 
 
 def test_optimizer_starts_fresh_without_moments(shared_executor, state, examples, forward):
-    """And is exported as what it then is: the step is the number that AdamW corrects its moments by."""
+    """The exported step counts only steps since then, because AdamW corrects its moments by it."""
     ends = []
     shared_executor.execute(ImportAdapter("late", state.copy_with(moments={}, step=100)))
     for name in ("late", "later"):

@@ -1,4 +1,4 @@
-"""Bits of training that neither a neighbour nor an export changes."""
+"""Neither neighbouring rows nor an export change the bits of training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_continuing_from_an_export_is_bitwise_equal(shared_executor, examples, f
     for step in range(2):
         forward(executor, "first", examples((20, 30), seed=step), backward=True)
         executor.execute(OptimStep("first", AdamParams(learning_rate=1e-2)))
-    forward(executor, "first", examples((20, 30), seed=9), backward=True)  # gradients that wait travel along
+    forward(executor, "first", examples((20, 30), seed=9), backward=True)  # the export includes accumulated gradients
     executor.execute(ImportAdapter("second", executor.execute(ExportAdapter("first", True))))
     ends = []
     for name in ("first", "second"):

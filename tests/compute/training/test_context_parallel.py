@@ -46,7 +46,7 @@ def train(folder: Path, *meshes: str) -> dict[str, np.ndarray]:
     ],
 )
 def test_row_pieces_equal_one_device(model, meshes, tmp_path):
-    """Two key-value heads, trees, all parameters; windows, sinks, an axis of experts, latent attention."""
+    """Includes two key-value heads, trees, all parameters, windows, sinks, an expert axis and latent attention."""
     shape = {**SHAPE, **FAMILY_SHAPE.get(model, {}), "num_attention_heads": 8, "tie_word_embeddings": False}
     shape |= {"num_key_value_heads": 8} if model == "glm4_moe_lite" else {}
     random_model(model, shape).eval().save_pretrained(tmp_path)

@@ -126,7 +126,7 @@ def compute(loss: CustomLoss, examples: tuple[Example, ...], logprobs: list[np.n
 
 @pytest.mark.parametrize("fn", [ppo, gspo, masked, reductions, shapes, elementwise], ids=lambda fn: fn.__name__)
 def test_custom_loss_equals_torch_in_value_slope_and_metrics(fn):
-    examples = data(LENGTHS[1:] if fn in (reductions, shapes) else LENGTHS)  # a std of one value is no number
+    examples = data(LENGTHS[1:] if fn in (reductions, shapes) else LENGTHS)  # the std of one value is NaN
     rng = np.random.default_rng(1)
     logprobs = [-rng.exponential(1.5, e.targets_TK.shape).astype(np.float32) for e in examples]
     expected_losses, expected_slopes, expected_metrics = in_torch(fn, examples, logprobs)

@@ -1,4 +1,4 @@
-"""Dimuon against NumPy, and the rules that keep optimizers apart."""
+"""Dimuon against NumPy, and errors for mixed optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinkerflow.backend.spec.optimizers.dimuon import COEFFICIENTS, ITERATIONS, 
 
 
 def matrix_sign(m: np.ndarray) -> np.ndarray:
-    """Newton-Schulz in float64, to the Frobenius norm sqrt(rank); m is [rank, n]."""
+    """Newton-Schulz in float64, scaled to the Frobenius norm sqrt(rank). m: [rank, n]."""
     if not m.any():
         return m
     x = m / np.linalg.norm(m)
@@ -77,7 +77,7 @@ def test_restored_state_continues_bit_for_bit(shared_executor, examples, forward
     executor.execute(CreateAdapter("on", LoraSpec(4), 3, "dimuon"))
     forward(executor, "on", examples((9,)), backward=True)
     executor.execute(OptimStep("on", params))
-    forward(executor, "on", examples((12,)), backward=True)  # gradients that wait travel too
+    forward(executor, "on", examples((12,)), backward=True)  # the export includes accumulated gradients
     executor.execute(ImportAdapter("again", executor.execute(ExportAdapter("on", True))))
     for adapter in ("on", "again"):
         executor.execute(OptimStep(adapter, params))
@@ -96,7 +96,7 @@ def test_optimizers_cannot_be_mixed(shared_executor, examples, forward):
     with pytest.raises(UserError, match="parameters are adamw's, but the model was made with dimuon"):
         executor.execute(OptimStep("d", AdamParams()))
     after = executor.execute(ExportAdapter("d", True))
-    assert all((after.moments[n] == m).all() for n, m in before.moments.items())  # the gradients wait still
+    assert all((after.moments[n] == m).all() for n, m in before.moments.items())  # gradients are still accumulated
     with pytest.raises(UserError, match="parameters are dimuon's, but the model was made with adamw"):
         executor.execute(OptimStep("a", DimuonParams(1e-3)))
     adamw = executor.execute(ExportAdapter("a", True))

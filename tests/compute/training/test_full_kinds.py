@@ -31,9 +31,9 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
     ["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("glm4_moe_lite", "gemma4_text"))],
 )
 def test_layers_of_every_kind_train_whole(family, tmp_path, examples, forward, ask, run_all):
-    """Linear attention, experts of both routers, latents, heads of two widths and layers' inputs, as in torch.
+    """Compares linear attention, experts of both routers, latents, heads of two widths and layer inputs with torch.
 
-    Corrections of routers and scalars of layers are not trained or saved, as in transformers, but a snapshot samples
+    As in transformers, corrections of routers and scalars of layers are not trained or saved, but a snapshot samples
     with them. The model is restored from shards.
     """
     reference = build(tmp_path / "base", family, tied=False)

@@ -39,7 +39,7 @@ def bits(state: AdapterState) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in (state.weights | state.moments).items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # with a tied unembedding, and with biases and its own
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # tied unembedding; biases and a separate unembedding
 def test_ten_full_training_steps_equal_torch(family, request, shared_executor, examples, forward):
     reference = request.getfixturevalue(family)
     executor = shared_executor if family == "qwen3" else reference.executor()

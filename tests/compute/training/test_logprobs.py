@@ -1,4 +1,4 @@
-"""Logprobs and gradients by chunk: the same whatever the chunk or the kernel, and never an array of [tokens, V]."""
+"""Logprobs and gradients by chunk do not depend on the chunk or the kernel, and never need an array [tokens, V]."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def data(request: pytest.FixtureRequest) -> tuple[Any, ...]:
 
 @partial(jax.jit, static_argnums=0)
 def compiled(function: Any, *arguments: Any) -> Any:
-    """The result of a function, compiled whole. Its operations one by one take longer to compile."""
+    """The result of a function that is compiled as a whole. Compiling its operations one by one takes longer."""
     return function(*arguments)
 
 
 def plain(params, pair, hidden, targets, choice, inputs):
-    """As one would write it without minding memory."""
+    """The loss and the logprobs, computed without regard to memory."""
     logits = hidden @ params.head.T
     if pair is not None:
         logits += (hidden @ pair.A.T) @ pair.B * (32 / R)
@@ -107,7 +107,7 @@ def test_unembedding_gradient_equals_the_plain_formula(data, most, target):
 @pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda target: target.name)
 @pytest.mark.parametrize("by_head", [False, True])
 def test_a_loss_sees_the_softmax_over_the_support(data, by_head, target):
-    """Without a support, that of the whole vocabulary; logprobs stay those of the whole. Some logits are far apart."""
+    """Without a support, it sees the whole vocabulary. Logprobs always cover it. Some logits are far apart."""
     params, pair, hidden, targets, choice, inputs = data
     rng = np.random.default_rng(3)
     held_BTV = rng.random((B, T, V)) < 0.2
@@ -160,7 +160,7 @@ def test_logits_never_exist_whole(data):
         assert max(np.prod(shape) for shape in sizes) == B * 8 * V
 
 
-WIDE = 300  # a vocabulary of several tiles of a GPU's kernels, and a rest
+WIDE = 300  # a vocabulary of several tiles of a GPU's kernels, with a remainder
 
 
 def drawn(rank: int, cap: float, dtype: Any = jnp.float32) -> tuple[Any, ...]:
@@ -176,7 +176,7 @@ def drawn(rank: int, cap: float, dtype: Any = jnp.float32) -> tuple[Any, ...]:
 
 
 def difference(found: Any, expected: Any) -> float:
-    """The largest, relative to the largest value of the same array."""
+    """The largest difference, relative to the largest value of the same array."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     wide = [(np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs]
     return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in wide)
@@ -187,7 +187,7 @@ def difference(found: Any, expected: Any) -> float:
     ("rank", "cap"), [(4, 5.0), *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((80, 5.0), (0, 0.0)))]
 )
 def test_fused_kernels_match_whole_logits(target, rank, cap):
-    """Tiles that neither rows, ranks nor the vocabulary fill; ranks within a kernel and beyond it; capped logits."""
+    """Includes partial tiles of rows, ranks and the vocabulary, ranks larger than a kernel's, and capped logits."""
     data = drawn(rank, cap)
     expected = compiled(logprobs.score_and_grads, *data)
     with compiling_for(target):

@@ -1,6 +1,6 @@
 """Every registered loss per token: its value and slope against NumPy, by the public documentation's formulas.
 
-A new loss needs a row in EXPECTED; `test_sequence_losses.py` has the losses of whole sequences.
+A new loss needs a row in EXPECTED. `test_sequence_losses.py` tests the losses of whole sequences.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ EXPECTED: dict[str, tuple[Callable[..., Values], dict[str, float]]] = {
 
 
 def draw(shape: tuple[int, ...], *, own: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Logprobs, and every input of every loss; optional ones are given for half of the tokens when `own`."""
+    """Logprobs, and all inputs of all losses. own: optional inputs have values for half of the tokens."""
     rng = np.random.default_rng(0)
     lp, inputs = rng.normal(size=shape).astype(np.float32), {}
     for name, fill in packed_inputs().items():

@@ -1,6 +1,6 @@
-"""Every loss at extreme inputs: a masked token counts for nothing, and a branch that is not taken gives no gradient.
+"""Every loss at extreme inputs: masked tokens have no effect, and branches that are not taken give no gradient.
 
-Clients put placeholders such as -9999 into tokens that do not count. One NaN of them would spoil the whole gradient.
+Clients put placeholders such as -9999 into masked tokens. One NaN from them would spoil the whole gradient.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def of_tokens(choice: Any, logprobs: Any, inputs: Any) -> Any:
 
 
 def outcome(loss: str, example: Example, logprobs_T: np.ndarray, **config: float) -> Any:
-    """All that training on the example gives: the losses, the slopes and the metrics."""
+    """The losses, the slopes and the metrics of training on the example."""
     spec = LOSSES[loss]
     command = Forward("a", (example,), loss, {**spec.defaults, **config})
     drift = drift_metrics(command, ForwardResult((logprobs_T,), 0.0))
@@ -70,7 +70,7 @@ def draw(seed: int = 0) -> tuple[Example, np.ndarray]:
 
 
 def masking(example: Example, loss: str, mask: str, places: list[int], fillers: list[float]) -> Example:
-    """The example with tokens masked by an input that is 0 there, and with these numbers in all its other inputs."""
+    """The example with the tokens at `places` masked by the input `mask`, and with `fillers` in their other inputs."""
     columns = {"weights": example.weights_TK, **example.inputs}
     for given_input, filler in zip(LOSSES[loss].inputs, fillers, strict=False):
         column = columns.get(given_input.name, np.ones((T, 1), np.float32)).copy()
@@ -99,7 +99,7 @@ def test_the_inputs_of_a_masked_token_change_no_bit(spec, mask, places, fillers)
 @settings(max_examples=60)
 @given(st.lists(st.tuples(numbers, st.sampled_from([-1.0, 0.0, 1e-3, 2.0])), min_size=T, max_size=T), st.booleans())
 def test_counted_tokens_have_the_slope_of_the_formula_unless_it_overflows(spec, tokens, own):
-    """PPO's clipped branch, for one, is flat however large the ratio is."""
+    """For example, PPO's clipped branch is flat for any ratio."""
     example, logprobs_T = draw()
     old, advantages = (np.array(column, np.float32)[:, None] for column in zip(*tokens, strict=True))
     inputs = {"logprobs": old, "advantages": advantages}
@@ -112,7 +112,7 @@ def test_counted_tokens_have_the_slope_of_the_formula_unless_it_overflows(spec, 
     }
     with np.errstate(all="ignore"):
         value, slope = EXPECTED[spec.name][0](logprobs_T[:, None].astype(np.float64), wide, spec.defaults)
-    # A masked token's formula is not evaluated: 0 times infinity.
+    # The formula of a masked token, 0 times infinity, is not evaluated.
     counts = np.all([wide[mask] != 0 for mask in spec.masks if mask != "weights"], axis=0) | np.zeros((T, 1), bool)
     value, slope = (np.where(counts, x * example.weights_TK, 0.0) for x in (value, slope))
     for found, expected in ((slopes, slope), (again, slope), (losses, value)):
@@ -211,7 +211,7 @@ def test_a_traced_loss_may_mask_tokens_as_it_likes(fn, places, old, advantage):
         return custom_loss(loss, replace(example, inputs=inputs), logprobs_T[:, None])
 
     if fn is multiplied:
-        advantage = min(advantage, 50.0)  # there it is a factor of tokens that count
+        advantage = min(advantage, 50.0)  # in this loss, it is a factor of counted tokens
         advantage = max(advantage, -50.0)
     loss, slope, metrics = run(old, advantage)
     expected, expected_slope, expected_metrics = run(0.0, advantage if fn is multiplied else 0.0)

@@ -49,7 +49,7 @@ def test_steps_with_changing_parameters(shared_executor, examples, forward, grad
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
         state = executor.execute(ExportAdapter("adam", True))
         for n, w in weights.items():
-            # a gradient near zero is noise of either sign, and Adam makes a whole step of it: compare where it is not
+            # Gradients near zero are noise of either sign, and Adam makes whole steps of them: compare the others.
             solid = np.sqrt(nu[n]) > 1e-4
             assert np.abs(state.weights[n] - w)[solid].max(initial=0.0) < 2e-4, n
         weights = {n: w.astype(np.float64) for n, w in state.weights.items()}
@@ -115,7 +115,7 @@ def dimuon(w, g, state, count, p):
     return w - p.learning_rate * matrix_sign(average), {"momentum": average}
 
 
-REFERENCE = {  # of every optimizer: a step on one matrix, and parameters other than its defaults
+REFERENCE = {  # for each optimizer: a step on one matrix, and parameters other than its defaults
     "adamw": (adamw, {"learning_rate": 3e-2, "beta1": 0.5, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.2}),
     "dimuon": (dimuon, {"learning_rate": 3e-2, "beta1": 0.5}),
 }

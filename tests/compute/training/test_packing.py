@@ -76,7 +76,7 @@ def test_long_rows_are_split_over_no_more_devices_than_they_need(sizes, budget, 
         assert (rows, width) in Grid(budget, parts, most).shapes(300)
         assert rows % parts == 0 or (parts % rows == 0 and parts // rows <= most)
         assert rows * width <= budget or rows == parts // most
-        assert rows >= parts or 2 * rows * width > budget  # half as many devices would have more tokens than theirs
+        assert rows >= parts or 2 * rows * width > budget  # half as many devices would exceed their tokens
 
 
 @given(lengths)

@@ -1,4 +1,4 @@
-"""Losses of whole sequences: their formulas against torch, and trained through the executor however they are packed."""
+"""Losses of whole sequences: their formulas against torch, and equal training for packed and separate examples."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def judge(command: Forward, logprobs: list[np.ndarray]) -> SequenceLoss:
 
 
 def given(example, **inputs):
-    """The example with these inputs instead of its own."""
+    """The example with some inputs replaced."""
     return replace(example, inputs={**example.inputs, **inputs})
 
 

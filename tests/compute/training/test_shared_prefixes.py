@@ -1,4 +1,4 @@
-"""Examples with equal beginnings are trained as a tree: the results are those of each example alone."""
+"""Examples with equal prefixes are trained as a tree, and give the same results as each example alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SFT, PPO = LOSSES["cross_entropy"], LOSSES["ppo"]
 
 
 def branches(seed: int, sizes: list[tuple[int, int]], *, targets: int = 1) -> list[Example]:
-    """Examples that begin like one before them. sizes: for each the shared and the other tokens.
+    """Examples that share a prefix with an earlier one. sizes: the shared and the other tokens of each example.
 
-    The first token that is not shared is another one, so exactly the tokens before the last shared one have equal
-    targets. Advantages are those of a whole example.
+    The first token after the prefix differs, so exactly the tokens before the last shared one have equal targets. An
+    example has one advantage, and 0 in its prefix.
     """
     rng = np.random.default_rng(seed)
     made: list[np.ndarray] = []
@@ -167,7 +167,7 @@ def test_each_example_keeps_its_tokens_and_its_loss(sizes, seed, budget, multipl
 
 
 def check_states(batch, chunk):
-    """A branch continues the state of the chunk before it, or the one that was kept last."""
+    """Assert that a branch continues the state of the chunk before it, or the last state that was kept."""
     for parents in batch.parents_BT:
         entries = parents[::chunk]
         branching = [(turn, entry) for turn, entry in enumerate(entries) if entry >= 0 and entry != turn * chunk - 1]

@@ -19,7 +19,7 @@ from tinkerflow.backend.spec.traced_shapes import Shaped, shape_of
 V, M, W = Shaped((5,)), Shaped((5, 3)), Shaped((3, 5))
 CUBE, SCALAR = Shaped((2, 4, 3)), Shaped(())
 INDEX = np.array([0, 2, 1, 1])  # where an op takes integers
-Case = tuple[Any, ...]  # the arguments; a dict at the end has the named ones
+Case = tuple[Any, ...]  # the arguments; named ones are in a dict at the end
 
 
 def ops(names: Sequence[str], cases: list[Case]) -> dict[str, list[Case]]:
@@ -115,7 +115,7 @@ def outcome(call: Any, given: Case, of: Any) -> Any:
 
 
 def in_jax(op: str, given: Case) -> Any:
-    """The shapes of the worker's op; numbers stay unchanged."""
+    """The shapes that the worker's op returns. Numbers stay unchanged."""
     leaves, tree = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, Shaped | slice) or x is None or x is ...)
     found: list[Any] = []
 

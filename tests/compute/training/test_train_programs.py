@@ -1,4 +1,4 @@
-"""Compiled programs go with the shapes of adapters that are not used any more."""
+"""Compiled programs are dropped with the shapes of adapters that are no longer used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make() -> Steps:
 
 
 def programs() -> int:
-    """How many programs this process holds."""
+    """The number of compiled programs in this process."""
     gc.collect()
     return len(jax.devices()[0].client.live_executables())
 
@@ -42,7 +42,7 @@ def test_shapes_without_adapters_lose_their_programs(shapes: list[LoraSpec]) -> 
     assert gone == [] and programs() == before + 6
     kept = steps.steps_of(shapes[0])
     steps.trim({shapes[1]})
-    assert gone == shapes[2:5]  # of the five others the last used two stay
+    assert gone == shapes[2:5]  # of the five others, the two that were used last stay
     assert programs() == before + 3
     assert steps.steps_of(shapes[0]) is kept
 
@@ -71,7 +71,7 @@ def test_models_that_alternate_between_ranks_reuse_their_programs() -> None:
 
 
 def test_the_executor_forgets_the_shapes_of_dropped_adapters(qwen3, shapes, examples, forward, monkeypatch) -> None:
-    monkeypatch.setattr(adapter_programs, "memory_maps_used", lambda: 0.0)  # other tests leave programs here
+    monkeypatch.setattr(adapter_programs, "memory_maps_used", lambda: 0.0)  # other tests leave programs in this process
     executor = qwen3.executor()
     for spec in shapes[:4]:
         executor.execute(CreateAdapter("a", spec, 0))

@@ -1,4 +1,4 @@
-"""A training step multiplies what it must, once: its matmuls are counted in its program."""
+"""A training step computes each necessary matmul once. The matmuls are counted in its program."""
 
 from __future__ import annotations
 
