@@ -81,7 +81,7 @@ def record(case: Case, cache: str) -> Record:
 
 
 class MissingFlopsError(Exception):
-    """The flops of a program were not all counted."""
+    """Some flops of a program were not counted."""
 
 
 def check_flops(counts: Counts, useful: float) -> None:

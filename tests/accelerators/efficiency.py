@@ -1,6 +1,6 @@
 """The expected time of a compiled program: its roofline, divided by the shares of the peaks that its kernels reach.
 
-Our kernels have not run on a device, so the shares are ranges from published figures of similar kernels or estimates.
+Our kernels have not run on a device, so the shares are ranges, published for similar kernels or estimated.
 """
 
 from __future__ import annotations

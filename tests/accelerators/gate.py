@@ -1,6 +1,6 @@
 """Compiles programs for accelerators, and compares their figures with the budgets.
 
-python -m tests.accelerators.gate          every budget; writes figures.json, which docs/accelerators.md is made from
+python -m tests.accelerators.gate          every budget; writes figures.json, the source of docs/accelerators.md
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ _THUNK = re.compile(
     re.M,
 )
 _NAMED = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
-_REGISTERS, _BLOCKS, _WARP, _AT_ONCE = 65536, 32, 32, 256  # of a multiprocessor; _AT_ONCE: step of a warp's registers
+_REGISTERS, _BLOCKS, _WARP, _AT_ONCE = 65536, 32, 32, 256  # of a multiprocessor; _AT_ONCE: unit of allocation
 _OWN_SHARED = 1024  # bytes of shared memory that CUDA reserves in each block
-_LAUNCH = 2e-6  # the least seconds of a launch
+_LAUNCH = 2e-6  # seconds of the shortest launch
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Kernel:
     """A kernel of a program: the worst figures over all its launches and its variants for other shapes.
 
     blocks: of a launch. resident: blocks that run on a multiprocessor at the same time. idle: the microseconds of the
-    slowest launch that leaves multiprocessors idle, if the other ones run at their peaks; 0 if the launch ends before a
+    slowest launch that leaves multiprocessors idle, if the others run at their peaks; 0 if the launch ends before a
     next one could start.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-_FLOATS, _HEADS = ("bf16", "f32"), 3  # of queries and keys: their dtypes, and their least number of dimensions
+_FLOATS, _HEADS = ("bf16", "f32"), 3  # of queries and keys: their dtypes, and the fewest dimensions
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 
 
@@ -22,7 +22,6 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.dims)
 
     @property

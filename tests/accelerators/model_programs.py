@@ -65,7 +65,6 @@ class Programs:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of the target's devices."""
         return mesh_for(self.target, tensor=self.tensor, expert=self.expert)
 
     @cached_property
@@ -75,7 +74,6 @@ class Programs:
 
     @property
     def spec(self) -> LoraSpec:
-        """The adapter's spec."""
         return LoraSpec(self.rank, expert_rank=expert_rank(self.rank, self.cfg.experts_per_token, "divided"))
 
     @cached_property
@@ -125,7 +123,6 @@ class Programs:
         return compile_for(self.target, self.steps.forward, *args, **more)
 
     def optim_step(self, kind: Any = DEFAULT_OPTIMIZER, **more: Any) -> Figures:
-        """One optimizer step."""
         spec, fresh = OPTIMIZERS[kind], fresh_state(kind, self.lora)
         state = jax.tree.map(like, fresh, shardings(self.mesh, fresh))
         hyper = like(spec.vector(spec.example), replicated(self.mesh))

@@ -160,7 +160,6 @@ MODELS = {  # the fields of config.json that determine the computation
 
 
 def config(model: str) -> ModelConfig:
-    """The config of one of MODELS."""
     return parse_config(MODELS[model], name=model)
 
 

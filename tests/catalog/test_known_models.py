@@ -1,4 +1,4 @@
-"""The numbers of parameters of popular models, computed from their configs and published by their makers."""
+"""The parameter counts of popular models, computed from their configs, equal the published ones."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_fully_trained_weights_replace_the_base_weights(tmp_path: Path, tied: bo
     _, base = of_base(tie_word_embeddings=tied)
     trained = {name: array + 1 for name, array in base.items()}
     files = {name: array.astype(ml_dtypes.bfloat16) for name, array in base.items()}
-    if tied:  # some files contain it in addition to the embedding
+    if tied:  # some files contain the head in addition to the embedding
         files["lm_head.weight"] = files["model.embed_tokens.weight"]
     folder = written(tmp_path / "base", files, tie_word_embeddings=tied)
     merging.merge(folder, AdapterState(LoraSpec(0), 3, trained), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The executor copies results to the host once per command, reports the effects of failures, and works ahead."""
+"""The executor copies results to the host once per command, reports the effects of failures, and runs ahead."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_adapters_that_do_not_fit_are_refused_with_their_size(qwen3):
     for number in range(many):
         executor.execute(CreateAdapter(str(number), LoraSpec(8), 0))
     rule = r"lora rank 8: the adapter takes \S+ GB of each device with .* GB are free of the \S+ GB for adapters: must"
-    with pytest.raises(AllocationError, match=rule):  # so a replay waits for memory instead of failing
+    with pytest.raises(AllocationError, match=rule):  # so a replay waits for room instead of answering with this error
         executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
     executor.execute(CreateAdapter("0", LoraSpec(8), 0))  # replaces the existing one
     executor.execute(DropAdapter("1"))

@@ -66,7 +66,7 @@ def adapted_weights(model, weights, scale=lambda rank: LORA_ALPHA / rank):
 def test_gradients_of_every_adapter_as_torch_has_them(
     request, tmp_path, architecture, adapter, examples, forward, gradients
 ):
-    """qwen3_moe has only experts. deepseek_v3 also has latent attention, shared experts and a dense layer."""
+    """qwen3_moe has only routed experts. deepseek_v3 also has latent attention, shared experts and a dense layer."""
     if architecture == "qwen3_moe":
         moe, executor = (request.getfixturevalue(name) for name in ("moe", "executor"))
     else:

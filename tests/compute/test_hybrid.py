@@ -148,7 +148,7 @@ def test_a_9b_hybrid_trains_and_samples_on_one_h100_and_states_are_counted():
 
 
 def test_states_are_split_as_the_cache_is():
-    """Heads are split as far as tensor divides the key-value heads, and sequences over the other devices."""
+    """Heads are split as far as tensor divides the key-value heads. Sequences are split over the other devices."""
     cfg = parse_config(QWEN3_5_9B, name="m")  # 4 key-value heads, 16 key heads, 32 value heads
     config = GroupConfig(
         "m", dtype="bfloat16", fsdp=1, tensor=1, max_context=32768, microbatch_tokens=0, sample_slots=64,

@@ -21,7 +21,7 @@ TINY = ImageProcessor(95, 8, 256, 1536, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def theirs() -> Any:
-    """Transformers' module of the processor. Importing it takes seconds, so processes that collect tests must not."""
+    """Transformers' module of the processor, imported only when needed because the import takes seconds."""
     return importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 
 

@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--model", default="4B", help="the model of `speed`: a name of tests/accelerators/models.py")
     parser.add_argument("--seconds", type=float, default=540, help="the time for all stages")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on the CPU")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # of a stage, in a process of its own
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of a stage, in its own process
     parser.add_argument("--platform", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := set(args.stages) - set(STAGES):

@@ -64,7 +64,7 @@ def wide(tree: Any) -> Any:
 
 
 def masked_attention(q: Any, k: Any, v: Any, ends_BT: Any) -> jax.Array:
-    """Attention that computes all scores together. Position i is visible from i to before `ends_BT[i]`."""
+    """Attention that computes all scores together. Position i is visible to positions from i to `ends_BT[i]` - 1."""
     place, repeats = jnp.arange(q.shape[1]), q.shape[2] // k.shape[2]
     seen = (place <= place[:, None]) & (place[:, None] < ends_BT[:, None])
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))

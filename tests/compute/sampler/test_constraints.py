@@ -180,7 +180,7 @@ def test_masks_have_a_bit_for_every_token() -> None:
 
 
 def test_work_is_limited(folder: Path) -> None:
-    """In an ambiguous grammar every token costs more than the last one."""
+    """In an ambiguous grammar, every token costs more than the previous one."""
     matcher = new_matcher(folder, 320, Constraint("grammar", 'start: "a" | start start | start start start', (END,)))
     letter = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["a"]
     with pytest.raises(

@@ -36,7 +36,7 @@ Ask = Callable[..., SampleRequest]
 
 @pytest.fixture(scope="module")
 def executor(qwen3: Reference, examples: Any, forward: Any, adapter: Any) -> Executor:
-    """With snapshots of the model `w` after one step (`one`) and two steps (`two`), and of an adapter (`beside`)."""
+    """An executor with snapshots of model `w` after one step (`one`) and two (`two`), and of an adapter (`beside`)."""
     executor = qwen3.executor()
     executor.execute(CreateAdapter("w", ALL, 0))
     for snapshot in ("one", "two"):

@@ -1,4 +1,4 @@
-"""Attention over pages: windows of unused slots, and writes to a cache in float8."""
+"""Attention over pages: unused slots and windows, and rounding in a cache in float8."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: out of memory"
 
 @cache
 def text() -> tuple[int, ...]:
-    """A text. Prompts begin with it, so that they share pages."""
+    """A text. Many prompts are prefixes of it, so that they share pages."""
     chance = random.Random(0)
     return tuple(chance.randrange(90) for _ in range(600))
 

@@ -47,7 +47,7 @@ def test_training_leaves_an_imported_state_alone(shared_executor, state, example
 
 
 def test_optimizer_starts_fresh_without_moments(shared_executor, state, examples, forward):
-    """The exported step counts only steps since then, because AdamW corrects its moments by it."""
+    """The step restarts at 0, too, because AdamW corrects its moments by it."""
     ends = []
     shared_executor.execute(ImportAdapter("late", state.copy_with(moments={}, step=100)))
     for name in ("late", "later"):

@@ -107,7 +107,7 @@ def test_unembedding_gradient_equals_the_plain_formula(data, most, target):
 @pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda target: target.name)
 @pytest.mark.parametrize("by_head", [False, True])
 def test_a_loss_sees_the_softmax_over_the_support(data, by_head, target):
-    """Without a support, it sees the whole vocabulary. Logprobs always cover it. Some logits are far apart."""
+    """Without a support, the loss sees the whole vocabulary. Logprobs always cover it. Some logits are far apart."""
     params, pair, hidden, targets, choice, inputs = data
     rng = np.random.default_rng(3)
     held_BTV = rng.random((B, T, V)) < 0.2

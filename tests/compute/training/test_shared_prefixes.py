@@ -25,8 +25,8 @@ SFT, PPO = LOSSES["cross_entropy"], LOSSES["ppo"]
 def branches(seed: int, sizes: list[tuple[int, int]], *, targets: int = 1) -> list[Example]:
     """Examples that share a prefix with an earlier one. sizes: the shared and the other tokens of each example.
 
-    The first token after the prefix differs, so exactly the tokens before the last shared one have equal targets. An
-    example has one advantage, and 0 in its prefix.
+    The first token after the prefix differs, so exactly the tokens before the last shared one have equal targets.
+    Advantages are 0 in the prefix, and one number after it.
     """
     rng = np.random.default_rng(seed)
     made: list[np.ndarray] = []
