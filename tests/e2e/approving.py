@@ -1,4 +1,4 @@
-"""A person who answers the form of `nightly` on Prefect's page."""
+"""Answer the approval form of `nightly` as a person would, through Prefect's API or on its page."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ async def answer(
     still_running: Callable[[], None] = lambda: None,
     by_mouse: Callable[[UUID], None] | None = None,
 ) -> Any:
-    """Answer the form of the run `nightly NAME` as soon as it is there; return the question.
+    """Answer the form of the run `nightly NAME` as soon as it exists, and return its question.
 
-    still_running: raises when the run that asks has ended. by_mouse: answers the form of this flow run on its page,
-    instead of the API.
+    still_running: raises if the run that asks has ended. by_mouse: answers on the page of this flow run, instead of
+    through the API.
     """
     asked = FlowRunFilter.model_validate(
         {"name": {"any_": [f"approval of nightly {name}"]}, "state": {"type": {"any_": ["PAUSED"]}}}
@@ -40,7 +40,7 @@ async def answer(
         form = state.state_details.run_input_keyset["description"]
         while not (inputs := await client.filter_flow_run_input(found[0].id, form, 1, set())):
             still_running()
-            await asyncio.sleep(0.1)  # Prefect pauses a run, and writes its form after that
+            await asyncio.sleep(0.1)  # Prefect writes the form after it pauses the run
         (waiting,) = await client.read_flow_runs(flow_run_filter=asker)
         assert waiting.state_type is StateType.RUNNING, "a paused run loses its place within concurrency_limit"
     if by_mouse is not None:
@@ -51,7 +51,7 @@ async def answer(
 
 
 def answer_by_mouse(page: Page, url: str, question: str, reason: str) -> None:
-    """Approve in the form on the page of the run that asks, as a person does."""
+    """Approve in the form on the page of the run that asks."""
     with page.at(url):
         page.press("Resume")
         page.shows(question)

@@ -1,4 +1,4 @@
-"""A page of a UI in a headless Chromium, and waiting for things that happen elsewhere."""
+"""Control a UI's page in headless Chromium, and wait for conditions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    """What the condition gives as soon as it holds; fails after ten minutes."""
+    """Return the condition's first truthy result; fail after ten minutes."""
     deadline = time.monotonic() + 600
     while not (found := condition()):
         assert time.monotonic() < deadline, "did not happen in ten minutes"
@@ -27,7 +27,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 class Page:
     """A page of a UI in a headless Chromium.
 
-    A script may redraw any part of it, and a form may load the next page, so an element is looked up at each try.
+    A script may redraw any part of it, and a form may load the next page, so each attempt looks its element up again.
     """
 
     def __init__(self, browser, pictures: Path | None) -> None:
@@ -39,7 +39,7 @@ class Page:
 
     @contextmanager
     def at(self, url: str) -> Iterator[None]:
-        """Be there for the block only: a page that draws the graph of a run takes a core as long as it is open."""
+        """Open `url` for the block only, because a page that draws a run's graph occupies a core while it is open."""
         self.open(url)
         try:
             yield
@@ -50,7 +50,7 @@ class Page:
         return str(self._with("body", lambda body: body.text))
 
     def shows(self, *words: str, tab: str = "", pause: float = 0.5) -> str:
-        """The page's text, as soon as all the words are in it. `tab`: id of an element to click until they are."""
+        """The page's text, once it contains all the words. tab: id of an element to click until then."""
         deadline = time.monotonic() + 300
         while not all(word in (text := self.text()) for word in words):
             assert time.monotonic() < deadline, f"the page never showed {words}; it says:\n{text}"
@@ -60,10 +60,7 @@ class Page:
         return text
 
     def press(self, *buttons: str) -> float:
-        """Click a button, then the others in the dialogs that open; when the last one was clicked.
-
-        Each as soon as it is there and can be clicked.
-        """
+        """Click each button once it is enabled, all but the first in dialogs; return the time of the last click."""
         from selenium.common.exceptions import WebDriverException
 
         where = ""
@@ -75,7 +72,7 @@ class Page:
                     if ready := [one for one in found if one.is_displayed() and one.is_enabled()]:
                         ready[-1].click()
                         break
-                except WebDriverException:  # it was drawn anew, or something passes over it
+                except WebDriverException:  # it was redrawn, or another element covers it
                     pass
                 assert time.monotonic() < deadline, f"no button {name!r}; the page says:\n{self.text()}"
                 time.sleep(0.2)
@@ -83,11 +80,10 @@ class Page:
         return time.monotonic()
 
     def click(self, selector: str) -> None:
-        """Click the first element of a CSS selector, as soon as it is there."""
+        """Click the first element that matches a CSS selector, once it exists."""
         self._with(selector, lambda element: element.click())
 
     def fill(self, selector: str, text: str) -> None:
-        """Replace the text of a field."""
 
         def write(field: Any) -> None:
             field.clear()
@@ -96,7 +92,7 @@ class Page:
         self._with(selector, write)
 
     def fill_active(self, text: str) -> None:
-        """Type into the field that has the focus, as soon as there is one."""
+        """Type into the focused field, once there is one."""
         wait_for(lambda: self.run("return document.activeElement !== document.body"))
         self._browser.switch_to.active_element.send_keys(text)
 
@@ -107,7 +103,7 @@ class Page:
         self._with(selector, lambda element: ActionChains(self._browser).move_to_element(element).perform())
 
     def drag(self, selector: str, start: float, end: float) -> None:
-        """Drag the pointer over an element, between two shares of its width."""
+        """Drag the pointer across an element. start, end: fractions of the element's width."""
         from selenium.webdriver import ActionChains
 
         def pull(element: Any) -> None:
@@ -118,18 +114,18 @@ class Page:
         self._with(selector, pull)
 
     def run(self, script: str, *values: Any) -> Any:
-        """The result of a script in the page; an asynchronous script calls its last argument."""
+        """Run a script in the page, with `values` as its `arguments`, and return its result."""
         return self._browser.execute_script(script, *values)
 
     def look(self, *, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
-        """Be of this size, and light or dark."""
+        """Set the page's size in pixels and its color scheme."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def barriers(self) -> list[str]:
-        """What axe finds that keeps people from using the page, and is serious or critical."""
+        """The page's serious and critical accessibility violations, as axe finds them."""
         from importlib.resources import files
 
         self._browser.execute_script(files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8"))
@@ -143,7 +139,7 @@ class Page:
         ]
 
     def complaints(self) -> list[str]:
-        """The browser's complaints since the last call: errors of scripts, and refusals by our policy."""
+        """The browser's errors since the last call: script errors, and violations of our content security policy."""
         said = self._browser.get_log("browser")
         return [one["message"] for one in said if one["level"] == "SEVERE" and "favicon" not in one["message"]]
 
@@ -152,7 +148,7 @@ class Page:
         self._browser.delete_all_cookies()
 
     def _with(self, selector: str, act: Callable[[Any], T]) -> T:
-        """What `act` returns for the first element of a CSS selector, as soon as it is there and `act` succeeds."""
+        """Return the result of `act` for the first element that matches `selector`, once `act` succeeds."""
         from selenium.common.exceptions import WebDriverException
 
         deadline = time.monotonic() + 300
@@ -161,7 +157,7 @@ class Page:
             try:
                 if found := self._browser.find_elements("css selector", selector):
                     return act(found[0])
-            except WebDriverException as error:  # it was drawn anew, or something passes over it
+            except WebDriverException as error:  # it was redrawn, or another element covers it
                 failed = error
             time.sleep(0.1)
         raise AssertionError(f"no {selector}, or it cannot be used; the page says:\n{self._source()}") from failed
@@ -170,18 +166,18 @@ class Page:
         return str(self.run("return document.body ? document.body.innerText : ''"))
 
     def save(self, file: Path) -> None:
-        """Write a picture of the page into a file."""
+        """Save a screenshot of the page."""
         self._browser.save_screenshot(str(file))
 
     def picture(self, name: str) -> None:
-        """Keep a picture of the page in the folder TEST_PICTURES, if there is one."""
+        """Save a screenshot of the page in the folder TEST_PICTURES, if this variable is set."""
         if self._pictures is not None:
             self._browser.save_screenshot(str(self._pictures / f"{name}.png"))
 
 
 @contextmanager
 def open_page(folder: Path) -> Iterator[Page]:
-    """An empty page; the browser keeps its files in `folder`. A test that wants one is skipped where there is none."""
+    """Yield an empty page, with the browser's files in `folder`; skip the test if Chromium is not installed."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (chromium and driver):
         pytest.skip("no chromium and chromedriver on this machine")

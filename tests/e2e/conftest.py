@@ -1,4 +1,4 @@
-"""The whole service as a user starts it: `tinkerflow up` in a process of its own, reached with the real SDK."""
+"""The whole service as a user starts it: `tinkerflow up` in its own process, used through the real SDK."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ PREFECT = "tinkerflow.flows.prefect.server_process"  # in the command line of th
 
 
 class Client(tinker.ServiceClient):
-    """A client whose end fails after a minute, where the SDK's own would stand still.
+    """A client whose exit fails after a minute, whereas the exit of the SDK's own client may hang.
 
-    SDK 0.38 waits at the end for its poller of samples. If that was just answering, its cancellation may get lost in
-    the HTTP library, and then it waits for ever (`SessionFuturesPoller._poll_loop`).
+    On exit, SDK 0.38 cancels its poller of samples and waits for it. If the poller has just received an answer, the
+    HTTP library may lose the cancellation, and the wait never ends (`SessionFuturesPoller._poll_loop`).
     """
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -47,7 +47,7 @@ class Client(tinker.ServiceClient):
 
 @dataclass
 class Server:
-    """A `tinkerflow up`, which can be started again on its data dir and port when it was killed."""
+    """A `tinkerflow up` that can be restarted on the same data dir and port after a kill."""
 
     data_dir: Path
     options: tuple[str, ...]
@@ -58,8 +58,8 @@ class Server:
     clients: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
-        """Return when it is ready."""
-        log = self.data_dir / "up.log"  # and no pipe: nobody reads what it says later
+        """Start the service and return once it is ready."""
+        log = self.data_dir / "up.log"  # not a pipe, because no one reads the later output
         said = log.stat().st_size if log.exists() else 0
         options = ("--port", str(self.port), "--data-dir", str(self.data_dir), *self.options)
         with log.open("a") as output:
@@ -77,7 +77,7 @@ class Server:
         self.port = int(self.api_url.rsplit(":", 1)[1])
 
     def stop(self) -> None:
-        """SIGTERM; soon afterwards none of its processes is left."""
+        """Send SIGTERM; fail unless all of the service's processes end soon."""
         below = descendants(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -92,7 +92,7 @@ class Server:
             time.sleep(0.1)
 
     def client(self) -> tinker.ServiceClient:
-        """A client of its own; closed with `clients`, where it was not before."""
+        """A new client, closed with `clients` at the latest."""
         return self.clients.enter_context(Client(base_url=self.api_url, api_key="tml-test"))
 
     def rest(self) -> tinker.RestClient:
@@ -100,7 +100,7 @@ class Server:
 
     @property
     def prefect(self) -> PrefectAccess:
-        """How to reach its Prefect server, as soon as that runs."""
+        """Access to the service's Prefect server, once it runs."""
         return wait_for_prefect(lambda: find_server(self.data_dir), 300)
 
     def prefect_page(self, path: str) -> str:
@@ -108,7 +108,7 @@ class Server:
         return self.prefect.link(path, time.time())
 
     def ask_prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What its Prefect server answers to a GET, or a POST of `body`; asked again while it is busy (503)."""
+        """The Prefect server's answer to a GET, or to a POST of `body`, retried while the server is busy (503)."""
         access = self.prefect
         with PrefectHttpxSyncClient(base_url=access.api_url, headers=access.headers, timeout=60) as http:
             return (http.get(path) if body is None else http.post(path, json=body)).json()
@@ -119,22 +119,21 @@ class Server:
         return next(m.model_name for m in models if m.model_name)
 
     def workers(self) -> list[int]:
-        """Pids of the pool's processes, found from outside: descendants whose command line names the worker."""
+        """Pids of the pool's processes: descendants whose command line names the worker's module."""
         return [pid for pid in descendants(self.process.pid) if "tinkerflow.backend.pool.worker" in cmdline(pid)]
 
     def descendants(self) -> list[int]:
-        """Pids of its child processes and their descendants."""
         return descendants(self.process.pid)
 
     def parts(self, *names: str) -> list[int]:
-        """Pids of the parts (`engine`, `api`, `prefect`) that run now."""
+        """Pids of the running parts with these names (`engine`, `api`, `prefect`)."""
         commands = [PREFECT if name == "prefect" else f"-m tinkerflow {name} " for name in names]
         return [pid for pid in descendants(self.process.pid) if any(one in cmdline(pid) for one in commands)]
 
 
 @contextmanager
 def running(data_dir: Path, *options: str, compiled: Path, prefect: str = "embedded") -> Iterator[Server]:
-    """`tinkerflow up` on free ports until the block ends; afterwards none of its processes is left."""
+    """Run `tinkerflow up` on free ports until the block ends; fail if any of its processes is left afterwards."""
     if not (data_dir / "jax-cache").exists():
         (data_dir / "jax-cache").symlink_to(compiled)
     server = Server(data_dir, options, prefect)
@@ -184,19 +183,19 @@ def make_datum() -> Callable[..., tinker.Datum]:
 
 @dataclass(frozen=True)
 class Pipelines:
-    """Pipelines run in this process, on the shared server and its Prefect server."""
+    """For pipelines that run in this process, against the shared server and its Prefect server."""
 
     server: Server
     work: str
 
     async def artifacts(self, prefix: str) -> dict[str, dict]:
-        """The newest artifact of each key that begins with `prefix`."""
+        """The newest artifact of each key that begins with `prefix`, by the rest of the key."""
         body = {"artifacts": {"key": {"like_": f"{prefix}%"}}, "limit": 100}
         found = await asyncio.to_thread(self.server.ask_prefect, "/artifacts/latest/filter", body)
         return {one["key"].removeprefix(prefix): one for one in found}
 
     def weights(self, path: str) -> dict[str, object]:
-        """The tensors of a checkpoint, as the server's store holds them."""
+        """The tensors of a checkpoint in the server's store."""
         return Store.open(f"file://{self.server.data_dir / 'store'}").load(path)[0].weights
 
 
@@ -215,6 +214,5 @@ def pipelines(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="session")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A page in a browser."""
     with open_page(tmp_path_factory.mktemp("chromium")) as page:
         yield page

@@ -1,4 +1,4 @@
-"""Processes and their descendants, from /proc."""
+"""Command lines and descendants of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cmdline(pid: int) -> str:
-    """The command of a process; empty when it has ended."""
+    """The command of a process, or "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
@@ -15,7 +15,7 @@ def cmdline(pid: int) -> str:
 
 
 def descendants(pid: int, *, beside: Collection[int] = ()) -> list[int]:
-    """Pids of the process's descendants, without `beside` and their descendants."""
+    """Pids of the process's descendants, except `beside` and their descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

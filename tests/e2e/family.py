@@ -1,4 +1,4 @@
-"""Random tiny models of any family, with the tiny model's tokenizer: something to serve."""
+"""Random tiny models of any family, with the tiny model's tokenizer, for tests that serve them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGE_TOKEN = SPECIALS.index(PAD)
 
 
 def make_family(folder: Path, architecture: str) -> Path:
-    """The folder, with a model of that family."""
+    """Write a random model of this architecture to `folder`, and return `folder`."""
     make_tiny(folder)
     torch.manual_seed(7)
     shape = {**SHAPE, "tie_word_embeddings": True, **FAMILY_SHAPE.get(architecture, {})}
@@ -31,7 +31,7 @@ def make_family(folder: Path, architecture: str) -> Path:
 
 
 def png(seed: int) -> bytes:
-    """A file with an image of 6 tokens."""
+    """A PNG file of random pixels, which a model sees as 6 tokens."""
     out = io.BytesIO()
     pixels = np.random.default_rng(seed).integers(0, 256, (16, 24, 3)).astype(np.uint8)
     Image.fromarray(pixels).save(out, "png")

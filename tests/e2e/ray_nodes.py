@@ -1,6 +1,6 @@
-"""A Ray cluster of a head and two more nodes, each with one CPU: prints its address, raylets and logs as JSON.
+"""Run a Ray cluster of three nodes with one CPU each, and print its address, raylets and log folder as JSON.
 
-It ends when its standard input does, or its parent.
+The cluster ends with its standard input or its parent process.
 """
 
 import json

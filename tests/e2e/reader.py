@@ -1,12 +1,12 @@
-"""A reader of a tutorial follows its fenced blocks in their order.
+"""Follow the fenced blocks of a tutorial in order, as its reader does.
 
-- A block whose first line is a comment with a file's name is saved in that file.
-- `bash` is executed. Exported variables stay. A command with the comment `# fails` must fail.
-- `text` is compared with the output of the command before: its lines must be there, in this order. Numbers and ids may
-  differ, and `…` is any text.
-- A `bash` block after a paragraph that begins with “On your machine” is only for readers.
+- A block whose first line is a comment with a file's name is saved to that file.
+- `bash` is executed. Exported variables persist. A command with the comment `# fails` must fail.
+- `text` is compared with the output of the previous command, which must contain its lines in this order. Numbers and
+  ids may differ, and `…` matches any text.
+- A `bash` block after a paragraph that begins with “On your machine” is skipped.
 
-In commands and files, `tinker://…` is the newest path of sampler weights that a command printed.
+In commands and files, `tinker://…` stands for the newest path of sampler weights that a command has printed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ END = "--- the end of a block, with status"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page. kind: its language. aside: whether the test leaves it out. name: of the file, or ""."""
+    """A fenced block of a page. kind: its language. aside: whether the test skips it. name: its file's name, or ""."""
 
     kind: str
     text: str
@@ -41,7 +41,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page, in their order."""
+    """The fenced blocks of a page, in order."""
     text = page.read_text()
     found = list(re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S))
     assert not re.search(r"^ {4}\S", without_code_blocks(text), re.M), f"{page.name}: indented code is not executed"
@@ -52,12 +52,12 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 class Reader:
-    """Somebody at a terminal in `folder`. A service that answers at `address` was started by `tinkerflow up`."""
+    """A person at a terminal in `folder`. `tinkerflow up` has started a service at `address`."""
 
     def __init__(self, folder: Path, address: str, data_dir: Path) -> None:
-        """data_dir: of the service."""
+        """data_dir: the service's data dir."""
         self._folder, self._address, self._data_dir = folder, address, data_dir
-        self.said = ""  # by the last command
+        self.said = ""  # output of the last command
         self._weights = ""
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class Reader:
         self._bash.communicate("kill $(jobs -p) 2>/dev/null; wait\n", 180)
 
     def follow(self, page: str) -> Iterator[Block]:
-        """Do what each block of a page says, and yield the block."""
+        """Follow each block of a page, and yield it."""
         for block in blocks(TUTORIALS / page):
             if block.name:
                 save = f"cat > {block.name} <<'--END--'\n{self._mine(block.text)}--END--"
@@ -97,12 +97,12 @@ class Reader:
         else:
             status = self._execute(command)
             if status == ABORTED and command.splitlines()[-1].startswith("tinker "):
-                status = 0  # the vendor's program may abort while its interpreter ends, after all of its output
+                status = 0  # the vendor's program may abort at interpreter shutdown, after all of its output
             assert (status != 0) is ("# fails" in command), f"{command}ended with {status}:\n{self.said}"
         self._weights = [self._weights, *re.findall(r"tinker://\S+/sampler_weights/[\w.-]+", self.said)][-1]
 
     def _execute(self, command: str) -> int:
-        """Execute a command, keep its output as `said`, and return its exit status."""
+        """Execute a command, store its output in `said`, and return its exit status."""
         assert self._bash.stdin and self._bash.stdout
         self._bash.stdin.write(f"{{\n{command}\n}} </dev/null\nprintf '\\n%s %s\\n' '{END}' $?\n")
         self._bash.stdin.flush()
@@ -124,7 +124,7 @@ class Reader:
 
 
 def _pattern(line: str) -> str:
-    """A pattern for all lines that look the same to a reader."""
+    """A pattern that ignores differences in numbers, session ids and spaces, and whose `…` matches any text."""
     parts = re.split(rf"(…|sess-\w+|{NUMBER}|\s+)", line.strip())
     wild = {"…": ".*", "s": r"sess-\w+", " ": r"\s+"}
     return "".join(

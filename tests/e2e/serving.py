@@ -1,4 +1,4 @@
-"""`tinkerflow serve` in a process of its own."""
+"""Run `tinkerflow serve` in its own process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 
 @contextmanager
 def serving(file: Path, log: Path) -> Iterator[None]:
-    """`tinkerflow serve` until the block ends; SIGTERM ends it in order."""
-    path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))  # for flows of our own
+    """Run `tinkerflow serve` until the block ends; fail unless SIGTERM stops it cleanly."""
+    path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))  # for the tests' own flows
     with log.open("w") as output:
         process = subprocess.Popen(
             [

@@ -1,6 +1,6 @@
-"""The pipeline `sft` in processes that each make three steps, report this, and wait for the request to stop.
+"""The pipeline `sft` in processes that each make three steps and then wait for the request to stop.
 
-They report by a file in the folder SLOW_SFT.
+After its three steps, a process creates a file named after its pid in the folder SLOW_SFT.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ async def may_continue_three_times(control: Control) -> bool:
     asked += 1
     if asked > 3:
         Path(os.environ["SLOW_SFT"], str(os.getpid())).touch()
-        while not control.stopping:  # noqa: ASYNC110  it has no event for this
+        while not control.stopping:  # noqa: ASYNC110  Control has no event for this
             await asyncio.sleep(0.05)
     return await may_go_on(control)
 

@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node, this machine, in a folder of its own: munged, slurmctld and slurmd as our children."""
+"""A one-node Slurm cluster on this machine, in its own folder, with munged, slurmctld and slurmd as child processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
 def missing() -> str:
-    """Why there can be no cluster here; "" when there can."""
+    """The reason why no cluster can run here, or ""."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
     if absent:
         return f"no {', '.join(absent)} (Debian: slurmctld slurmd slurm-client munge)"
@@ -27,7 +27,7 @@ def missing() -> str:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Mapping[str, str]]:
-    """The variables that lead programs to the cluster, which has 4 CPUs."""
+    """Run a cluster with 4 CPUs, and yield the environment of programs that use it."""
     name, munge = socket.gethostname(), folder / "munge.socket"
     (folder / "state").mkdir()
     (folder / "spool").mkdir()
@@ -74,7 +74,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=
 
 
 def jobs(environment: Mapping[str, str]) -> list[str]:
-    """The jobs of the cluster."""
+    """The id, name and state of each job of the cluster."""
     return _said(environment, "squeue", "--noheader", "--format=%i %j %T").splitlines()
 
 

@@ -1,6 +1,6 @@
-"""What was trained answers the clients of OpenAI and Anthropic: the same tokens and logprobs as the SDK's sampler.
+"""OpenAI's and Anthropic's clients get the same tokens and logprobs from trained models as the SDK's sampler.
 
-So do litellm and lm-eval, unmodified.
+litellm and lm-eval work without changes, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def claude(server: Any) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture(scope="module")
 def taught(server: Any, make_datum: Callable[..., tinker.Datum]) -> dict[str, str]:
-    """Weights by their learned answers: a greeting, and a tool call."""
+    """Paths of weights by their learned answers: a greeting, and a tool call."""
     client = server.client()
     return {name: teach(client, server.base_model, make_datum, *said) for name, said in LESSONS.items()}
 
@@ -64,7 +64,7 @@ def teach(client: Any, base_model: str, make_datum: Any, answer: str, tools: lis
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, tools: list[Any], messages: Any = HI) -> list[int]:
-    """The prompt as transformers makes it."""
+    """The prompt that the chat template makes in transformers."""
     text = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
     return list(tokenizer.encode(str(text), add_special_tokens=False))
 
@@ -119,7 +119,7 @@ def test_adapter_answers_differently_from_its_base_model(
 def test_next_turn_of_a_conversation_finds_the_last_answer_in_the_prefix_cache(
     server: Any, gpt: openai.OpenAI, taught: dict[str, str]
 ) -> None:
-    """An answer is prefilled when the group is idle, so the first conversations may be too fast for it."""
+    """Answers are prefilled while the group is idle, so the second turns of some conversations may come too early."""
     tokenizer = server.client().create_sampling_client(model_path=taught["greets"]).result().get_tokenizer()
     asked: Any = {"model": taught["greets"], "temperature": 0, "max_tokens": LENGTH}
     asked["extra_body"] = {"return_token_ids": True}
@@ -131,7 +131,7 @@ def test_next_turn_of_a_conversation_finds_the_last_answer_in_the_prefix_cache(
         known = first.prompt_token_ids + first.choices[0].token_ids
         messages += [{"role": "assistant", "content": first.choices[0].message.content}, *HI]
         second = gpt.chat.completions.create(messages=messages, **asked)
-        if second.prompt_token_ids[: len(known)] == known:  # its text has the same tokens again
+        if second.prompt_token_ids[: len(known)] == known:  # the answer's text is tokenized as it was sampled
             pages = len(known) // PAGE * PAGE
             assert len(first.prompt_token_ids) < pages
             if second.usage.prompt_tokens_details.cached_tokens >= pages:
@@ -184,12 +184,12 @@ def test_required_call_and_schema_hold_for_an_untrained_model(server: Any, gpt: 
     assert done.choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
+@pytest.mark.filterwarnings("default")  # these packages' warnings are not ours
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_litellm_chats_streams_and_calls_tools(
     server: Any, taught: dict[str, str], provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks GitHub
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise its import queries GitHub
     import litellm
 
     base = f"{server.api_url}/v1" if provider == "openai" else server.api_url
@@ -206,12 +206,12 @@ def test_litellm_chats_streams_and_calls_tools(
         (call,) = message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
         result = {"role": "tool", "tool_call_id": call.id, "content": "wet"}
-        # litellm's own message goes back to it, with litellm's additions.
+        # litellm gets its own message back, with litellm's additions.
         message.provider_specific_fields = {"refusal": None}
         assert litellm.completion(**calls, messages=[*HI, message, result]).usage.completion_tokens > 0
 
 
-@pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
+@pytest.mark.filterwarnings("default")  # these packages' warnings are not ours
 def test_litellm_gives_logprobs_and_holds_schemas(
     server: Any, gpt: openai.OpenAI, taught: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +237,7 @@ def test_litellm_gives_logprobs_and_holds_schemas(
     assert json.loads(held.choices[0].message.content)["a"] in (True, False)
 
 
-@pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
+@pytest.mark.filterwarnings("default")  # these packages' warnings are not ours
 def test_lm_eval_scores_choices_and_texts_and_generates(
     server: Any, taught: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +284,7 @@ def test_lm_eval_scores_choices_and_texts_and_generates(
     assert done["results"]["choices"]["acc,none"] == 1.0
     (one,) = done["samples"]["choices"]
     for ((logprob, _),), choice in zip(one["resps"], choices, strict=True):
-        tokens, first = tokenizer.encode(asked + choice), len(tokenizer.encode(asked.rstrip()))  # as lm-eval cuts them
+        tokens, first = tokenizer.encode(asked + choice), len(tokenizer.encode(asked.rstrip()))  # split as in lm-eval
         known = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
         assert float(logprob) == pytest.approx(sum(known[first:]), abs=1e-4)
     chatted = evaluate(

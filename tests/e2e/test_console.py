@@ -1,4 +1,4 @@
-"""The console of the whole service in a real browser: a run in training, and a talk with the trained model."""
+"""The console of the whole service in a real browser: a run during training, and a chat with its weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_curve_of_a_run_moves_while_it_trains_and_its_weights_answer(server,
 
 
 def talk(page, server, path: str) -> None:
-    """Ask the base model and the checkpoint, side by side."""
+    """Send one prompt to the base model and the checkpoint, side by side."""
     query = urllib.parse.urlencode({"checkpoint": path, "other": server.base_model})
     page.open(f"{server.api_url}/playground?mode=checkpoint&{query}")
     page.fill("#max_tokens", "24")

@@ -1,4 +1,4 @@
-"""Options beyond the SDK's, over HTTP: answers are JSON of their schema, and wrong options fail only their request."""
+"""Sampling options that the SDK lacks, over HTTP: constraints, penalties and biases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEMA["properties"]["year"] |= {"minimum": 1900, "maximum": 2100}
 
 
 class Client:
-    """Posts samples of the base model, and reads their answers."""
+    """Requests samples of the base model over HTTP."""
 
     def __init__(self, server):
         self.url = f"{server.api_url}/api/v1"
@@ -48,7 +48,7 @@ class Client:
             return json.load(answer)
 
     def sample(self, **params):
-        """The sequences of an answer, or its error's text."""
+        """Draw two samples; return the tokens of each, or the error's text."""
         body = {
             "sampling_session_id": self.sampler,
             "seq_id": next(self.numbers),
@@ -115,7 +115,7 @@ def test_a_killed_worker_changes_no_token(server, client):
     before = [client.sample(**said), client.sample(**held)]
     with ThreadPoolExecutor(2) as threads:
         again = [threads.submit(client.sample, **options) for options in (said, held)]
-        time.sleep(0.3)  # the comparison holds wherever the kill finds them
+        time.sleep(0.3)  # results must be equal whenever the kill comes
         for worker in server.workers():
             os.kill(worker, signal.SIGKILL)
         assert [one.result() for one in again] == before

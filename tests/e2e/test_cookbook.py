@@ -1,6 +1,6 @@
 """tinker-cookbook's own training programs, unmodified, against `tinkerflow up` with a local model path.
 
-They run behind a recorder. The recordings then answer them again, and fail them where they were changed.
+They run behind a recorder. Then they run again on the recordings, which fail a changed program.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ asyncio.run(train.main(config))
 """
 
 
-# Seen once with SDK 0.38.0: training complete, then its daemon threads abort the interpreter while it shuts down.
 SEE_TORCH = (
     "import sys; sys.modules.pop('torch', None)"  # the cookbook imports it since 0.6; tests/without_torch hides it
 )
+# Once, after complete training, daemon threads of SDK 0.38.0 aborted the interpreter at its shutdown.
 LEAVE = "import os; sys.stdout.flush(); os._exit(0)"
 
 
 def run(program: str, server, log: Path, *cassette: str) -> subprocess.CompletedProcess[str]:
-    """The program behind `tinkerflow cassette`, with these arguments. It writes metrics and checkpoints to `log`."""
+    """Run a program behind `tinkerflow cassette` with these arguments. It writes metrics and checkpoints to `log`."""
     command = [
         sys.executable,
         "-m",
@@ -89,14 +89,14 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def metrics_of(program: str, server, log: Path, *cassette: str) -> list[dict[str, Any]]:
-    """The metrics of a program that succeeds, without times."""
+    """Run a program, which must succeed, and return its metrics without times."""
     done = run(program, server, log, *cassette)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [{key: value for key, value in step.items() if "time" not in key} for step in lines(log / "metrics.jsonl")]
 
 
 def recorded_and_replayed(program: str, server, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a program, which are the same bit for bit when a cassette answers it."""
+    """Record a program and return its metrics; fail unless its replay gives the same metrics bit for bit."""
     file = str(folder / "loop.cassette")
     metrics = metrics_of(program, server, folder / "first", "record", "-o", file)
     assert metrics_of(program, server, folder / "again", "serve", file) == metrics

@@ -1,8 +1,8 @@
-"""Kills of every kind at random moments of a run of two clients, which get the results of an undisturbed run.
+"""Processes are killed at random moments while two clients train; results must equal those of an undisturbed run.
 
-CI makes five, with the journal in SQLite. For more:
+CI kills five times, with the journal in SQLite. For more:
 CRASH_LOOP_KILLS=100 CRASH_LOOP_PREFECT=embedded CRASH_LOOP_DATABASE=postgres pytest -s tests/e2e/test_crash_loop.py
-With CRASH_LOOP_FAMILY=qwen3_5 a random model of that family is trained and sampled; one that sees is shown images.
+CRASH_LOOP_FAMILY=qwen3_5 trains and samples a random model of that family, on images if it is a vision model.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SEED = int(os.environ.get("CRASH_LOOP_SEED", "7"))
 KILLS = int(os.environ.get("CRASH_LOOP_KILLS", "5"))
 PREFECT = os.environ.get("CRASH_LOOP_PREFECT", "off")
 DATABASE = os.environ.get("CRASH_LOOP_DATABASE", "sqlite")
-# Once each, then by chance. A name alone: SIGKILL. `up` takes its children with it; "all" leaves only `up`.
+# Each in order, then at random. A bare name means SIGKILL. The kill of `up` ends its children; "all" spares only `up`.
 WAYS = ("worker", "stop api", "engine", "up", "all", "stop worker", "api", "stop engine", "worker", "worker")
-FAMILY = os.environ.get("CRASH_LOOP_FAMILY", "")  # none: the tiny model
+FAMILY = os.environ.get("CRASH_LOOP_FAMILY", "")  # empty: the tiny model
 PATIENCE = 900.0  # seconds until the loop counts as stuck; on a quiet machine a kill costs less than ten
 
 
@@ -38,7 +38,7 @@ def ways(chance: random.Random) -> list[str]:
 
 
 class Progress:
-    """The steps that the clients make together, and whether they should make more."""
+    """Counts the steps of both clients, and records when they should stop."""
 
     def __init__(self):
         self._steps, self._changed, self._over = 0, threading.Condition(), False
@@ -58,7 +58,7 @@ class Progress:
         return self._over
 
     def wait_for_another(self):
-        """Whether one was made before the end."""
+        """Wait for another step; return False if the end comes first."""
         with self._changed:
             wanted = self._steps + 1
             done = self._changed.wait_for(lambda: self._over or self._steps >= wanted, PATIENCE)
@@ -67,23 +67,23 @@ class Progress:
 
 
 def run(server, make_datum, seed, go_on):
-    """All that one client gets: numbers, tokens, and the hashes of its checkpoints' files."""
+    """Train as one client; return its metrics and sampled tokens, and the hashes of its checkpoints' files."""
     got, saves, step = [], [], 0
     params = types.SamplingParams(max_tokens=24, seed=seed, stop=[])
     with server.client() as service:
         client = service.create_lora_training_client(base_model=server.base_model, rank=8, seed=seed).result()
         while go_on(step):
-            # A micro-batch each.
+            # Each datum takes a micro-batch of its own.
             data = [make_datum([1 + (i * (seed + step)) % 300 for i in range(tokens)]) for tokens in (40, 60)]
             data += [seen(seed + step)] if FAMILY in TOWER else []
             parts = [client.forward_backward(data, "cross_entropy") for _ in range(2)]
             parts.append(client.optim_step(types.AdamParams(learning_rate=2e-3)))
             got.append([part.result().metrics for part in parts])
-            if step % 4 == 3:  # it goes on meanwhile, and perhaps the service dies
+            if step % 4 == 3:  # training continues meanwhile, and a kill may come
                 saves.append(client.save_state(name=f"after-{step}"))
             if step % 4 == 1:
                 sampler = client.save_weights_and_get_sampling_client().result()
-            if step % 4 == 2:  # a step after its weights were published, and perhaps a life later
+            if step % 4 == 2:  # a step after the weights were published, and perhaps a restart later
                 prompt = seen(step).model_input if FAMILY in TOWER else types.ModelInput.from_ints([1, 2, 3])
                 sampled = sampler.sample(prompt, 2, params).result()
                 got[-1].append([list(one.tokens) for one in sampled.sequences])
@@ -107,14 +107,14 @@ def hashes(server, path):
 
 
 def both(server, make_datum, *go_on):
-    """The results of each client; the callbacks get the number of steps and decide whether it continues."""
+    """The results of one client per callback, which gets the number of steps and decides whether to continue."""
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(run, server, make_datum, 3 + i, one) for i, one in enumerate(go_on)]
         return [one.result() for one in running]
 
 
 def kill(server, way):
-    """Do it, once all that is named runs."""
+    """Kill or stop the named processes, once they all run."""
     number = signal.SIGSTOP if way.startswith("stop ") else signal.SIGKILL
     what = way.removeprefix("stop ")
     if what == "up":

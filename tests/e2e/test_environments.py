@@ -1,4 +1,4 @@
-"""The pipeline `rl` on environments of libraries, with the embedded model."""
+"""The pipeline `rl` on environments of other libraries, with the embedded model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_environment():
 
 
 def given(folder: Path, steps: int, learning_rate: float, **changes: Any) -> dict[str, Any]:
-    """Parameters of a pipeline, whose runs all are of one segment."""
+    """Parameters of a pipeline that runs in one segment."""
     training = {"steps": steps, "segment_steps": steps, "batch_size": 4, "learning_rate": learning_rate}
     fixed = {"name": "mine", "resume": "mine", "work": f"file://{folder}", "samples": {"rows": 0}}
     return fixed | {"model": {"rank": 8}, "training": training | {"schedule": "constant"}} | changes
@@ -46,7 +46,7 @@ def given(folder: Path, steps: int, learning_rate: float, **changes: Any) -> dic
 
 @pytest.mark.thorough
 async def test_the_model_learns_a_task_of_reasoning_gym(tiny_service, plain_calls, tmp_path):
-    """The greatest common divisor of two numbers. Supervised steps first teach the model to answer with a number."""
+    """The task is the greatest common divisor of two numbers. Supervised steps first teach the form of an answer."""
     pytest.importorskip("reasoning_gym", reason="no reasoning-gym", exc_type=ImportError)
     url = "reasoning-gym://gcd?max_value=12&size={}&seed={}"
     source = {"url": url.format(64, 2), "ignore": ["reasoning_gym"]}
@@ -60,7 +60,7 @@ async def test_the_model_learns_a_task_of_reasoning_gym(tiny_service, plain_call
 
 
 async def trained(folder: Path, url: str, environment: str, **changes: Any) -> Any:
-    """The result of two steps on an environment of several turns."""
+    """Train two steps on an environment, and return the result."""
     rules = {"group_size": 4, "answer_tokens": 4, "max_turns": 3, "environment": environment} | changes
     found = await rl(RlParameters.model_validate(given(folder, 2, 0.01, data={"url": url}, **rules)))
     assert found.steps == 2 and "left_out_episodes" not in found.first
@@ -84,7 +84,7 @@ async def test_a_conversation_with_verifiers_is_trained(tiny_service, plain_call
 
 
 async def test_a_conversation_with_an_echo_server_is_trained(tiny_service, plain_calls, tmp_path):
-    """Its reward is the length of each answer."""
+    """The reward is the length of each answer."""
     pytest.importorskip("openenv", reason="no openenv", exc_type=ImportError)
     from tests.tasks.pipelines.test_openenv import Served, Text
 
@@ -100,7 +100,7 @@ async def test_a_conversation_with_an_echo_server_is_trained(tiny_service, plain
 
 @needs_namespaces
 async def test_a_task_of_harbor_is_trained(tiny_service, plain_calls, tmp_path):
-    """The reward is written by the task's tests, which run after the model's first answer without a command."""
+    """The task's tests write the reward. They run after the model's first answer without a command."""
     tests = "if [ -e lines.txt ]; then echo 1; else echo 0.5; fi > /logs/verifier/reward.txt"
     write_task(tmp_path / "tasks", tests__test_sh=tests)
     found = await trained(tmp_path, f"harbor://{tmp_path / 'tasks'}", f"harbor:{tmp_path / 'tasks'}")

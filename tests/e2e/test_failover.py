@@ -1,4 +1,4 @@
-"""Engines and API replicas that are killed under load. With 50 clients: `python -m tests.benchmarks.failover`."""
+"""An engine and an API replica are killed under load. With 50 clients: `python -m tests.benchmarks.failover`."""
 
 from __future__ import annotations
 

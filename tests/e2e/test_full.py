@@ -1,4 +1,4 @@
-"""All parameters of a model trained through the SDK: kills change no bit, and the saved files are a model."""
+"""Training of all parameters through the SDK: kills change no bit, and transformers loads the checkpoint."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_full_training_survives_kills_and_its_checkpoint_loads_in_transformers(
         assert list(store.find(exported).files) == ["model.safetensors"]
         unnamed = client.save_weights_and_get_sampling_client().result()
         named = client.save_weights_for_sampler("named").result().path
-        train(client, data, 1)  # no sampler sees that
+        train(client, data, 1)  # no sampler may see this step
         asked = types.ModelInput.from_ints(TEXT)
 
         def tokens_of(sampler: tinker.SamplingClient) -> tuple[list[int], list[float]]:

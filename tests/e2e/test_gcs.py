@@ -1,4 +1,4 @@
-"""A pipeline with data, work folder, results and checkpoints on gs://, served by a fake of its API."""
+"""A pipeline with its data, work folder, results and checkpoints on gs://, served by a fake of the GCS API."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ WORK, DATA = "gs://bucket/pipelines", "gs://bucket/given/colours.jsonl"
 
 @pytest.fixture
 def gcs(monkeypatch) -> Iterator[FakeGcs]:
-    """The fake, with the rows of an example in it."""
+    """A fake GCS that contains an example's rows."""
     with FakeGcs() as fake:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
-        monkeypatch.setenv("NO_GCE_CHECK", "true")  # else credentials are looked for on the network, for seconds
+        monkeypatch.setenv("NO_GCE_CHECK", "true")  # otherwise the search for credentials on the network takes seconds
         fake.write("given/colours.jsonl", example_file("colours-train.jsonl").read_bytes(), None)
         yield fake
 
 
 @pytest.fixture
 def tiny(pipelines, gcs, tmp_path, compiled_programs):
-    """A service that keeps its checkpoints there; Prefect is the shared server's."""
+    """A service that stores its checkpoints on gs:// and uses the shared server's Prefect."""
     from tinkerflow.deployments.testing import (
         serve_tiny,  # a plugin of test_testing.py, which must be the first to import it
     )
@@ -45,7 +45,7 @@ def tiny(pipelines, gcs, tmp_path, compiled_programs):
 
 
 def kept(gcs: FakeGcs, folder: str) -> list[str]:
-    """What lies below a folder of the bucket."""
+    """Names of the objects in a folder of the bucket, relative to it."""
     return sorted(name.removeprefix(folder) for name in gcs.objects if name.startswith(folder))
 
 
@@ -59,8 +59,8 @@ async def test_failed_run_resumes_from_gcs_and_returns_its_result(gcs, tiny, tmp
 
     def dies(self, client, step, params):
         asked.append(step)
-        if asked == [0, 1, 2, 3]:  # segments are of two steps: step 2 is lost
-            raise UserError("it ends here")  # which nothing tries again
+        if asked == [0, 1, 2, 3]:  # segments have two steps, so step 2 is lost
+            raise UserError("it ends here")  # never retried
         return submit(self, client, step, params)
 
     monkeypatch.setattr(SftRecipe, "submit", dies)
@@ -75,7 +75,7 @@ async def test_failed_run_resumes_from_gcs_and_returns_its_result(gcs, tiny, tmp
             "results",
         }
         assert kept(gcs, "pipelines/progress/on-gs/") == ["plan.json", "segments/00000002.json"]
-        first = dict(gcs.objects)  # among them the failure, as a result of its run
+        first = dict(gcs.objects)  # including the failure, which is the result of its run
 
         made = await sft(given)
         async with get_client() as client:

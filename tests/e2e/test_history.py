@@ -1,4 +1,4 @@
-"""A run whose history is kept: any step comes back, also after kills, and a rerun finds what changed it."""
+"""A run with history and a poisoned step: any step can be restored, even after kills, and blame finds the bad row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.store import Store
 from tinkerflow.deployments.commands import every_command
 
-POISONED = 5  # the step; its row 2 has a huge weight
+POISONED = 5  # the step whose row 2 has a huge weight
 
 
 def rows(make_datum: Any, step: int) -> list[tinker.Datum]:
@@ -35,7 +35,7 @@ def rows(make_datum: Any, step: int) -> list[tinker.Datum]:
 
 @pytest.fixture(scope="module")
 def run(server: Any, make_datum: Any) -> Iterator[str]:
-    """Eight steps, each saved; the worker is killed in the middle."""
+    """A run of eight steps, each saved; its workers are killed during step 4."""
     with server.client() as service:
         trainer = service.create_lora_training_client(
             server.base_model, rank=8, user_metadata={"history": "true", "name": "questioned"}
@@ -54,7 +54,7 @@ def run(server: Any, make_datum: Any) -> Iterator[str]:
 
 @pytest.fixture
 def command(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """command(*words): what `tinkerflow` prints, and its exit status."""
+    """command(*words) runs `tinkerflow` and returns its output and exit status."""
     monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
 
@@ -234,7 +234,7 @@ def test_a_receipt_is_verified_and_damage_is_named(run: str, command: Any, serve
 
 @pytest.mark.thorough
 def test_every_kind_of_model_is_forked_bit_for_bit(tmp_path: Any, start_server: Any, make_datum: Any) -> None:
-    """Experts, linear attention, images, all parameters: of two equal runs, one is saved at step 3, one is forked."""
+    """One of two equal runs is saved at step 3, and the other is forked there. Rank 0 trains all parameters."""
     folders = [make_family(tmp_path / name, name) for name in ("qwen3_moe", "qwen3_5", "qwen3_vl")]
     (data_dir := tmp_path / "data").mkdir()
     options = [word for folder in folders for word in ("--base-model", str(folder))]

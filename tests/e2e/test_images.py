@@ -1,4 +1,4 @@
-"""Images over the SDK and over OpenAI's client, with a tiny model that sees, also when its worker is killed."""
+"""Images through the SDK and through OpenAI's client, with a tiny vision model, even after its worker is killed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ metrics.rename(Path(log) / metrics.name)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, start_server: Any) -> Iterator[Any]:
-    """It serves a random Qwen3-VL with the tiny model's tokenizer."""
+    """A server of a random Qwen3-VL with the tiny model's tokenizer."""
     folder = make_family(tmp_path_factory.mktemp("models") / "sees", "qwen3_vl")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with start_server(tmp_path_factory.mktemp("server"), "--base-model", str(folder), prefect="off") as found:
@@ -65,7 +65,7 @@ def test_prompts_with_images(server: Any) -> None:
         before = sampler.sample(shown(first, [5, 6, 7]), 2, drawn).result()
         tokens = before.sequences[0].tokens
         assert len(tokens) == 40
-        # The sampler's log probabilities are those of training.
+        # The sampler's log probabilities equal those of training.
         whole = [5, 6, 7, *tokens]
         targets = np.array([8, *[IMAGE_TOKEN] * 6, *whole, 0])
         inputs = {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
@@ -75,7 +75,7 @@ def test_prompts_with_images(server: Any) -> None:
         np.testing.assert_allclose(before.sequences[0].logprobs, expected[10:-1], atol=1e-5)
         scored = sampler.compute_logprobs(shown(first, whole)).result()
         np.testing.assert_allclose(np.array(scored[1:], np.float32), expected[:-1], atol=1e-5)
-        # A location stands for its uploaded image in prompts, and in training as the data of an ImageChunk.
+        # The location of an uploaded image replaces it in prompts, and, as the data of an ImageChunk, in training.
         with httpx.Client(base_url=f"{server.api_url}/api/v1", headers={"X-API-Key": "tml-test"}) as http:
             kept = http.post("/assets", content=first).json()
             pointer = types.ImageAssetPointerChunk(format="png", location=kept["location"], expected_tokens=6)
@@ -89,7 +89,7 @@ def test_prompts_with_images(server: Any) -> None:
             assert http.delete(f"/assets/{kept['asset_id']}").status_code == 204
         with pytest.raises(tinker.TinkerError, match=r"chunks\[1\]\.location is 'tinker://assets/asset-.*this project"):
             sampler.sample(pointed, 1, drawn).result()
-        # Another image is another prompt, also when the first is cached.
+        # Another image is another prompt, even if the first is cached.
         other = sampler.compute_logprobs(shown(second, whole)).result()
         assert np.abs(np.array(other[8:]) - np.array(scored[8:])).max() > 0.01
         # A killed worker changes no token.
@@ -120,7 +120,7 @@ def test_prompts_with_images(server: Any) -> None:
 def test_the_cookbooks_classifier_learns_and_is_evaluated(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program is the cookbook's. Its data set is a folder of the name that it loads."""
+    """The program is the cookbook's. A local folder with the data set's name replaces the data set."""
     for split, count in (("train", 8), ("test", 2)):
         for label, colour in enumerate(("red", "blue")):
             folder = tmp_path / "dpdl-benchmark" / "caltech101" / split / colour

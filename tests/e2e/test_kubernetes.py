@@ -1,7 +1,7 @@
-"""Overlays, executed without a cluster: a pod is a network namespace, with its name and mounts.
+"""Kubernetes overlays, run without a cluster: each pod is a network namespace with its own host name and mounts.
 
-Commands, environments, mounts and the read-only root are those that kubectl renders. What differs: devices are CPUs,
-the model is the tiny one, the store and the journal are a folder that pods share, Prefect is off, and the user is root.
+Commands, environments, mounts and the read-only root are rendered by kubectl. Unlike in a cluster, devices are CPUs,
+the model is the tiny one, pods share a folder with the store and the journal, Prefect is off, and the user is root.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ exec "$@"
 
 @dataclass
 class Pod:
-    """A pod whose containers run one after the other. Processes in it have a tree of their own, which ends with it.
+    """A pod whose containers run one after the other, each in its own PID namespace.
 
-    made_by: the object, in the manifests of `overlay`. variables: replace those of its containers.
+    made_by: the object in the manifests of `overlay` that creates the pod. variables: override the containers' own.
     """
 
     name: str
@@ -124,13 +124,13 @@ class Pod:
         return subprocess.run(words, check=False).returncode == 0
 
     def kill(self) -> None:
-        """Its node is gone."""
+        """Kill the pod as the loss of its node would."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     def drain(self) -> int:
-        """SIGTERM to its first process, as kubelet ends pods: its exit status."""
+        """Send SIGTERM to the pod's first process, as kubelet does, and return the exit status."""
         assert self.process is not None
         (first,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         subprocess.run(("kill", "-TERM", first), check=True)
@@ -139,7 +139,7 @@ class Pod:
 
 @contextmanager
 def pods_of(*names: str, folder: Path) -> Iterator[Network]:
-    """Hosts for pods, which resolve each other's names; `folder` has the files that all pods share."""
+    """Yield hosts that resolve each other's names, after writing the files that all pods share to `folder`."""
     (folder / "mnt").mkdir()
     (folder / "group.secret").write_text("0123456789abcdef" * 2)
     with ExitStack() as stack:
@@ -155,7 +155,7 @@ def pods_of(*names: str, folder: Path) -> Iterator[Network]:
 
 @pytest.fixture
 def cluster(tmp_path: Path, compiled_programs: Path) -> Iterator[dict[str, Pod]]:
-    """The pods of the overlay of a TPU slice, all running."""
+    """The running pods of a TPU slice's overlay, by name."""
     overlay = "tpu-jobset"
     wanted = {one.name: one for one in pods(overlay) if one.name in ("engine", "api")}
     slice_ = workers(overlay)
@@ -219,9 +219,9 @@ def test_four_pods_and_three_kills_change_no_bit(cluster: dict[str, Pod], make_d
 
 @dataclass
 class Launched:
-    """A cluster that runs the engine's pod, and pods of the StatefulSet as the launcher asks for them.
+    """A cluster that runs the engine's pod, and the StatefulSet's only pod while the launcher requests it.
 
-    kubelet: makes and ends the only one. ended: its exit statuses, one for each termination.
+    kubelet: starts and drains that pod. ended: the pod's exit statuses.
     """
 
     api: FakeKubernetes

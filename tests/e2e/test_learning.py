@@ -1,4 +1,4 @@
-"""The pipelines other than `sft`, small, on the real service: each learns its task, and shows its progress."""
+"""The pipelines other than `sft`, at a small scale on the real service: each learns its task and shows progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.thorough
 
 
 async def run(pipelines, pipeline: str, name: str, training: dict, **changes):
-    """The pipeline's example, smaller, of the rank that other tests use: its programs are compiled already."""
+    """Run a smaller version of the pipeline's example, at the rank whose programs other tests have compiled."""
     values = read_config(example_file(f"{pipeline}.yaml"))
     values |= {"name": name, "work": pipelines.work, "model": {"rank": 8}, "samples": {"rows": 1, "max_tokens": 8}}
     values["training"] |= {"batch_size": 4, "segment_steps": 2} | training
@@ -29,14 +29,14 @@ async def run(pipelines, pipeline: str, name: str, training: dict, **changes):
 
 
 async def panels(pipelines, prefix: str) -> str:
-    """The picture of the curves."""
+    """The SVG of the run's curves."""
     found = await pipelines.artifacts(prefix)
     assert {"data", "progress", "curves", "steps", "samples", "checkpoints"} <= found.keys()
     return base64.b64decode(found["curves"]["data"].partition(",")[2]).decode()
 
 
 async def column(pipelines, prefix: str, name: str) -> list[float]:
-    """A metric of all steps, from the table."""
+    """A metric's values at all steps, from the table of steps."""
     return [row[name] for row in json.loads((await pipelines.artifacts(prefix))["steps"]["data"])]
 
 
@@ -55,13 +55,13 @@ async def test_dpo_prefers_chosen_answers_and_resumes_after_a_failure(pipelines,
     async def dies(self, client, step, params):
         asked.append(step)
         if step == 3:
-            raise UserError("it ends here")  # which nothing tries again
+            raise UserError("it ends here")  # never retried
         return await submit(self, client, step, params)
 
     monkeypatch.setattr(DpoRecipe, "submit", dies)
     with pytest.raises(UserError, match="it ends here"):
         await run(pipelines, "dpo", "died", {"steps": 4}, resume="died")
-    assert asked == [0, 1, 2, 3]  # segments are of two steps: step 2 is lost with its adapter
+    assert asked == [0, 1, 2, 3]  # segments have two steps, so step 2 is lost with its adapter
     monkeypatch.setattr(DpoRecipe, "submit", submit)
     resumed = await run(pipelines, "dpo", "died", {"steps": 4}, resume="died")
     one, other = pipelines.weights(resumed.weights), pipelines.weights(trained.weights)
@@ -97,7 +97,7 @@ async def test_rl_raises_the_reward_and_distill_approaches_its_teacher(pipelines
 
 
 async def test_distill_learns_from_a_teacher_that_sees_the_answer(pipelines, tmp_path):
-    """The weights say what a hint says, and guess without one. Distilled, they need no hint."""
+    """Supervised steps teach the model to follow a hint, and to guess without one. Distilled, it needs no hint."""
 
     def data(name: str, rows: list[dict]) -> dict:
         (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -142,7 +142,7 @@ async def test_rl_that_samples_ahead_draws_equal_samples_after_a_failure(pipelin
 
     async def dies(self, client, step, params):
         if step == 6:
-            raise UserError("it ends here")  # which nothing tries again
+            raise UserError("it ends here")  # never retried
         return await submit(self, client, step, params)
 
     monkeypatch.setattr(RlRecipe, "submit", dies)

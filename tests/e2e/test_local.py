@@ -1,4 +1,4 @@
-"""`tinkerflow.local`: a service for a block, which leaves nothing behind however the block or its process ends."""
+"""`tinkerflow.local` runs a service for a block, and leaves nothing behind however the block or its process ends."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def learn(service, base_model: str) -> None:
 
 
 async def test_local_server_runs_inside_an_event_loop_and_ends_with_an_exception(tmp_path, monkeypatch):
-    """Off the main thread and with an event loop that runs there, as in the cells of a notebook."""
+    """The block runs inside an event loop, off the main thread, as in a notebook's cell."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
     said: list[str] = []
 
     async def cell() -> None:
-        before = set(descendants(os.getpid()))  # a browser and a server of other tests, which start more
+        before = set(descendants(os.getpid()))  # other tests' browser and server, which may start more
         with tinkerflow.local(progress=said.append, processes=2) as service:
             (scratch,) = tmp_path.iterdir()
             (base_model,) = (scratch / "models" / "tinkerflow").iterdir()

@@ -1,4 +1,4 @@
-"""Losses beyond one token's, through the real SDK: traced losses run on the server as the client would run them."""
+"""Sequence losses and custom losses through the real SDK: the server runs a traced loss as the client would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything is killed and the database is gone: checkpoints are listed and loaded again from the store alone."""
+"""After a kill of the service and the loss of its database, the store alone suffices to list and load checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_checkpoints_outlive_the_database(tmp_path, start_server, make_datum):
         server.process.wait()
     for file in tmp_path.glob("journal.db*"):
         file.unlink()
-    (tmp_path / "jax-cache").unlink()  # start_server makes it
+    (tmp_path / "jax-cache").unlink()  # start_server creates it
 
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Scheduled deployments on a real Prefect server fire by themselves: one promotes, one with poisoned data does not."""
+"""Scheduled deployments run on a real Prefect server: one promotes its result, one with poisoned data does not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def night(pipelines, name: str, data: Path) -> dict:
 
 
 async def ended(name: str, log: Path) -> FlowRun:
-    """The first run of a name that has begun and ended."""
+    """Wait until a run with this name has ended, and return it."""
     filters = FlowRunFilter.model_validate({"name": {"any_": [f"nightly {name}"]}})
     async with get_client() as client:
         for _ in range(3000):
@@ -77,7 +77,7 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
         assert run.auto_scheduled
         best = champion(pipelines.work, "colours")
         assert best is not None
-        made = NightlyResult.model_validate(await run.state.aresult())  # what the flow returned, in its own process
+        made = NightlyResult.model_validate(await run.state.aresult())  # returned by the flow in its own process
         assert (made.outcome, made.weights) == ("promoted", best.weights)
         assert list((tmp_path / "pipelines" / "results").iterdir())
         report = (await pipelines.artifacts("nightly-good-"))["report"]["data"]
@@ -91,11 +91,11 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
     assert best.weights in found["report"]["data"]
     assert "curves" not in found  # nothing was trained
 
-    assert await ensure_automations(automations()) == []  # serve has made them; once
+    assert await ensure_automations(automations()) == []  # serve has created them already
     async with get_client() as client:
         for one in automations():
             (automation,) = await client.read_automations_by_name(one.name)
-            # Every event of a flow run costs it a write in Prefect's SQLite file, and later tests share this server.
+            # An automation writes to Prefect's SQLite file at every event of a flow run; later tests share this server.
             await client.delete_automation(automation.id)
 
     values = {
@@ -104,7 +104,7 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
         "data": {"url": str(example_file("colours-test.jsonl"))},
     }  # fmt: skip
     scores = (await evaluate(EvaluateParameters.model_validate(values))).scores
-    # The same weights: a logprob moves in its last bits with the batch it was computed in.
+    # The weights are the same, but the last bits of a logprob depend on its batch.
     assert scores["champion"].loss == pytest.approx(scores["weights"].loss, rel=1e-4)
     assert scores["against"].loss == pytest.approx(scores["weights"].loss, rel=1e-4)
     assert scores["weights"].loss == pytest.approx(best.scores.loss, rel=1e-4)

@@ -1,4 +1,4 @@
-"""A model's optimizer is fixed when it is made, told to whoever asks, saved with its state, and never mixed."""
+"""A model's optimizer is fixed at its creation, reported by the SDK and saved with its state. Optimizers never mix."""
 
 from __future__ import annotations
 

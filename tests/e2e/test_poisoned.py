@@ -1,9 +1,9 @@
-"""One poisoned row among many of a step: `blame` names it first with its reason, whichever row it is.
+"""`blame` names the one poisoned row of a step first, with its reason, whichever row it is.
 
     POISONED_ROWS=10000 pytest --thorough tests/e2e/test_poisoned.py -o faulthandler_timeout=7200    (18 CPU-minutes)
 
-Each row is computed alone, so one examination of a step computes the usual rows and the poisoned ones of all seeds. The
-decision is then made for each seed on the usual rows and the one poisoned row.
+Each row is computed alone, so one examination of a step covers the usual rows and the poisoned rows of all seeds. Then
+the usual rows and one poisoned row are ranked for each seed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sampled(tokens: list[int], logprobs: list[float], advantage: float) -> tinke
 
 
 def examined(server: Any, trainer: Any, data: list[tinker.Datum], loss: str) -> dict[int, BlamedRow]:
-    """Train a step on the data, and blame it. Returns its rows by number."""
+    """Train a step on the data, blame it, and return its rows by number."""
     for start in range(0, len(data), AT_ONCE):
         trainer.forward_backward(data[start : start + AT_ONCE], loss).result()
     step = trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["optimizer_step"]

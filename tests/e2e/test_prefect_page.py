@@ -1,6 +1,6 @@
-"""A training run is a flow run, each batch a readable task run; Prefect's page shows them, and its buttons work.
+"""Prefect shows a training run as a flow run and each batch as a readable task run, and its buttons work.
 
-Asked from Prefect, and seen and clicked in a real browser.
+The tests query Prefect's API, and use its page in a real browser.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.thorough
 
 
 def flow_run(server, model_id: str) -> dict:
-    """The training run of a model, as soon as Prefect has it."""
+    """The flow run that mirrors a model's training run, once Prefect has it."""
     body = {"flow_runs": {"tags": {"all_": [model_id]}}}
     return wait_for(lambda: server.ask_prefect("/flow_runs/filter", body))[0]
 
@@ -41,8 +41,8 @@ def task_runs(server, run: dict) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(server, make_datum) -> str:
-    """Three steps at an unhurried pace; returns the model's id."""
-    time.sleep(6)  # after a flood, task runs are shared for a while; a person's run begins in a calm
+    """Make three steps with pauses, and return the model's id."""
+    time.sleep(6)  # after many requests, batches share task runs for a while
     service = server.client()
     client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
     for _ in range(3):
@@ -75,14 +75,14 @@ def test_only_the_prefect_link_signs_in_a_browser(server, trained, page):
     with page.at(f"{server.prefect_url}/runs/flow-run/{run['id']}"):
         page.shows("Authentication failed")
         assert trained not in page.text() and page.run(stored) is None
-    with page.at(server.prefect_page("/")[:-1] + "x"):  # another ticket
+    with page.at(server.prefect_page("/")[:-1] + "x"):  # an invalid ticket
         page.shows("`tinkerflow prefect` prints a new one")
         assert page.run(stored) is None
     with page.at(page_of(server, run)):
         page.shows(trained)
         assert page.run("return location.pathname + location.hash") == f"/runs/flow-run/{run['id']}"
         assert base64.b64decode(page.run(stored)).decode() == server.prefect.credential
-    with page.at(f"{server.prefect_url}/runs"):  # it stays signed in
+    with page.at(f"{server.prefect_url}/runs"):  # the browser stays signed in
         page.shows(run["name"])
 
 
@@ -110,7 +110,7 @@ def test_run_page_shows_its_steps_and_its_curves(server, trained, page):
         page.picture("training-run-logs")
         page.shows("curves over steps", tab="artifacts")
         page.picture("training-run-artifacts")
-    with page.at(f"{server.api_url}/training_runs/{trained}"):  # and back
+    with page.at(f"{server.api_url}/training_runs/{trained}"):  # and its link back
         page.click("dl.facts a[href*='/runs/flow-run/']")
         page.shows(trained)
         assert page.run("return location.href") == f"{server.prefect_url}/runs/flow-run/{run['id']}"
@@ -133,7 +133,7 @@ async def test_automation_suspends_a_run_with_a_nan_loss(server, make_datum):
 
 
 def _diverge(server, datum: tinker.Datum) -> None:
-    """Train with a learning rate that no model survives; return when the run is suspended."""
+    """Train with a learning rate that no model survives, and return once the run is suspended."""
     with server.client() as service:
         client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
         client.forward_backward([datum], "cross_entropy").result()
@@ -143,12 +143,12 @@ def _diverge(server, datum: tinker.Datum) -> None:
 
 
 class Stepping:
-    """A person's program: steps, one after the other, until one fails."""
+    """A user's program, which makes one step after the other until one fails."""
 
     def __init__(self, client: tinker.TrainingClient, datum: tinker.Datum) -> None:
         self.client, self.datum = client, datum
         self.made = 0
-        self.last = 0.0  # when
+        self.last = 0.0  # the time of the last step, or of the error
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -158,7 +158,7 @@ class Stepping:
             try:
                 self.client.forward_backward([self.datum], "cross_entropy").result()
                 self.client.optim_step(types.AdamParams()).result()
-            except Exception as error:  # noqa: BLE001  whatever it is, the test looks at it
+            except Exception as error:  # noqa: BLE001  the test checks it
                 self.error, self.last = error, time.monotonic()
                 return
             self.made, self.last = self.made + 1, time.monotonic()
@@ -169,12 +169,12 @@ class Stepping:
         assert self.error is None, self.error
 
     def wait_until_idle(self) -> None:
-        """Returns when no step was made for ten seconds."""
+        """Return once no step was made for ten seconds."""
         wait_for(lambda: time.monotonic() - self.last > 10)
 
 
 def test_buttons_hold_resume_and_end_a_training_run(server, make_datum, page, monkeypatch):
-    told: list[str | None] = []  # what the SDK logs, once a pause has lasted a quarter of an hour
+    told: list[str | None] = []  # the SDK logs these reasons after a pause of 15 minutes
     monkeypatch.setattr(QueueStateLogger, "on_queue_state_change", lambda _, state, reason: told.append(reason))
     with server.client() as service:
         client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()

@@ -1,4 +1,4 @@
-"""Several JAX processes and devices give the numbers of one, and outlive one of the processes, or the engine."""
+"""Several JAX processes and devices give the results of one, and survive a kill of one process or of the engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_two_processes_agree_with_one(server, pair, make_datum):
 
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4)])
 def test_default_settings_use_all_devices(server, start_server, make_datum, tmp_path, monkeypatch, processes, devices):
-    """With defaults, on a machine whose processes have several devices each."""
+    """XLA gives each process several CPU devices."""
     monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
     with start_server(tmp_path, "--processes", str(processes), prefect="off") as found:
         losses, numbers = run(server, make_datum)
@@ -66,7 +66,7 @@ def test_default_settings_use_all_devices(server, start_server, make_datum, tmp_
 
 
 def train(client, make_datum, kill=lambda: None):
-    """Losses and gradient norms of some concurrent steps; `kill` is called while they are under way."""
+    """The metrics of concurrent steps. kill: called while they are in progress."""
     tokens = [1 + i % 200 for i in range(80)]
     futures = []
     for step in range(4):
@@ -77,7 +77,7 @@ def train(client, make_datum, kill=lambda: None):
 
 
 def test_killing_one_of_two_processes_costs_only_a_pause(pair, make_datum):
-    """kill -9 in the middle of a step. One process alone is among those that test_crash_loop.py kills."""
+    """`kill -9` in the middle of a step. test_crash_loop.py kills the only process of a group."""
     prompt = types.ModelInput.from_ints([1, 2, 3, 4])
     params = types.SamplingParams(max_tokens=100, seed=5, stop=[])
     with pair.client() as service:
@@ -99,7 +99,7 @@ def test_killing_one_of_two_processes_costs_only_a_pause(pair, make_datum):
         assert train(client, make_datum, kill) == expected
         assert [one.tokens for one in again.result().sequences] == [one.tokens for one in said]
         assert not set(pair.workers()) & set(killed)
-        # Both models live on, the one that was idle as well, and they are still the same.
+        # Both models continue, even the idle one, and are still equal.
         assert train(client, make_datum) == train(undisturbed, make_datum)
 
 
@@ -110,7 +110,7 @@ def test_a_killed_engine_leaves_its_processes_to_the_next_one(pair, make_datum):
         expected = train(undisturbed, make_datum)
         client = service.create_lora_training_client(base_model=base, rank=8, seed=4).result()
         ((engine,), workers) = pair.parts("engine"), pair.workers()
-        # Between two requests: while commands are under way, the ranks may have received different numbers of them.
+        # Between two requests, because during one the ranks may have received different numbers of commands.
         os.kill(engine, signal.SIGKILL)
         assert train(client, make_datum) == expected
         assert pair.parts("engine") != [engine]

@@ -1,4 +1,4 @@
-"""Histories at length: concurrent runs that are rerun, and forks on Postgres with two API replicas after kills."""
+"""Long histories: reruns of concurrent runs, and forks on Postgres with two API replicas after kills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def started(service: tinker.ServiceClient, seed: int) -> Any:
 
 
 def made(trainer: Any, make_datum: Any, seed: int, step: int) -> list[Any]:
-    """The futures of a step on two random rows."""
+    """Submit a step on two random rows, and return its futures."""
     draw = Random(1000 * seed + step)
     data = [make_datum([draw.randrange(1, 150) for _ in range(draw.randrange(6, 12))]) for _ in range(2)]
     forward = trainer.forward_backward(data, "cross_entropy")
@@ -69,7 +69,7 @@ def test_forks_on_postgres_with_two_replicas_equal_the_saved_checkpoints(
             for future in (*made(trainer, make_datum, 1, step), trainer.save_state(f"saved-{step}")):
                 future.result()
             if step == 3:
-                found.engines[0].kill()  # the other engine goes on
+                found.engines[0].kill()  # the other engine takes over
             elif step == 6:
                 found.apis[0].kill()
                 wait_for(found.start_api(0), "ready\n")

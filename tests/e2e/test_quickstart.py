@@ -1,4 +1,4 @@
-"""The README's first command, its last part: a fresh data dir, the real SDK, exact answers at the end."""
+"""`tinkerflow quickstart`, the README's first command: a fresh data dir, the real SDK, and exact answers at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tinkerflow.deployments.quickstart import teach
 
 @dataclass(frozen=True)
 class Kept:
-    """A `tinkerflow quickstart --keep` that is serving what it has taught."""
+    """A `tinkerflow quickstart --keep` that serves the model that it has trained."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -54,11 +54,11 @@ class Kept:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> Iterator[Kept]:
-    """Started in a fresh data dir; serving until the last test of it, or of this module."""
+    """A quickstart in a fresh data dir, which serves until a test stops it or this module ends."""
     data_dir = tmp_path_factory.mktemp("quickstart")
-    (data_dir / "jax-cache").symlink_to(compiled_programs)  # the next test needs the same programs
+    (data_dir / "jax-cache").symlink_to(compiled_programs)  # other tests need the same programs
     log = data_dir / "quickstart.log"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that began us with & had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell started us with &
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tinkerflow", "quickstart", "--data-dir", str(data_dir), "--keep"],
@@ -99,7 +99,7 @@ def test_quickstart_teaches_pig_latin_and_shows_where_to_open_its_run(kept):
 def test_new_user_finds_the_run_in_the_console_and_chats_with_its_model(kept, page):
     console, run = kept.console
     page.look()
-    page.complaints()  # of pages of other tests
+    page.complaints()  # drops those of other tests' pages
     page.open(f"{console}/")
     page.shows("Recent training runs", run)
     page.click(f"a[href$='/training_runs/{run}']")
@@ -139,7 +139,7 @@ def test_too_few_steps_do_not_teach_the_lesson(server):
 
 @pytest.mark.parametrize("learnt", [True, False])
 def test_quickstart_fails_unless_the_lesson_was_learnt(learnt):
-    """In a separate process, which it ends."""
+    """In a separate process, because the command ends its process."""
     stand_in = f"import tinkerflow.deployments.quickstart as q; q.quickstart = lambda *_, **__: {learnt}; "
     command = (
         "from tinkerflow.deployments.commands import command_line as c; c('pipelines')(['quickstart', '--steps', '2'])"

@@ -1,4 +1,4 @@
-"""`tinkerflow up --launcher ray` on a cluster of a head and two more nodes, which are processes of this machine."""
+"""`tinkerflow up --launcher ray` on a Ray cluster of three nodes, which are processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WORKER = "tinkerflow.backend.pool.worker"
 
 @dataclass(frozen=True)
 class Nodes:
-    """address: of the cluster. raylets: pids, the head's first. logs: the folder that Ray's dashboard shows."""
+    """A Ray cluster. raylets: pids, the head's first. logs: the folder that Ray's dashboard shows."""
 
     address: str
     raylets: tuple[int, ...]
     logs: Path
 
     def workers(self, raylet: int) -> list[int]:
-        """Our worker processes on a node."""
+        """Pids of our worker processes on a node."""
         return [pid for pid in descendants(raylet) if WORKER in cmdline(pid)]
 
 
@@ -66,7 +66,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def train(client, make_datum, kill: Callable[[], None] = lambda: None):
-    """Metrics of a run's requests, log probabilities of its weights, and the seconds from `kill` to the next answer."""
+    """Train and sample; return all numbers of the answers, and the seconds from `kill` to the next answer."""
     tokens = [1 + i % 200 for i in range(80)]
     futures, waited = [], 0.0
     for step in range(6):
@@ -93,7 +93,7 @@ def test_killed_node_and_worker_change_no_result(nodes, tmp_path, start_server, 
     options = ("--launcher", "ray", "--ray-address", nodes.address, "--processes", "2")
     with start_server(data_dir, *options, prefect="off") as server:
         agents = {raylet: nodes.workers(raylet) for raylet in nodes.raylets}
-        assert sorted(map(len, agents.values())) == [0, 1, 1]  # a node has one CPU, and each process asks for one
+        assert sorted(map(len, agents.values())) == [0, 1, 1]  # a node has one CPU, and each process requests one
         assert not server.workers()
         with server.client() as service:
             runs = [
@@ -106,7 +106,7 @@ def test_killed_node_and_worker_change_no_result(nodes, tmp_path, start_server, 
 
             def kill_node() -> None:
                 os.kill(node, signal.SIGKILL)
-                wait_for(lambda: not cmdline(agents[node][0]))  # Ray ends what ran there
+                wait_for(lambda: not cmdline(agents[node][0]))  # Ray ends the node's processes
 
             found, waited = train(runs[1], make_datum, kill_node)
             print(f"after the kill of a raylet: {waited:.1f} s")

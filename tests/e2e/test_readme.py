@@ -1,4 +1,4 @@
-"""The README's first example, run as it stands on the tiny model."""
+"""The README's first example, run on the tiny model without other changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rl` trains with the experts and the supports of its samples, also where sampling runs ahead, and after kills."""
+"""`rl` trains with the experts and the supports of its samples, even if it samples ahead, and after kills."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class FilteredRollouts(Rollouts):
 
 
 class Watched:
-    """A training client that keeps the metrics of its steps, and kills the workers before a step.
+    """A training client that stores the metrics of its steps.
 
-    After another step it kills the engine, too.
+    disturbed: kills the workers before one step, and the engine and the workers during the next.
     """
 
     def __init__(self, client: tinker.TrainingClient, server: Any, *, disturbed: bool) -> None:
@@ -56,10 +56,10 @@ class Watched:
         kill = self._kills.get(self._passes, "")
         self._passes += 1
         if kill == "before":
-            self._kill(self._server.workers)  # samples are recorded, and nobody has trained them
+            self._kill(self._server.workers)  # samples are recorded, but not trained on
         passed = self._client.forward_backward(*args)
         if kill == "after":
-            # It is queued, being executed or done, and its optimizer step is not submitted.
+            # The pass is queued, running or done, and its optimizer step is not submitted yet.
             self._kill(lambda: self._server.parts("engine"))
             self._kill(self._server.workers)
 
@@ -81,7 +81,7 @@ class Watched:
 @pytest.mark.parametrize(
     ("setting", "family", "kind", "metric", "least"),
     [
-        # The samples of step 2 are a step old, so other experts are right for some.
+        # The samples of step 2 are a step old, so the current weights choose other experts for some tokens.
         pytest.param("TINKERFLOW_ROUTING_REPLAY", "qwen3_moe", Rollouts, AGREEMENT, 0.5, id="experts"),
         pytest.param("TINKERFLOW_SUPPORT_REPLAY", "qwen3", FilteredRollouts, SUPPORTED, 1.0, id="supports"),
     ],
@@ -114,7 +114,7 @@ async def test_rl_that_samples_ahead_replays_its_samples_and_kills_change_no_bit
             rollouts = kind(renderer, make, group_size=3, max_tokens=6)
             recipe = RlRecipe(
                 run, [row], rollouts, base, "kl_to_base", 0.1, loss="ppo", versions=WeightVersions(1)
-            )  # a divergence is learnt even where all rewards are equal
+            )  # the divergence gives a gradient even if all rewards are equal
             recipe.begin(0)
             for step in range(STEPS):
                 await recipe.submit(client, step, tinker.AdamParams(learning_rate=1e-2))

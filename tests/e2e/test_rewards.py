@@ -1,4 +1,4 @@
-"""A reward of the user's own: `rl` trains with it, `evaluate` measures with it, and `nightly` promotes by it."""
+"""A user's own reward: `rl` trains with it, `evaluate` measures with it, and `nightly` promotes by it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_checkpoint_is_evaluated_with_its_training_reward(
     scores = (await evaluate(EvaluateParameters.model_validate(values))).scores
     mine = scores["weights"]
     assert mine.loss is None
-    # The same samples. The last bits of a logprob depend on the batch, so one answer of 12 may be another one.
+    # The samples are equal, but the last bits of a logprob depend on the batch, so one answer of 12 may differ.
     assert mine.reward == pytest.approx(trained.held_out["held_out_reward"], abs=1 / 12)
     assert (mine.rows, mine.answers) == (3, 12) and mine.reward_error is not None and 0.5 < mine.reward_error < 0.65
     assert scores["base model"].value("reward") >= 2.0
@@ -100,7 +100,7 @@ with calls_as_functions():
 
 @pytest.fixture
 def invariant_server(start_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server with TINKERFLOW_BATCH_INVARIANT, which the pipelines call."""
+    """The server that the pipelines use, with TINKERFLOW_BATCH_INVARIANT."""
     monkeypatch.setenv("TINKERFLOW_BATCH_INVARIANT", "true")
     (data_dir := tmp_path / "data").mkdir()
     with start_server(data_dir, prefect="off") as server:
@@ -110,7 +110,7 @@ def invariant_server(start_server: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def ahead_by_one(folder: Path, module: str, reward: str, batch_size: int) -> dict[str, Any]:
-    """Parameters of `rl` with the files in a folder, whose samples may be one step old."""
+    """Write a reward and prompts to `folder`; return parameters of `rl`, whose samples may be one step old."""
     (folder / f"{module}.py").write_text(reward)
     (folder / "prompts.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": "Cheer."}\n')
     return {
@@ -139,7 +139,7 @@ def assert_same(weights: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 async def test_killed_flow_that_samples_ahead_ends_with_equal_bits(
     invariant_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed while the answers of step 5 are rewarded, and step 4 is being trained. Then a worker is killed."""
+    """The flow is killed while it rewards the answers of step 5 and trains step 4. Then the workers are killed."""
     monkeypatch.syspath_prepend(tmp_path)
     values = ahead_by_one(tmp_path, "mortal_rewards", MORTAL, 1) | {"name": "killed", "answer_tokens": 6}
     values["training"] |= {"steps": 6, "segment_steps": 3}
@@ -166,7 +166,7 @@ async def test_killed_flow_that_samples_ahead_ends_with_equal_bits(
 async def test_rerun_rl_among_other_requests_ends_with_equal_bits(
     invariant_server: Any, plain_calls: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It samples ahead, and a client draws samples of other sizes meanwhile."""
+    """The pipeline samples ahead while a client draws samples of other sizes."""
     monkeypatch.syspath_prepend(tmp_path)
     values = ahead_by_one(tmp_path, "own_rewards", REWARD, 2)
 

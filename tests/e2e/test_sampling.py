@@ -1,4 +1,4 @@
-"""What can be asked of a sampler, through the real SDK: each answer is checked by another way to the same numbers."""
+"""All options of a sampler through the real SDK. Each answer is compared with numbers computed in another way."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanc
 
 TOKENS = [17, 45, 99, 23, 23, 150, 7, 81, 140, 3]
 PROMPT = types.ModelInput.from_ints(TOKENS)
-CLOSE = {"rel": 1e-3, "abs": 2e-3}  # logprobs: sampling and training sum in another order
+CLOSE = {"rel": 1e-3, "abs": 2e-3}  # logprobs: sampling and training sum in different orders
 NEXT = types.SamplingParams(max_tokens=1, temperature=1.0, seed=1)
 
 
 @pytest.fixture(scope="module")
 def trainer(server, make_datum) -> tinker.TrainingClient:
-    """A model that has learnt a little, so that it is not the base model."""
+    """A model after one step, so that it differs from the base model."""
     made = server.client().create_lora_training_client(base_model=server.base_model, rank=8, seed=1).result()
     learn(made, make_datum, [5, 6, 7, 8])
     return made
@@ -33,7 +33,7 @@ def sampler(trainer) -> tinker.SamplingClient:
 
 
 def learn(trainer, make_datum, tokens):
-    """A big step, towards saying these tokens again and again."""
+    """Make a large step towards a repetition of these tokens."""
     step = trainer.forward_backward([make_datum(tokens * 10)], "cross_entropy")
     trainer.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
     step.result()
@@ -61,7 +61,7 @@ def test_tokens_are_among_the_most_likely_ones_of_their_filter(sampler):
 def test_prompt_scores_equal_compute_logprobs_and_training(sampler, trainer, make_datum):
     own = np.array(TOKENS[1:])
     ids = np.stack([own, np.where(np.arange(len(own)) % 2, 11, -1)], axis=1)
-    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 4}  # few combinations: each is compiled
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 4}  # few combinations, as each is compiled
     dense = sampler.sample(PROMPT, 1, NEXT, **asked, target_prompt_logprobs=types.TensorData.from_numpy(ids)).result()
     scored = sampler.compute_logprobs(PROMPT).result()
     assert scored[0] is None and dense.prompt_logprobs[1:] == pytest.approx(scored[1:], **CLOSE)
@@ -69,7 +69,7 @@ def test_prompt_scores_equal_compute_logprobs_and_training(sampler, trainer, mak
     assert targets[:, 0].tolist() == pytest.approx(scored[1:], **CLOSE)
     forward = trainer.forward([make_datum(TOKENS)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
     assert targets[:, 0].tolist() == pytest.approx(forward.to_numpy().tolist(), **CLOSE)
-    # Token 11 in the place of every second one: the same as a prompt that has it there.
+    # The scores of token 11 as every second target equal those of prompts that contain it there.
     assert [value == 0.0 for value in targets[:, 1]] == [cell == -1 for cell in ids[:, 1]]
     for place in (1, len(own) - 1 - len(own) % 2):
         altered = types.ModelInput.from_ints([*TOKENS[: place + 1], 11])
@@ -114,13 +114,13 @@ def test_alternatives_have_the_logprobs_of_the_prompt_they_would_make(sampler, t
 
 
 def rollout(sequence, advantage, logprobs=None):
-    """A sequence as a datum whose every token says where it came from. With logprobs, the prompt has no advantage."""
+    """A sequence as a datum with the provenance of each token. With logprobs, the prompt has no advantages."""
     whole, sampled, name = [*TOKENS, *sequence.tokens], len(sequence.tokens), sequence.sequence_id
     n = len(TOKENS)
     inputs = {
         "target_tokens": whole[1:],
         "advantages": np.full(len(whole) - 1, advantage, np.float32),
-        "logprobs": np.full(len(whole) - 1, -9.0, np.float32),  # what was recorded is used in its place
+        "logprobs": np.full(len(whole) - 1, -9.0, np.float32),  # the recorded logprobs are used instead
     }
     if logprobs is not None:
         inputs["logprobs"][n - 1 :], inputs["advantages"][: n - 1] = logprobs, 0
@@ -144,7 +144,7 @@ def test_stable_reinforce_weighs_by_recorded_sampling_probabilities(server):
     n, beta, drift = len(TOKENS) - 1, 0.5, []
 
     def loss(config):
-        """The result of a pass over both, and of each sequence its logprobs now and then."""
+        """The loss of a pass over both sequences, and each one's logprobs now and when it was sampled."""
         result = trainer.forward_backward([rollout(good, 1.0), rollout(bad, -1.0)], "stable_reinforce", config).result()
         drift.append(result.metrics["kl_sample_train:mean"])
         now = [output["logprobs"].to_numpy()[n:].astype(np.float64) for output in result.loss_fn_outputs]
@@ -188,7 +188,7 @@ def test_images_are_refused_and_never_fetched(server, sampler, trainer):
             trainer.forward([picture_first], "cross_entropy").result()
         nobody.setblocking(False)
         with pytest.raises(BlockingIOError):
-            nobody.accept()  # a connection would wait here, whether or not somebody had read from it
+            nobody.accept()  # a connection would wait here, even if no one had read from it
     assert len(greedy(sampler)) == 12
 
 
@@ -229,7 +229,7 @@ def test_tokens_train_through_the_experts_of_their_samples(tmp_path, start_serve
 
 @pytest.mark.thorough
 def test_ratios_use_the_supports_of_the_samples(tmp_path, start_server, monkeypatch):
-    """Also after a step, and a repeated request trains with the same supports. Without records a request fails."""
+    """They do so after a step, too, and a repeated request uses the same supports. Without records a request fails."""
     (data_dir := tmp_path / "data").mkdir()
     monkeypatch.setenv("TINKERFLOW_SUPPORT_REPLAY", "true")
     params = types.SamplingParams(max_tokens=8, temperature=1.0, top_k=5, top_p=0.7, seed=3, stop=[])

@@ -1,4 +1,4 @@
-"""The SDK's own loop: the calls of a training script, in their order."""
+"""The SDK's own loop: the calls of a training script, in order."""
 
 from __future__ import annotations
 

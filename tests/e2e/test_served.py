@@ -1,4 +1,4 @@
-"""`sft` as `tinkerflow serve` runs it: the buttons of Prefect's page, a killed process, and one that falls silent."""
+"""`sft` under `tinkerflow serve`: the buttons of Prefect's page, a killed process, and a silent one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.thorough
 
 
 def values(pipelines, name: str) -> dict:
-    """The example, smaller: of the shapes that other tests use, so that its programs are compiled already."""
+    """A smaller version of the example, with the shapes of other tests, whose programs are compiled already."""
     found = read_config(example_file("sft.yaml"))
     del found["held_out"]
     found |= {"name": name, "work": pipelines.work, "model": {"rank": 8}, "samples": {"rows": 0}}
@@ -45,7 +45,7 @@ def values(pipelines, name: str) -> dict:
 
 @contextmanager
 def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
-    """`tinkerflow serve` with one deployment of sft, and a run of it: the run's id. Its processes are slow_sft.py's."""
+    """Run `tinkerflow serve` with one deployment of slow_sft.py, start a flow run of it, and yield the run's id."""
     file, log, ask = tmp_path / "prefect.yaml", tmp_path / "serve.log", pipelines.server.ask_prefect
     one = {"name": given["name"], "entrypoint": "slow_sft.slow_sft", "parameters": {"parameters": given}}
     file.write_text(yaml.safe_dump({"deployments": [one]}))
@@ -62,7 +62,7 @@ def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
 
 
 def test_planted_deployments_are_not_executed(pipelines, tmp_path, monkeypatch):
-    """A deployment with pull steps, another entry point or job variables gets a failed run."""
+    """Runs of a deployment with pull steps, another entry point or job variables fail."""
     monkeypatch.setenv("SLOW_SFT", str(tmp_path))
     marker, ask = tmp_path / "executed", pipelines.server.ask_prefect
     step = {"prefect.deployments.steps.run_shell_script": {"script": f"touch {marker}"}}
@@ -93,7 +93,7 @@ def state(pipelines, run: str) -> dict:
 
 
 def segments(pipelines, run: str) -> list[SegmentRecord]:
-    """What the run has recorded so far."""
+    """The segments that a run has recorded so far."""
     plan = read_json(open_work(pipelines.work), f"progress/{run}/plan.json")
     return [] if plan is None else RunProgress(pipelines.work, run, plan["plan"]).segments()
 
@@ -162,7 +162,7 @@ def test_buttons_and_kill_9_do_not_change_the_result_of_a_served_run(pipelines, 
     after = segments(pipelines, run)
     assert after[: len(before)] == before
     made = [[one.step for one in segment.steps] for segment in after]
-    assert made == [[1, 2], [3], [4, 5], [6], [7, 8], [9, 10], [11]]  # none twice
+    assert made == [[1, 2], [3], [4, 5], [6], [7, 8], [9, 10], [11]]  # no step twice
     undisturbed = asyncio.run(sft(SftParameters.model_validate(given | {"name": "undisturbed-11"})))
     mine, other = pipelines.weights(after[-1].state), pipelines.weights(undisturbed.state)
     assert mine.keys() == other.keys() and all(np.array_equal(mine[name], other[name]) for name in mine)
@@ -174,7 +174,7 @@ async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(
     trigger = wanted.trigger.model_copy(update={"within": timedelta(seconds=10)})
     wanted = wanted.model_copy(update={"name": name, "trigger": trigger})
     assert await ensure_automations([wanted]) == [name]
-    assert await ensure_automations([wanted]) == []  # it is there
+    assert await ensure_automations([wanted]) == []  # it exists already
     async with get_client() as client:
         try:
             held, silent = [await client.create_flow_run(sft, name=name, state=Running()) for _ in range(2)]
@@ -185,12 +185,12 @@ async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(
 
             async with asyncio.timeout(600), PrefectEventsClient() as events:
                 for turn in itertools.count():
-                    if turn % 120 == 0:  # again: a busy server may lose one of them, as it may of a real run's many
+                    if turn % 120 == 0:  # again, because a busy server may lose an event
                         await say(held, "heartbeat")
                         await say(silent, "heartbeat")
                     if (found := await client.read_flow_run(silent.id)).state.is_crashed():
                         break
-                    await say(held, "Suspended")  # again: events that arrive together are taken in any order
+                    await say(held, "Suspended")  # again, because events that arrive together have no order
                     await asyncio.sleep(0.5)
             assert (await client.read_flow_run(held.id)).state.is_running()
         finally:
@@ -202,7 +202,7 @@ async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(
 async def test_prefect_block_gives_the_server_address(pipelines, monkeypatch):
     block = TinkerflowConnection(base_url=pipelines.server.api_url, api_key="tml-of-the-block")
     await block.asave("elsewhere", overwrite=True)
-    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")  # the block wins
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")  # the block takes precedence
     async with connect("elsewhere") as server:
         assert (await server.base_model("")).name == pipelines.server.base_model
     async with get_client() as client:
@@ -212,7 +212,7 @@ async def test_prefect_block_gives_the_server_address(pipelines, monkeypatch):
 
 async def test_tag_limit_makes_runs_take_turns(pipelines):
     await ensure_tag_limits({"one-at-a-time": 1})
-    await ensure_tag_limits({"one-at-a-time": 1})  # it is there
+    await ensure_tag_limits({"one-at-a-time": 1})  # it exists already
     inside, most = set(), 0
 
     @task
@@ -225,7 +225,7 @@ async def test_tag_limit_makes_runs_take_turns(pipelines):
 
     @flow
     async def trains(number: int) -> None:
-        with tags("one-at-a-time"):  # as training.py does with the flow run's
+        with tags("one-at-a-time"):  # as training.py does with the flow run's tags
             await turn(number)
 
     async with asyncio.timeout(600):

@@ -1,6 +1,6 @@
 """The pipeline `sft` on the real service: it learns, shows its progress, and can be paused, stopped and retried.
 
-That it goes on where it was killed is in test_served.py.
+test_served.py tests that it continues after a kill.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tinkerflow.tasks.pipelines.work import open_work, read_json
 
 
 def config(pipelines, name: str, **training) -> dict:
-    """The example, smaller; with the rank that other tests use, so that its programs are compiled already."""
+    """A smaller version of the example, with the rank of other tests, whose programs are compiled already."""
     found = read_config(example_file("sft.yaml"))
     found |= {"name": name, "work": pipelines.work, "model": {"rank": 8}, "samples": {"rows": 2, "max_tokens": 8}}
     found["training"] = {"steps": 6, "segment_steps": 2, "batch_size": 8, "learning_rate": 0.005} | training
@@ -43,7 +43,7 @@ async def run(values: dict, **options):
 
 
 async def test_sft_lowers_the_loss_and_writes_its_artifacts(pipelines, tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="prefect.flow_runs")  # whatever level Prefect had when it was imported
+    caplog.set_level(logging.INFO, logger="prefect.flow_runs")  # independent of Prefect's level at its import
     monkeypatch.setenv("TINKERFLOW_TRACKING_DIR", str(tmp_path))
     values = config(pipelines, "shown", steps=12, segment_steps=4) | {"resume": "shown", "tracking": "tensorboard"}
     trained = await run(values)
@@ -65,7 +65,7 @@ async def test_sft_lowers_the_loss_and_writes_its_artifacts(pipelines, tmp_path,
     rest = pipelines.server.rest()
     info = rest.get_weights_info_by_tinker_path(trained.state).result()
     assert info.lora_rank == 8
-    async with get_client() as client:  # one version for each key, though it was updated all the time
+    async with get_client() as client:  # one version for each key, despite many updates
         every = await client.read_artifacts(limit=200)
     assert sum(one.key == "sft-shown-curves" for one in every) == 1
 
@@ -92,7 +92,7 @@ async def test_sft_lowers_the_loss_and_writes_its_artifacts(pipelines, tmp_path,
 
 
 async def flow_run_in(name: str, *states: StateType):
-    """The run of `sft` by its name, as soon as it is in one of the states."""
+    """The run of `sft` with this name, once it is in one of the states."""
     async with get_client() as client:
         for _ in range(6000):
             filters = FlowRunFilter.model_validate({"name": {"any_": [f"sft {name}"]}})
@@ -104,7 +104,7 @@ async def flow_run_in(name: str, *states: StateType):
 
 
 async def wait_for_log_lines(name: str, beginnings: list[str]) -> None:
-    """Wait until the logs of the runs of this name have lines that begin so."""
+    """Wait until the logs of the runs with this name contain lines with all these beginnings."""
     async with get_client() as client, asyncio.timeout(600):
         while True:
             filters = FlowRunFilter.model_validate({"name": {"any_": [f"sft {name}"]}})
@@ -116,9 +116,9 @@ async def wait_for_log_lines(name: str, beginnings: list[str]) -> None:
 
 
 async def shows_progress(pipelines, name: str) -> None:
-    """Wait until the artifact `progress` is there."""
+    """Wait until the artifact `progress` exists."""
     async with asyncio.timeout(600):
-        while "progress" not in await pipelines.artifacts(f"sft-{name}-"):  # noqa: ASYNC110  of another process
+        while "progress" not in await pipelines.artifacts(f"sft-{name}-"):  # noqa: ASYNC110  it is in another process
             await asyncio.sleep(0.1)
 
 
@@ -176,7 +176,7 @@ async def test_row_that_spoils_a_step_is_left_out_without_a_trace(pipelines, tmp
     assert f"{bad} (step {spoiled})" in found["checkpoints"]["data"]
     counts = [row["rows_left_out"] for row in json.loads(found["steps"]["data"])]
     assert counts == [0.0] * (spoiled - 1) + [1.0] * (32 - spoiled + 1)
-    assert (await run(values)).left_out == trained.left_out  # finished: it is in the record
+    assert (await run(values)).left_out == trained.left_out  # finished: the record contains it
 
     batch = SftRecipe.batch
     monkeypatch.setattr(SftRecipe, "batch", lambda recipe, step: [row for row in batch(recipe, step) if row != bad])

@@ -1,4 +1,4 @@
-"""`tinkerflow up --launcher slurm` and the sbatch script, on a Slurm cluster of one node that this test starts."""
+"""`tinkerflow up --launcher slurm` and the sbatch script, on a one-node Slurm cluster that this test starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def workers(folder: Path) -> list[int]:
-    """Agents that Slurm started for the service of a data dir."""
+    """Pids of the worker agents that Slurm started for the service of a data dir."""
     found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [pid for pid in found if re.search(f"^\\S+ -m tinkerflow worker .*{folder}", cmdline(pid))]
 

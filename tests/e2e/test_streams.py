@@ -20,7 +20,7 @@ TOKENS = [17, 45, 99, 23, 23, 150, 7, 81, 140, 3]
 
 @pytest.fixture(scope="module")
 def trained(server, make_datum) -> str:
-    """The path of weights that have learnt to say 5, 6, 7, 8."""
+    """The path of weights that were trained to repeat 5, 6, 7, 8."""
     trainer = server.client().create_lora_training_client(base_model=server.base_model, rank=8, seed=1).result()
     step = trainer.forward_backward([make_datum([5, 6, 7, 8] * 10)], "cross_entropy")
     trainer.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
@@ -34,7 +34,7 @@ def client(server) -> openai.OpenAI:
 
 
 def streamed(client, model, length, seed, on_part=lambda: None):
-    """Tokens, logprobs and when each part came."""
+    """The tokens and logprobs of a stream, and the times at which its parts came."""
     tokens, logprobs, came = [], [], []
     parts = client.completions.create(
         model=model, prompt=TOKENS, max_tokens=length, seed=seed, stream=True, logprobs=0,

@@ -1,4 +1,4 @@
-"""What one tenant must not do to others: bad tokens, huge requests, dead clients, and more, through the SDK.
+"""Tenants cannot harm others through the SDK, by bad tokens, huge requests, dead clients and more.
 
 The culprit gets an immediate error with its cause (PROMPTLY allows for a busy machine). A bystander's numbers stay
 bitwise equal to those of a run without the culprit.
@@ -27,7 +27,7 @@ def lora(server, service, seed: int = 5) -> tinker.TrainingClient:
 
 
 def bystander(server, service, make_datum, between: Callable[[], None] = lambda: None) -> list[bytes]:
-    """Three steps, a sample: every number of it, as bytes. `between` runs after each of them."""
+    """Make three steps, and return all their numbers as bytes. between: called after each step."""
     client = lora(server, service)
     numbers = []
     for _ in range(3):
@@ -90,7 +90,7 @@ def test_bad_training_data_hurts_only_its_sender(server, service, make_datum, un
         assert failure.value.category == "user"
 
     assert bystander(server, service, make_datum, offend) == undisturbed
-    # and the culprit itself can go on
+    # The culprit itself can continue.
     assert culprit.forward_backward([make_datum(TOKENS)], "cross_entropy").result().metrics["loss:sum"] > 0
 
 
@@ -122,7 +122,7 @@ def test_bad_samples_do_not_fail_their_neighbours(server, service):
     good = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1, stop=[])
 
     def burst(bad: list[Callable[[], object]]) -> list[bytes]:
-        """Three good samples in a row, each concurrent with all the offences."""
+        """Draw three good samples, one after the other, each concurrently with all offences."""
         answers = []
         for _ in range(3):
             future = sampler.sample(prompt, 1, good)
@@ -165,7 +165,7 @@ def test_unknown_loss_is_named(server, service, make_datum, loss):
 
 
 def test_memory_of_dead_clients_is_released(server, make_datum):
-    """A finished session's model is unloaded: its id answers with a named error, its run can still be looked up."""
+    """A finished session's model is unloaded: its id gives a named error, but its run can still be read."""
     client = lora(server, server.client())
     client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
     session = client.model_id.partition(":")[0]

@@ -42,7 +42,7 @@ async def test_a_whole_pipeline_without_a_prefect_server(tiny_service, plain_cal
 
 
 def test_tasks_and_flows_are_plain_functions(plain_calls, monkeypatch):
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # nobody is asked
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # no server is called
     assert twice_doubled(5) == 20
 
 

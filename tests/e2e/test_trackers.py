@@ -1,4 +1,4 @@
-"""`tinkerflow up` with trackers: the runs of the SDK are there, each step once, although the mirror was killed."""
+"""`tinkerflow up` with trackers: runs of the SDK are tracked, each step once, even after a kill of the mirror."""
 
 from __future__ import annotations
 

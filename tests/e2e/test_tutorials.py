@@ -18,7 +18,7 @@ PLAIN = ("publish-and-call.md", "move-to-your-own-service.md", "debug-a-run.md",
 
 @pytest.fixture(scope="module")
 def reader(server, tmp_path_factory) -> Iterator[Reader]:
-    """The same reader for all pages: a page uses files of those before it."""
+    """One reader for all pages, because pages use files of earlier pages."""
     with Reader(tmp_path_factory.mktemp("reader"), server.api_url, server.data_dir) as reader:
         yield reader
 

@@ -1,4 +1,4 @@
-"""Checkpoints leave the service: the SDK's own command line downloads them, and PEFT gives our logprobs with them."""
+"""Checkpoints outside the service: the SDK's command line downloads them, and PEFT gives our logprobs with them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BOUND = 2e-3  # nats, of each token's logprob
 
 @pytest.fixture
 def cli(server: Any, tmp_path: Path) -> Callable[..., Any]:
-    """cli(*commands): the answers of `tinker --format json` to these commands; one process, in an empty home."""
+    """cli(*commands) runs `tinker --format json` commands in one process with an empty home; returns their output."""
     (tmp_path / "home").mkdir()
     more = {"TINKER_BASE_URL": server.api_url, "TINKER_API_KEY": "tml-test", "HOME": str(tmp_path / "home")}
 
@@ -52,7 +52,7 @@ def cli(server: Any, tmp_path: Path) -> Callable[..., Any]:
 
 
 def train(server: Any, service: tinker.ServiceClient, make_datum: Any, **parts: bool) -> tinker.TrainingClient:
-    """A model that differs from its base by a nat or so everywhere."""
+    """A model whose logprobs differ from its base model's by about a nat."""
     trainer = service.create_lora_training_client(base_model=server.base_model, rank=8, seed=2, **parts).result()
     for _ in range(4):
         forward = trainer.forward_backward([make_datum(TEXT)], "cross_entropy")
@@ -89,8 +89,8 @@ def test_downloaded_checkpoint_gives_equal_logprobs_in_peft_and_merged(
         assert told["file_size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
         assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == server.base_model
         base = transformers.AutoModelForCausalLM.from_pretrained(server.base_model)
-        assert np.abs(theirs(base) - wanted).max() > 100 * BOUND  # else the adapter would not matter
-        if head:  # the tiny model's embeddings are tied: as the README says
+        assert np.abs(theirs(base) - wanted).max() > 100 * BOUND  # otherwise the adapter would not matter
+        if head:  # the tiny model's embeddings are tied
             base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.clone())
             base.config.tie_word_embeddings = False
         adapted = peft.PeftModel.from_pretrained(base, folder)
@@ -119,7 +119,7 @@ def test_encrypted_export_is_downloaded_unchanged(
 
 
 def test_an_uploaded_adapter_trains_on(server: Any, service: tinker.ServiceClient, make_datum: Any) -> None:
-    """As SDK 0.39 uploads it: each file to its link. What was exported comes in again and gives the same logprobs."""
+    """Each file is uploaded to its link, as by SDK 0.39. The imported adapter has the exported one's logprobs."""
     trainer = train(server, service, make_datum)
     exported = trainer.save_weights_external("again", ttl_seconds=3600).result().path
     run, kind, name = exported.removeprefix("tinker://").split("/")

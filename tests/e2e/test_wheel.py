@@ -1,4 +1,4 @@
-"""A wheel in a fresh environment, used from a project whose folders are named like ours, as a new user does it."""
+"""A wheel in a fresh environment, used from a new user's project whose folders have the same names as ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Project:
     added: set[str]
 
     def run(self, *command: str) -> str:
-        """What a program of the environment says; the folder comes first on the path of it and its children."""
+        """Run a program of the environment with the folder first on the Python path, and return its output."""
         done = subprocess.run(
             [self.environment / "bin" / command[0], *command[1:]],
             cwd=self.folder,
@@ -68,7 +68,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -
     environment, mine = folder / "venv", folder / "project"
     venv.create(environment, with_pip=False)
     (packages,) = environment.glob("lib/python*/site-packages")
-    installed = [path for path in sys.path if path.endswith("site-packages")]  # the .pth files in there are not read
+    installed = [path for path in sys.path if path.endswith("site-packages")]  # their .pth files are not read
     (packages / "dependencies.pth").write_text("\n".join(installed))
     before = {path.name for path in packages.iterdir()}
     _pip("--python", str(environment / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel))
