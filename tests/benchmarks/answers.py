@@ -1,9 +1,9 @@
-"""Conversations with answers in the prefix cache, and without: `python -m tests.benchmarks.answers [--repeat 3]`.
+"""Conversations with and without answers in the prefix cache: `python -m tests.benchmarks.answers [--repeat 3]`.
 
-Two samplers of small-qwen3 take turns, without a server. Each has conversations of TURNS turns, one after the other.
-One of them prefills answers in idle steps between the turns. Printed are medians of a turn after the first: prompt
-tokens that it computes, milliseconds until its first token, and CPU-milliseconds for its prompt and for all of the
-turn, idle steps included. The first round compiles and does not count.
+Two samplers of small-qwen3 take turns, without a server. Each holds conversations of TURNS turns, one after the other.
+One of them prefills answers in idle steps between the turns. Prints medians over all turns but the first: the computed
+prompt tokens, the milliseconds until the first token, and the CPU-milliseconds for the prompt and for the whole turn,
+including idle steps. The first round compiles and does not count.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ TURNS, PROMPT, NEW, ANSWER = 5, 100, 40, 100
 
 @dataclass
 class Side:
-    """One sampler. keeps: whether it prefills answers. turns: what is printed, of each turn."""
+    """One sampler. keeps: whether it prefills answers. turns: the printed figures of each turn."""
 
     sampler: Sampler
     keeps: bool
     turns: list[tuple[float, float, float, float]] = field(default_factory=list)
 
     def run(self, tokens_T: np.ndarray, most: int, seed: int) -> SampleResult:
-        """The result of the only request."""
+        """Sample at most `most` tokens after the prompt, and return the result."""
         command = SampleStep((SampleRequest("a", "o", None, tokens_T, 1, most, 1.0, -1, 1.0, seed),))
         while True:
             progress, command = self.sampler.step(command), SampleStep()
@@ -46,7 +46,7 @@ class Side:
                 return progress.finished[0]
 
     def talk(self, seed: int) -> list[list[int]]:
-        """The answers of a conversation."""
+        """Hold a conversation, store its figures in `turns`, and return its answers."""
         chance, answers = np.random.default_rng(seed), []
         tokens_T = chance.integers(8, 8000, PROMPT).astype(np.int32)
         for turn in range(TURNS):
@@ -66,7 +66,6 @@ class Side:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The attackers of attacks.py: a process with some projects; each project repeats a single trick."""
+"""The attackers of attacks.py: a process runs several projects, which each repeat one trick."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Attacker:
         return answer.raise_for_status().json()
 
     async def send(self, path: str, content: bytes, **headers: str) -> int:
-        """POST a body; the status."""
+        """POST a body, and return the status."""
         answer = await self.http.post(path, content=content, headers={**self.headers, **headers})
         return answer.status_code
 
     def sample(self, tokens: bytes, params: Any = None) -> bytes:
-        """The body of a sample request. tokens: their ids as JSON."""
+        """The body of a sample request. tokens: token ids, as JSON."""
         self.seq += 1
         address = {"sampling_session_id": self.sampler, "seq_id": self.seq, "sampling_params": params or {}}
         return json.dumps(address).encode()[:-1] + b', "prompt": {"chunks": [{"tokens": [' + tokens + b"]}]}}"
@@ -56,19 +56,19 @@ class Attacker:
 
 @cache
 def many_tokens(count: int) -> bytes:
-    """Token ids as JSON."""
+    """`count` + 1 token ids, as JSON."""
     return b"1," * count + b"1"
 
 
 @cache
 def bomb() -> bytes:
-    """A zstd frame of a few KB with nearly as much content as a body may have."""
+    """A zstd frame of a few KB that decompresses to nearly the largest body that is allowed."""
     return zstandard.ZstdCompressor().compress(bytes(255 * MEBIBYTE))
 
 
 @cache
 def training() -> bytes:
-    """A forward_backward request of protobuf with 160 MB in a field that nobody knows."""
+    """A protobuf forward_backward request with 160 MiB in an unknown field."""
     address = b"\x0a\x0e" + b"nobody:train:0" + b"\x10\x01"  # model_id, seq_id
     return address + b"\xfa\xff\x01" + b"\x80\x80\x80\x50" + bytes(160 * MEBIBYTE)
 
@@ -148,7 +148,7 @@ async def readers_that_do_not_read(one: Attacker) -> int:
 
 
 async def _trickle(one: Attacker, begin: str, more: bytes) -> int:
-    """Send the beginning of a request, and then a bit more each second; 0 when the server ends it."""
+    """Send the beginning of a request, then a bit more each second until the server closes it; return 0."""
     address = urlsplit(one.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1)
     try:
@@ -166,7 +166,7 @@ async def _trickle(one: Attacker, begin: str, more: bytes) -> int:
     return 0
 
 
-# Each with how many of its requests are under way at a time.
+# Each trick with its number of concurrent requests.
 TRICKS: list[tuple[Trick, int]] = [
     (zstd_bombs, 16), (zstd_bombs, 16), (zstd_training, 16), (large_training, 4), (large_samples, 8),
     (large_samples, 8), (medium_samples, 16), (medium_samples, 16), (nested_chats, 16), (huge_names, 8),
@@ -177,7 +177,7 @@ TRICKS: list[tuple[Trick, int]] = [
 
 
 async def attack(url: str, model: str, keys: dict[int, str]) -> None:
-    """Repeat the tricks of these numbers, each with its key, until SIGTERM; their answers are printed at the end."""
+    """Repeat tricks until SIGTERM, then print the counts of their answers. keys: by the number of the trick."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     stop, answers = asyncio.Event(), {number: Counter[str]() for number in keys}
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -1,10 +1,10 @@
-"""What twenty attacking projects cost a bystander: `python -m tests.benchmarks.attacks [--seconds 60]`.
+"""The cost of twenty attacking projects for a bystander: `python -m tests.benchmarks.attacks [--seconds 60]`.
 
-A service on the tiny model, with a key for each project. Each attacker repeats one trick, with several requests at a
-time, from a few processes. The bystander sends heartbeats and samples. Printed are its latencies and samples
-without and with the attackers, the answers that the attackers get, the API's peak of memory, and which processes of the
-service ended. It fails when heartbeats at the 99th percentile take HEARTBEAT_SECONDS, when the API has more than
-API_BYTES, when something restarted, or when the bystander's samples get less than their share.
+The service runs the tiny model and has a key for each project. Each attacker repeats one trick with several concurrent
+requests; a few processes run all attackers. The bystander sends heartbeats and samples. Prints its latencies and
+samples without and with the attackers, the attackers' answers, the API's peak memory, and the number of the service's
+processes that ended. Fails if the 99th percentile of heartbeats reaches HEARTBEAT_SECONDS, if the API uses API_BYTES,
+if a process restarted, or if the bystander gets less than its share of samples.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tinkerflow.backend.settings import Settings
 PROJECTS = 20
 PROCESSES = 4  # of attackers
 HEARTBEAT_SECONDS = 0.5
-API_BYTES = 1500 * 2**20  # the memory that is resident at the same time, with the default of max_body_bytes
-SHARE = 0.5 / (PROJECTS + 1)  # of the samples without attackers: half of an equal share, as the cores are shared, too
+API_BYTES = 1500 * 2**20  # peak resident memory, with the default of max_body_bytes
+SHARE = 0.5 / (PROJECTS + 1)  # of the rate without attackers: half of an equal share, as attackers use the cores, too
 
 
 # ------------------------------------------------------------------ the bystander
 class Bystander:
-    """A project that does what projects do."""
+    """A project that sends heartbeats and samples as ordinary projects do."""
 
     def __init__(self, url: str, model: str, key: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=120, headers={"X-API-Key": key})
@@ -53,7 +53,7 @@ class Bystander:
         return self._http.post(f"/api/v1/{path}", json=body).raise_for_status().json()
 
     def measure(self, seconds: float) -> tuple[list[float], list[float]]:
-        """Seconds of each heartbeat, and of each sample, in this time. Samples continue during heartbeats."""
+        """The seconds of each heartbeat and of each sample during this time. Both are sent concurrently."""
         beats, samples, end = list[float](), list[float](), time.perf_counter() + seconds
 
         def beat() -> None:
@@ -73,7 +73,7 @@ class Bystander:
         return beats, samples
 
     def sample(self, constraint: Any = None) -> None:
-        """One sample, from its submit to its result."""
+        """Submit a sample, and wait for its result."""
         self._seq += 1
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
         body = {"sampling_session_id": self._sampler, "seq_id": self._seq, "prompt": prompt}
@@ -88,7 +88,7 @@ class Bystander:
 
 @contextmanager
 def _attackers(url: str, model: str, keys: dict[int, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process of attackers, until the block ends. It leaves the cores to the service when that has work."""
+    """Run a process of attackers until the block ends, at a lower priority than the service."""
     command = ["nice", sys.executable, "-m", "tests.benchmarks.attackers", url, model, json.dumps(keys)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -99,13 +99,13 @@ def _attackers(url: str, model: str, keys: dict[int, str]) -> Iterator[subproces
 
 
 def percentiles(times: list[float]) -> str:
-    """The median, the 99th percentile and the longest, for people."""
+    """The median, the 99th percentile and the longest of times in seconds, as text."""
     p50, p99, longest = (*np.percentile(times, (50, 99)), max(times))
     return f"p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, longest {longest * 1000:.0f} ms"
 
 
 def peak_of_api(pid: int) -> int:
-    """Bytes that the API process had resident at most."""
+    """The peak resident memory of the API process, in bytes."""
     for process in tree(pid):
         if b"tinkerflow\0api" in Path(f"/proc/{process}/cmdline").read_bytes():
             found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
@@ -115,7 +115,6 @@ def peak_of_api(pid: int) -> int:
 
 
 def main() -> None:
-    """Measure, print, and fail when a bound is broken."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of tricks; default: all")
@@ -124,12 +123,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, server(Path(folder), {}) as (url, pid):
         journal = Journal.open(Settings(data_dir=Path(folder)).journal_url)
         keys = [journal.keys.create(f"key {n}", f"project {n}")[1] for n in range(PROJECTS + 1)]
-        time.sleep(2)  # until the API needs keys
+        time.sleep(2)  # until the API requires keys
         models = httpx.get(f"{url}/v1/models", headers={"X-API-Key": keys[0]}).json()["data"]
         bystander = Bystander(url, models[0]["id"], keys[0])
         for _ in range(10):
             bystander.sample()
-        bystander.sample({"type": "regex", "value": "[a-z]+"})  # so that no attacker is the first to need its program
+        bystander.sample({"type": "regex", "value": "[a-z]+"})  # compiles the program that attackers need
         beats, alone = bystander.measure(args.seconds / 3)
         quiet = len(alone) / (args.seconds / 3)
         print(f"without attackers: heartbeats {percentiles(beats)}; samples {percentiles(alone)}, {quiet:.1f} a second")

@@ -1,10 +1,10 @@
-"""CPU-seconds to compile six of the dozen programs that a warm-up makes first: the large ones, for an H100.
+"""CPU-seconds to compile the six large programs among the first twelve of a warm-up, for an H100.
 
 No device is needed.
 
 python -m tests.benchmarks.compiling
 
-Autotuning needs a device, so its time is missing. The other six of the dozen are copies, publishing and the optimizer.
+Autotuning needs a device, so its time is missing. The other six programs are copies, publishing and the optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROGRAMS = (
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its children: the assembler `ptxas` is one."""
+    """CPU-seconds of this process and of its ended children, such as the assembler `ptxas`."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 

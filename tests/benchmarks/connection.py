@@ -21,11 +21,11 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer; AssertionError unless it is a 200."""
+        """The JSON answer to a POST. AssertionError: its status is not 200."""
         return json.loads(await self.send(path, json.dumps(body).encode()))
 
     async def send(self, path: str, content: bytes) -> bytes:
-        """The answer's body; AssertionError unless it is a 200. A connection closed while idle is opened again."""
+        """The body of the answer to a POST. AssertionError: its status is not 200. Reconnects after an idle close."""
         kept = self._streams is not None
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
@@ -63,6 +63,6 @@ def cpu_seconds(pid: int) -> float:
 
 
 def shown(took: list[float]) -> str:
-    """Percentiles in words."""
+    """Percentiles of milliseconds, as text."""
     cuts = statistics.quantiles(took, n=100, method="inclusive") if len(took) > 1 else took * 99
     return f"p50 {cuts[49]:6.1f} ms  p95 {cuts[94]:6.1f} ms  p99 {cuts[98]:6.1f} ms  max {max(took):6.1f} ms"

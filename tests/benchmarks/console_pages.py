@@ -1,8 +1,8 @@
-"""Seconds that the console takes for its pages, on a database of a thousand runs, of which one has 100,000 steps.
+"""Seconds that the console's pages take on a database of a thousand runs, one of them with 100,000 steps.
 
     python -m tests.benchmarks.console_pages [--runs 1000] [--steps 100000]
 
-Serves the API on an SQLite database, and prints wall seconds and the API's CPU seconds of each page, the best of three.
+Serves the API on an SQLite database, and prints each page's wall seconds and the API's CPU-seconds, the best of three.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def cpu_seconds(pid: int) -> float:
 
 
 def main() -> None:
-    """Print a line for each page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100_000)

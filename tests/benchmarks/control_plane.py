@@ -1,4 +1,4 @@
-"""The cost of a request without the mathematics: round trips through the SDK on the tiny model.
+"""The cost of a request apart from its computation: round trips through the SDK on the tiny model.
 
     python -m tests.benchmarks.control_plane [--base-url URL --server-pid PID] [--repeat 50]
 
@@ -49,7 +49,7 @@ def measure(name: str, call: Callable[[], object], repeat: int, pid: int, per_ca
 
 
 def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> None:
-    """All cases against one server."""
+    """Measure all cases on one server."""
     service = tinker.ServiceClient(base_url=base_url, api_key="tml-bench")
     rest = tinker.RestClient(base_url=base_url, api_key="tml-bench")
     models = rest.get_server_capabilities().result().supported_models
@@ -98,7 +98,6 @@ def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> No
 
 
 def main() -> None:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url")
     parser.add_argument("--server-pid", type=int)
@@ -124,11 +123,11 @@ def main() -> None:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
     sys.stdout.flush()
-    os._exit(0)  # the SDK's heartbeat threads would hold this process
+    os._exit(0)  # the SDK's heartbeat threads would keep this process alive
 
 
 def compiled(said: list[str]) -> int:
-    """Programs that the pool has compiled since it was ready, as the server says."""
+    """The number of programs that the pool has compiled since it was ready, from the server's output."""
     return sum(int(match[1]) for line in tuple(said) if (match := re.search(r"compiled (\d+) program", line)))
 
 

@@ -1,9 +1,8 @@
-"""The cookbook's own RL recipes, with and without the savings of the server: `python -m tests.benchmarks.cookbook`.
+"""The cookbook's own RL recipes with and without prefix optimizations: `python -m tests.benchmarks.cookbook`.
 
-Two services take turns, one of them without shared beginnings and prefilled answers. Each runs the unmodified recipes
-`math_rl` (arithmetic, one turn) and `guess_number` (several turns). Printed are the tokens that training sent and
-computed, the prompt tokens that sampling computed, and the CPU-seconds of the server. The first round
-compiles and does not count.
+Two services take turns, one of them without shared prefixes and prefilled answers. Each runs the unmodified recipes
+`math_rl` (arithmetic, one turn) and `guess_number` (several turns). Prints the tokens that training sent and computed,
+the prompt tokens that sampling computed, and the server's CPU-seconds. The first round compiles and does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import httpx
 from tests.benchmarks.service import compared_services, cpu_seconds, offered_model
 
-# Counts the tokens of each request, and those that are left when equal beginnings of 16 tokens or more count once.
+# Counts the tokens of each request, in total and with each shared prefix of 16 tokens or more counted once.
 PROGRAM = """
 import asyncio, itertools, os, sys
 import tinker
@@ -58,7 +57,7 @@ SIDES = {"with": {}, "without": {"SHARE_PREFIXES": "false", "PREFILL_ANSWERS": "
 
 
 def run_recipe(recipe: str, url: str, pid: int, model: str, folder: Path) -> dict[str, float]:
-    """Run a recipe; its tokens, and the server's CPU-seconds."""
+    """Run a recipe, and return its token counts and the server's CPU-seconds."""
     before, spent = _prompt_tokens(url), sum(cpu_seconds(pid).values())
     with tempfile.TemporaryDirectory(dir=folder) as log:
         done = subprocess.run(
@@ -88,7 +87,6 @@ def _prompt_tokens(url: str) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     with compared_services(SIDES) as (folder, repeat, services):
         models = {name: offered_model(url) for name, (url, _) in services.items()}
         for recipe in ("math_rl", "guess_number"):

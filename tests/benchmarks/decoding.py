@@ -1,18 +1,18 @@
-"""The samplers of this tree and of another one, without a server, in CPU-milliseconds per generated token.
+"""The samplers of this tree and of another one, without a server: CPU-milliseconds per generated token.
 
     python -m tests.benchmarks.decoding [--against TREE] [--cases burst,one,mixed,group,closed] [--repeat 3] [--profile]
 
-Each tree has a process of its own, and they take turns, case by case and round by round, on small-qwen3
-(small_model.py). A first round of each compiles and does not count; the median of the others does. What is counted is
-the CPU time of the process that computes. TREE is a checkout whose `.package` folder names it `tinkerflow`.
+Each tree has its own process. The processes take turns, case by case and round by round, on small-qwen3
+(small_model.py). The first round of a case compiles and does not count; figures are medians of the others. Only the
+CPU time of the computing process counts. TREE is a checkout whose `.package` folder names it `tinkerflow`.
 
-    burst   64 prompts of 64 tokens at once, 64 tokens of each
-    one     a prompt of 64 tokens, 64 tokens of it
-    mixed   64 sequences of about 32 to 2,048 positions: only chunks in which all 64 decode count
-    group   8 samples of 16 tokens of one prompt of 2,000 tokens, and the prompt tokens that were computed for them
-    closed  8 users whose next prompt follows their last answer, of mixed lengths, beside 8 x (50 + 64) at once
+    burst   64 concurrent prompts of 64 tokens, each with an answer of 64 tokens
+    one     a prompt of 64 tokens with an answer of 64 tokens
+    mixed   64 sequences of about 32 to 2,048 positions; only chunks in which all 64 decode count
+    group   8 samples of 16 tokens from one prompt of 2,000 tokens
+    closed  8 users who send their next prompt after their last answer, with mixed lengths; and 8 x (50 + 64) at once
 
-With --profile, a further round shows the time of XLA's operations, by their names without numbers.
+With --profile, a further round shows the shares of XLA's operations, by their names without numbers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from tinkerflow.backend.spec.commands import GroupConfig, SampleRequest, SampleS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SLOTS, CHUNK, LONGEST = 64, 8, 2048
-User = list[tuple[int, int]]  # (tokens of the prompt, of the answer), one after the other
+User = list[tuple[int, int]]  # (prompt tokens, answer tokens) of consecutive requests
 
 
 class Measured:
-    """One sampler and its rounds. No two prompts are alike, unless they are samples of one."""
+    """One sampler and its rounds. No two requests have the same prompt."""
 
     def __init__(self, folder: Path) -> None:
         cfg, mesh = load_config(folder), make_mesh(1, 1)
@@ -67,7 +67,7 @@ class Measured:
         return SampleRequest(f"{user}.{self.asked}", "o", None, tokens_T, samples, most, 1.0, -1, 1.0, self.asked)
 
     def users(self, users: list[User], samples: int = 1) -> float:
-        """CPU-milliseconds a token, where each user asks again as soon as they are answered."""
+        """CPU-milliseconds per token. Each user sends the next request as soon as the last one is answered."""
         left, made, began = [list(user) for user in users], 0, time.process_time()
         admit = tuple(self.request(number, *user.pop(0), samples) for number, user in enumerate(left))
         waiting = len(admit)
@@ -94,7 +94,7 @@ class Measured:
         return {"made": self.users(mixed), "static": self.users([[(50, 64)]] * 8)}
 
     def mixed(self) -> dict[str, float]:
-        # Whoever came early decodes while the others' prompts are computed, and grows meanwhile.
+        # Early sequences decode, and grow, while the other prompts are still prefilled.
         prompts = np.linspace(LONGEST - 640, 32, SLOTS).astype(int).tolist()
         admit, chunks, active = tuple(self.request(0, length, 640) for length in prompts), list[float](), 1
         while active:
@@ -109,7 +109,7 @@ class Measured:
 
 
 def profile(call: Callable[[], object]) -> dict[str, float]:
-    """The share of each kind of XLA operation in the time of all, without what it calls; of 1 % and more."""
+    """The share of each kind of XLA operation in their total time, without nested operations; at least 1 %."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             call()
@@ -132,7 +132,7 @@ def profile(call: Callable[[], object]) -> dict[str, float]:
 
 
 def answer(folder: Path) -> None:
-    """Be the process of one tree: a case a line on standard input, its figures on standard output."""
+    """Run the process of one tree: read a case per line from standard input, and print its figures."""
     measured = Measured(folder)
     for line in sys.stdin:
         case, *profiled = line.split()
@@ -142,7 +142,7 @@ def answer(folder: Path) -> None:
 
 @contextmanager
 def tree(root: Path, folder: Path) -> Iterator[Any]:
-    """A function that measures a case with the code of a tree."""
+    """Yield a function that measures a case with the code of a tree."""
     path = f"{root / '.package'}:{ROOT}"
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__)), "--model", str(folder), "--answer"],
@@ -166,7 +166,6 @@ def tree(root: Path, folder: Path) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="a checkout of another commit")
     parser.add_argument("--cases", default="burst,one,mixed,group,closed")

@@ -2,16 +2,16 @@
 
     python -m tests.benchmarks.drafts [--repeat 3] [--rows]
 
-Both samplers have the default chunk and the same requests in each round, and take turns, on small-qwen3
-(small_model.py). The first round of each compiles and does not count; the median of the ratios of the others does.
+Two samplers of small-qwen3 (small_model.py) with the default chunk take turns, with the same requests in each round.
+The first round of each case compiles and does not count; the printed ratio is the median of the others.
 
-    repetitive  the greedy answer to a prompt that repeats 8 tokens, which goes on in a loop: 1, 2 and 8 prompts
+    repetitive  greedy answers to 1, 2 and 8 prompts that repeat 8 tokens, so the answers loop
     random      the same prompts at temperature 1, so the next token is nearly uniform over the vocabulary
 
-With --rows, only the cost of a step of each size is printed, for the constants in `drafts.py`.
+With --rows, only the cost of a step by its number of rows is printed, for the constants in `drafts.py`.
 
-An answer may differ where the last bits of the probabilities decide on a token: a step with drafts has more rows, and
-sums in another order, as a batch with more requests has.
+Answers may differ if the last bits of the probabilities decide on a token: a step with drafts has more rows and sums in
+another order, as a larger batch does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOKENS = 128
 
 
 def requests(name: str, prompts: int, round_: int) -> tuple[SampleRequest, ...]:
-    """The requests of a round. No two rounds have a prompt in common."""
+    """The requests of a round. No two rounds share a prompt."""
     chance, temperature = np.random.default_rng([prompts, round_]), 0.0 if name == "repetitive" else 1.0
     periods = chance.integers(8, 8000, (prompts, 8)).astype(np.int32)
     return tuple(
@@ -63,7 +63,7 @@ def run(sampler: Sampler, asked: tuple[SampleRequest, ...]) -> tuple[float, list
 
 
 def step_costs(sampler: Sampler, repeat: int) -> None:
-    """Print the CPU-milliseconds of a step with each number of rows, the median of the chunks of all rounds."""
+    """Print the CPU-milliseconds of a step for each number of rows: the median over the measured chunks."""
     costs: dict[int, list[float]] = {}
     real = SamplerModel.decode_chunk
 
@@ -84,7 +84,6 @@ def step_costs(sampler: Sampler, repeat: int) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3, help="measured rounds of each case")
     parser.add_argument("--rows", action="store_true", help="only print the cost of a step by its rows")

@@ -1,10 +1,11 @@
-"""An engine and an API replica are killed under load: are all answers those of an undisturbed run, and how soon.
+"""Kill engines and API replicas under load: answers must equal those of an undisturbed run. Measures the delays.
 
     python -m tests.benchmarks.failover [--clients 50] [--rounds 40] [--kills 2] [--apart]
 
-Postgres (pgserver), two API replicas behind a balancer, a standby engine. Every client trains the same model with the
-same data, so each must see the losses and the tokens of the one that ran before them, alone. With --apart, engines have
-host names of their own, as on two machines: the standby waits for the dead one's lease. RESULTS.md keeps the output.
+The service has Postgres (pgserver), two API replicas behind a balancer, and a standby engine. Every client trains the
+same model on the same data, so each must get the losses and tokens of a client that ran alone before. With --apart,
+engines have different host names, as on two machines: the standby waits for the end of the dead engine's lease.
+RESULTS.md keeps the output.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TOKENS = [1 + i % 200 for i in range(24)]
 
 @dataclass
 class Tenant:
-    """A client that trains and samples: the loss, the end and the samples of each round."""
+    """A client that trains, then samples. losses, times: the loss and the end of each round. tokens: of the sample."""
 
     url: str
     rounds: int
@@ -44,7 +45,7 @@ class Tenant:
         """Train for all rounds, then sample from the weights."""
         try:
             self._run()
-        except BaseException as error:  # noqa: BLE001  whoever started the thread looks at it
+        except BaseException as error:  # noqa: BLE001  the starter of the thread raises it
             self.error = error
         finally:
             self.ended = True
@@ -52,7 +53,7 @@ class Tenant:
     def _run(self) -> None:
         rest = tinker.RestClient(base_url=self.url, api_key="tml-tenant")
         model = rest.get_server_capabilities().result().supported_models[0].model_name
-        # Not closed: with SDK 0.38, closing may wait for ever when a poll for answers is cancelled as it fails.
+        # Not closed: with SDK 0.38, closing may hang if a poll for answers is cancelled while it fails.
         service = tinker.ServiceClient(base_url=self.url, api_key="tml-tenant")
         client = service.create_lora_training_client(base_model=str(model), rank=8, seed=3).result()
         for _ in range(self.rounds):
@@ -68,9 +69,9 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Failover:
-    """A kill. served: seconds until another one could do its work. answered: until each client had made two steps.
+    """A kill. served: seconds until a replacement could serve. answered: seconds until each client made two more steps.
 
-    The first may have been computed before the kill.
+    The first of these steps may have been computed before the kill.
     """
 
     what: str
@@ -79,7 +80,7 @@ class Failover:
 
 
 def disturb(found: Replicas, clients: int, rounds: int, kills: int) -> tuple[list[Tenant], list[Failover]]:
-    """Run the clients, and kill each part in turn; RuntimeError when a client has other answers than one alone."""
+    """Run the clients, and kill each part in turn. RuntimeError: a client's answers differ from those of one alone."""
     alone = Tenant(found.url, rounds)
     alone.run()
     if alone.error is not None:
@@ -110,7 +111,7 @@ def disturb(found: Replicas, clients: int, rounds: int, kills: int) -> tuple[lis
 
 
 def _kill_engine(found: Replicas) -> str:
-    """Returns when the standby works."""
+    """Kill the working engine, and return once the standby works."""
     working, standby = found.engines
     working.kill()
     found.engines.remove(working)
@@ -124,7 +125,7 @@ def _kill_api(found: Replicas, place: int) -> str:
 
 
 def _mend(found: Replicas) -> None:
-    """Start again what is dead: a standby engine, or a replica."""
+    """Replace a killed engine with a new standby, and restart killed replicas."""
     if len(found.engines) < 2:
         wait_for(found.start_engine(), "works on this journal")
     for place, api in enumerate(found.apis):
@@ -133,7 +134,7 @@ def _mend(found: Replicas) -> None:
 
 
 def _until(tenants: list[Tenant], steps: list[int]) -> None:
-    """Return when each has made so many steps, or has ended; RuntimeError when that takes longer than START_SECONDS."""
+    """Wait until each tenant has made its steps or has ended. RuntimeError: START_SECONDS have passed."""
     until = time.monotonic() + START_SECONDS
     while not all(tenant.ended or len(tenant.losses) >= least for tenant, least in zip(tenants, steps, strict=True)):
         if time.monotonic() > until:
@@ -143,7 +144,6 @@ def _until(tenants: list[Tenant], steps: list[int]) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=40)
@@ -169,7 +169,7 @@ def main() -> None:
         served = f"the standby serves after {failover.served:.1f} s, " if failover.what == "engine" else ""
         print(f"{failover.what} killed: {served}every client has made two steps after {failover.answered:.1f} s")
     sys.stdout.flush()
-    os._exit(0)  # the SDK's heartbeat threads would hold this process
+    os._exit(0)  # the SDK's heartbeat threads would keep this process alive
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The size of a run's history in the store: supervised data in three epochs, each in another order.
+"""The size of a run's history in the store: supervised data in three epochs, each in a different order.
 
     python -m tests.benchmarks.history_bytes
 
-The tokens are the words of this repository's documentation and code, numbered by their first use: a vocabulary of
-about 50,000. Prints bytes for a token as sent and as stored, bytes for a datum, and CPU time for a step.
+The tokens are the words of this repository's documentation and code, numbered in order of first use: a vocabulary of
+about 50,000. Prints bytes per token as sent and as stored, bytes per datum, and CPU time per step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def request(seq_id: int, rows: list[npt.NDArray[np.int32]]) -> PastRequest:
 
 
 def main() -> None:
-    """Print a line for each epoch."""
     ids, draw = words(), np.random.default_rng(0)
     rows = [ids[start : start + TOKENS + 1] for start in draw.integers(0, len(ids) - TOKENS - 1, STEPS * ROWS)]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""The cost of a history for a step: a service that keeps all histories and one that keeps none, which take turns.
+"""The cost of a history per step: a service that keeps all histories takes turns with one that keeps none.
 
     python -m tests.benchmarks.history_cost [--steps 1000]
 
-Prints the wall p50 and p95 of a step 1x8 on each, and the CPU time of all its processes for a step, in which the
-writing of the history is included. The two services make their steps alternately, so other work on the machine slows
-both. RESULTS.md keeps the output.
+Prints the wall p50 and p95 of a step 1x8 on each, and the CPU time per step of all its processes, which includes the
+writing of the history. The services make steps alternately, so other work on the machine slows both. RESULTS.md keeps
+the output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WARM = 300  # steps, so that the first segment of the history is written
 
 
 class _Measured:
-    """A service, and the steps that were made on it."""
+    """A service and the steps made on it."""
 
     def __init__(self, history: str, url: str, pid: int) -> None:
         self.history, self._pid = history, pid
@@ -37,12 +37,12 @@ class _Measured:
             self.step()
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Start the measurement."""
         self.walls.clear()
         self._before = self._cpu()
 
     def step(self) -> None:
-        """Make a step, with other data than the step before."""
+        """Make a step on data that no earlier step used."""
         self._made += 1
         tokens = [self._made // 100 + 10, self._made % 100 + 10, *range(12, 19)]
         start = time.perf_counter()
@@ -55,12 +55,11 @@ class _Measured:
         return sum(cpu_seconds(self._pid).values())
 
     def cpu(self) -> float:
-        """CPU-milliseconds of a step."""
+        """CPU-milliseconds per step."""
         return (self._cpu() - self._before) * 1e3 / len(self.walls)
 
 
 def main() -> None:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""The cost of 1,000 histories for start and recovery: two services with as many ended runs, with and without histories.
+"""The cost of 1,000 histories for start and recovery: two services with 1,000 ended runs, with and without histories.
 
     python -m tests.benchmarks.history_start [--runs 1000] [--rounds 5] [--folder FOLDER]
 
-Both services are killed with `kill -9` and started again, in turns. Printed are the least wall and CPU time until the
-service is ready, and, after a `kill -9` of its engine, the least wall time until a live run has made its next step.
+The services take turns to be killed with `kill -9` and restarted. Prints the least wall and CPU time until the service
+is ready, and the least wall time from a `kill -9` of its engine until a live run has made its next step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _DATA = [datum(list(range(10, 19)))]
 
 
 def main() -> None:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
@@ -44,7 +43,7 @@ def main() -> None:
                 for name, value in _start_and_recover(folder, history).items():
                     figures[history][name].append(value)
         for name in figures["off"]:
-            off, kept = (min(figures[history][name]) for history in ("off", "all"))  # other work only adds to them
+            off, kept = (min(figures[history][name]) for history in ("off", "all"))  # other work only adds time
             print(
                 f"{name}: without histories {off:.2f} s, with {args.runs} histories {kept:.2f} s, {kept / off - 1:+.1%}"
             )
@@ -71,7 +70,7 @@ def _segments(folder: Path) -> int:
 
 
 def _start_and_recover(folder: Path, history: str) -> dict[str, float]:
-    """Start the service, kill its engine under a live run, and kill all of it."""
+    """Start the service, kill its engine during a live run, and then the whole service; return the times."""
     began = time.perf_counter()
     with server(folder, {"HISTORY": history}) as (url, pid):
         start, spent = time.perf_counter() - began, sum(cpu_seconds(pid).values())

@@ -1,13 +1,13 @@
-"""Hundreds of tenants on several API replicas, one engine and Postgres: the waits and the cost of a request.
+"""Hundreds of tenants on several API replicas, one engine and Postgres: the latency and the cost of a request.
 
     python -m tests.benchmarks.load [--tenants 200] [--seconds 600] [--apis 2] [--rate 0.05]
 
-Each tenant is a project with a key. Tenants arrive as a Poisson process in the first fifth of the time. Two of three
-train on data (SFT), the others sample from published weights and train on a sample (RL). Their pauses are exponential,
-`--rate` of them a second. After nine of ten pauses a tenant sends a step (or a sample), after the tenth eight
-concurrent ones. Tenants speak the protocol over plain sockets: the SDK would take more of the machine than the service.
-They, and the balancer, share the cores with the service, and their times count their own delays. Prints latencies, CPU
-by part and operation, and memory over time. RESULTS.md keeps the output.
+Each tenant is a project with a key. Tenants arrive as a Poisson process in the first fifth of the time. Two thirds
+train on data (SFT); the others sample from published weights and train on a sample (RL). Their pauses are exponential,
+`--rate` of them per second. After nine of ten pauses, a tenant sends a step (or a sample); after the tenth, eight
+concurrent ones. Tenants use the protocol over plain sockets, because the SDK would need more CPU time than the service.
+Tenants and balancer share the cores with the service, so latencies include their delays. Prints latencies, CPU time by
+part and operation, and memory over time. RESULTS.md keeps the output.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOOK_SECONDS = 5.0
 
 @dataclass
 class Figures:
-    """What was measured: milliseconds by kind of call, operations, failures, and memory by part, every few seconds."""
+    """Measurements: milliseconds by kind of call, operations, failures, and memory by part every few seconds."""
 
     took: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     operations: Counter[str] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class Tenant:
     """One client: a session, a model, and steps until the end."""
 
     def __init__(self, port: int, key: str, base_model: str, number: int, figures: Figures) -> None:
-        """Nothing is sent before `run`. port, key: of the service. number: makes its data and pauses."""
+        """Send nothing before `run`. port: of the service. key: of the project. number: seeds the data and pauses."""
         self._port, self._key, self._base_model, self._number, self._figures = port, key, base_model, number, figures
         self._submits = Connection(port, key)
         self._random = random.Random(number)
@@ -61,7 +61,7 @@ class Tenant:
         self._publications = 0
 
     async def run(self, until: float, rate: float) -> None:
-        """Work until then (monotonic), with so many pauses a second."""
+        """Work until this monotonic time, with `rate` pauses per second."""
         try:
             opened = await self._submits.post("create_session", {"sdk_version": "0.38.0"})
             self._session = opened["session_id"]
@@ -95,7 +95,7 @@ class Tenant:
             await connection.post("session_heartbeat", {"session_id": self._session})
 
     async def _train(self, steps: int, tokens: list[int] | None = None) -> None:
-        """`count` steps, submitted concurrently."""
+        """Submit steps concurrently, on `tokens` or on random data."""
         waiting = []
         for _ in range(steps):
             batch = tokens or [self._random.randrange(8, 1000) for _ in range(_TOKENS)]
@@ -104,7 +104,7 @@ class Tenant:
         await asyncio.gather(*(self._result(*one) for one in waiting))
 
     async def _reinforce(self, samples: int) -> None:
-        """Publish, sample, and train on a sample."""
+        """Publish the weights, sample from them, and train on a sample."""
         self._publications += 1
         saving = self._on_model(sampling_session_seq_id=self._publications)
         await self._operation("save_weights_for_sampler", saving)
@@ -143,7 +143,7 @@ class Tenant:
         return message.SerializeToString()
 
     async def _operation(self, kind: str, body: dict[str, Any]) -> str:
-        """Submit, and wait for the answer: the id of the model that it is of."""
+        """Submit a request, wait for its answer, and return the id of its model."""
         began, request, model = await self._submitted(kind, json.dumps(body).encode())
         await self._result(kind, began, request)
         return model
@@ -164,7 +164,7 @@ class Tenant:
         try:
             while True:
                 answer = await connection.send("retrieve_future", json.dumps({"request_id": request}).encode())
-                said = json.loads(answer) if answer.startswith(b"{") else {}  # the others are protobuf
+                said = json.loads(answer) if answer.startswith(b"{") else {}  # other answers are protobuf
                 if said.get("type") != "try_again":
                     break
         finally:
@@ -177,7 +177,7 @@ class Tenant:
 
 
 def spent(found: Replicas, postgres: int) -> dict[str, float]:
-    """CPU-seconds of each part until now."""
+    """CPU-seconds that each part has used until now."""
     roots = {"api": found.apis, "engine": found.engines, "workers": found.workers}
     parts = {name: sum(_cpu(pid) for one in of for pid in tree(one.process.pid)) for name, of in roots.items()}
     return parts | {"postgres": sum(_cpu(pid) for pid in tree(postgres))}
@@ -191,7 +191,7 @@ def _cpu(pid: int) -> float:
 
 
 async def drive(found: Replicas, base_model: str, keys: list[str], seconds: float, rate: float) -> Figures:
-    """Let a tenant for each key work, for so many seconds, with so many pauses a second."""
+    """Run a tenant for each key for this many seconds, with `rate` pauses per second."""
     figures, port = Figures(), int(found.url.rsplit(":", 1)[1])
     until = time.monotonic() + seconds
 
@@ -213,7 +213,7 @@ async def drive(found: Replicas, base_model: str, keys: list[str], seconds: floa
 
 
 def make_keys(database_url: str, count: int) -> list[str]:
-    """Keys of so many new projects."""
+    """Create a key for each of `count` new projects."""
     journal = Journal.open(database_url)
     try:
         return [journal.keys.create(f"tenant {number}", f"tenant-{number}")[1] for number in range(count)]
@@ -222,7 +222,6 @@ def make_keys(database_url: str, count: int) -> list[str]:
 
 
 def main() -> None:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tenants", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
@@ -248,11 +247,10 @@ def main() -> None:
         finally:
             postgres.cleanup()
     tell(figures, {name: after[name] - before[name] for name in after}, took, args.tenants)
-    os._exit(bool(figures.errors))  # the SDK's threads would hold this process
+    os._exit(bool(figures.errors))  # the SDK's threads would keep this process alive
 
 
 def tell(figures: Figures, cpu: dict[str, float], took: float, tenants: int) -> None:
-    """Print it all."""
     count = figures.operations.total()
     print(f"{tenants} tenants, {count} operations in {took:.0f} s: {count / took:.1f}/s, load {os.getloadavg()[0]:.1f}")
     print(f"failures: {len(figures.errors)}", *figures.errors[:5], sep="\n    ")

@@ -1,9 +1,9 @@
-"""The padding of micro-batches in many shapes and in few (`spec.packing.Grid`), by kinds of data. It computes nothing.
+"""The padding of micro-batches in many shapes and in few (`spec.packing.Grid`), by kinds of data. No model runs.
 
     python -m tests.benchmarks.padding
 
-For each kind: the tokens that a device computes over those that were sent, and the same with the estimated cost of
-attention on GPUs and TPUs. Only tokens that a branch does not share are sent.
+Prints for each kind the ratio of computed to sent tokens, and the same with the estimated cost of attention on GPUs and
+TPUs. A prefix that branches share counts once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tinkerflow.backend.spec.packing import Grid, Trees, layout
 from tinkerflow.backend.spec.prefix_trees import Branch, Tree
 
 MICROBATCH = 4096
-REQUESTS = 200  # of each kind, with other lengths
+REQUESTS = 200  # of each kind, with different lengths
 
-Request = tuple[Sequence[int], Sequence[Tree]]  # lengths of examples; trees of shared beginnings, if there are any
+Request = tuple[Sequence[int], Sequence[Tree]]  # lengths of examples; trees of shared prefixes, if there are any
 
 
 def of_lengths(count: int, least: int, most: int) -> Iterator[Request]:
@@ -60,7 +60,7 @@ KINDS: Mapping[str, Sequence[Request]] = {
 
 
 def padding(requests: Sequence[Request], grid: Grid) -> tuple[float, float]:
-    """The tokens that are computed over those that were sent; the same with the cost of attention."""
+    """The ratio of computed to sent tokens, without and with the cost of attention."""
     sent = computed = 0
     cost = 0.0
     for lengths, trees in requests:

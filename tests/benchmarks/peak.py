@@ -1,4 +1,4 @@
-"""The most that this machine multiplies, per CPU-second: float32 matmuls of a training step's shape, torch and JAX."""
+"""The machine's peak rate of arithmetic: float32 matmuls of a training step's shape, by torch and by JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMES, BEST_OF = 10, 3
 
 
 def matmul_peak() -> float:
-    """GFLOP per CPU-second of whichever library is the faster."""
+    """GFLOP per CPU-second of the faster library."""
     left, right = np.ones((M, K), np.float32), np.ones((K, N), np.float32)
     a, b, c, d = torch.from_numpy(left), torch.from_numpy(right), jax.numpy.asarray(left), jax.numpy.asarray(right)
     multiply = jax.jit(jax.numpy.matmul)

@@ -1,4 +1,4 @@
-"""What a careful user would get by hand: Hugging Face's model, PEFT's LoRA, torch's AdamW; no server. Needs peft."""
+"""A careful user's own program, without a server: Hugging Face's model, PEFT's LoRA, torch's AdamW. Needs peft."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import transformers
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # ours adapts lm_head too
-IGNORED = -100  # torch's cross_entropy leaves such a target out
+IGNORED = -100  # torch's cross_entropy ignores this target
 
 
 def trainer(folder: str, lengths: list[int], rank: int) -> Callable[[], object]:
-    """A training step on random sequences of these lengths, padded to the longest and masked."""
+    """A function that makes a training step on random sequences of these lengths, padded to the longest and masked."""
     model = _model(folder, rank)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     longest = max(lengths)
@@ -37,7 +37,7 @@ def trainer(folder: str, lengths: list[int], rank: int) -> Callable[[], object]:
 
 
 def generator(folder: str, prompts: list[list[int]], new: int, rank: int) -> Callable[[], object]:
-    """`new` tokens after each prompt, drawn at temperature 1."""
+    """A function that samples `new` tokens after each prompt at temperature 1."""
     model, ids = _model(folder, rank), torch.tensor(prompts)
 
     def generate() -> Any:

@@ -1,7 +1,7 @@
-"""From a kill to the next completed step, with where the time goes: `python -m tests.benchmarks.recovery`.
+"""The time from a kill to the next completed step, and its parts: `python -m tests.benchmarks.recovery`.
 
-Starts `tinkerflow up` with the embedded tiny model, Prefect off, a warm compilation cache (a first life fills it), and
-kills a worker, then the engine. The parts come from the time stamps in the engine's log.
+Starts `tinkerflow up` with the embedded tiny model and without Prefect, fills its compilation cache by a few steps, and
+kills a worker and the engine in turn. The parts come from the time stamps in the engine's log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _MARKS = {
 
 
 def main() -> None:
-    """Print a line per kill, and the cost of a snapshot for a step."""
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)
@@ -38,7 +37,7 @@ def main() -> None:
 
 
 def measure(url: str, data_dir: Path, up: int) -> None:
-    """Kill by turns, and time the next step."""
+    """Kill a worker and the engine in turn, and print the time until the next step."""
     with tinker.ServiceClient(base_url=url, api_key="tml-bench") as service:
         base = service.get_server_capabilities().supported_models[0].model_name
         client = service.create_lora_training_client(base_model=str(base), rank=8, seed=1).result()
@@ -58,7 +57,7 @@ def measure(url: str, data_dir: Path, up: int) -> None:
 
 
 def find(up: int, words: str) -> int:
-    """The pid of a descendant of `up` whose command line has these words."""
+    """The pid of a descendant of `up` whose command line contains these words."""
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
     below, size = {up}, 0

@@ -1,4 +1,4 @@
-"""Several of each part on one Postgres, and a balancer in front of the API replicas; parts are killed and come back.
+"""Several engines and API replicas on one Postgres, behind a balancer. Each part can be killed and replaced.
 
 Used by failover.py, load.py and tests/e2e/test_failover.py.
 """
@@ -26,14 +26,15 @@ READY = "ready\n"  # the output of a part that serves
 
 
 class Part:
-    """A part of the service as a process, from its start until it reports that it serves, or that it stands by."""
+    """A process that runs a part of the service."""
 
     def __init__(
         self, name: str, number: int, environment: Mapping[str, str], log_dir: Path, *options: str, apart: bool = False
     ) -> None:
         """Start `tinkerflow NAME OPTIONS`, which logs to NAME-NUMBER.log in log_dir.
 
-        apart: with a host name of its own, so that others cannot see whether its process lives. environment: all of it.
+        apart: gives it its own host name, so that other parts cannot see whether its process lives. environment: the
+        complete environment.
         """
         self.name = f"{name}-{number}"
         self.log = log_dir / f"{self.name}.log"
@@ -44,18 +45,17 @@ class Part:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=dict(environment))
 
     def says(self, words: str) -> bool:
-        """Whether it has said this; RuntimeError with the end of its log when it has ended."""
+        """Whether its log contains these words. RuntimeError, with the end of the log: the part has ended."""
         if self.process.poll() is not None:
             raise RuntimeError(f"{self.name} has ended:\n{tail(self.log)}")
         return words in self.log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """kill -9."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM, and kill the process after a minute."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -65,10 +65,10 @@ class Part:
 
 
 class Balancer:
-    """A TCP load balancer on loopback: connections go to the replicas in turn, and past those that refuse them."""
+    """A TCP load balancer on loopback, which connects to the replicas in turn and skips those that refuse."""
 
     def __init__(self, ports: list[int]) -> None:
-        """It listens when this returns. ports: of the replicas."""
+        """Return once it listens. ports: of the replicas."""
         self._ports, self._next = ports, 0
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -76,7 +76,7 @@ class Balancer:
         self._started.wait()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Stop listening, and drop all connections."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self) -> None:
@@ -110,12 +110,12 @@ async def _carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> No
 
 
 class Replicas:
-    """The parts, by kind; `url` is where clients reach the API."""
+    """The parts of a service, by kind. url: the API's address for clients."""
 
     def __init__(
         self, data_dir: Path, database_url: str, settings: Mapping[str, str], *, apis: int, apart: bool
     ) -> None:
-        """Nothing runs but the balancer. settings: further variables TINKERFLOW_<NAME>."""
+        """Start only the balancer. settings: further variables TINKERFLOW_<NAME>."""
         self.data_dir, self._apart = data_dir, apart
         self._group = f"127.0.0.1:{free_port()}"
         ours = {"DATABASE_URL": database_url, "GROUP": self._group, "DATA_DIR": str(data_dir), "PREFECT": "off"}
@@ -131,18 +131,18 @@ class Replicas:
         make_secret(data_dir / "group.secret")
 
     def start_engine(self) -> Part:
-        """An engine, which works or stands by."""
+        """Start an engine, which works or stands by."""
         self.engines.append(self._start("engine", self._environment, apart=self._apart))
         return self.engines[-1]
 
     def start_api(self, place: int) -> Part:
-        """The replica at a place of the balancer, from 0."""
+        """Start the replica at this place behind the balancer, counted from 0."""
         part = self._start("api", {**self._environment, "TINKERFLOW_PORT": str(self._ports[place])})
         self.apis[place : place + 1] = [part]
         return part
 
     def start_worker(self) -> Part:
-        """A host with room for one process."""
+        """Start a worker host with room for one process."""
         options = ("--group", self._group, "--processes", "1")
         self.workers.append(self._start("worker", self._environment, *options))
         return self.workers[-1]
@@ -152,7 +152,7 @@ class Replicas:
         return Part(kind, self._numbers[kind], environment, self.data_dir, *options, apart=apart)
 
     def close(self) -> None:
-        """End all of them, and the balancer."""
+        """Stop all parts and the balancer."""
         for part in (*self.apis, *self.engines, *self.workers):
             part.stop()
         self._balancer.close()
@@ -168,11 +168,11 @@ def replicas(
     engines: int = 2,
     apart: bool = False,
 ) -> Iterator[Replicas]:
-    """All of them, serving, for the block.
+    """Run all parts for the block; yield them once they serve.
 
-    data_dir: of all parts. database_url: of an empty Postgres database. settings: further ones, TINKERFLOW_<NAME>.
-    apis, engines: their numbers; a single worker process serves them. apart: engines have host names of their own, as
-    on machines of their own: a standby engine cannot see that the other one is dead, and waits for its lease to end.
+    data_dir: of all parts. database_url: of an empty Postgres database. settings: further variables TINKERFLOW_<NAME>.
+    apis, engines: their numbers. A single worker process serves them. apart: engines have different host names, as on
+    different machines, so a standby engine cannot see that the other one is dead and waits for the end of its lease.
     """
     found = Replicas(data_dir, database_url, settings, apis=apis, apart=apart)
     try:
@@ -191,7 +191,7 @@ def replicas(
 
 
 def wait_for(part: Part, words: str) -> None:
-    """Return when the part has said these words."""
+    """Wait until the part has logged these words. RuntimeError: the part has ended, or START_SECONDS have passed."""
     until = time.monotonic() + START_SECONDS
     while not part.says(words):
         if time.monotonic() > until:

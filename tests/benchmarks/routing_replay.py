@@ -1,7 +1,7 @@
 """A mixture of experts in bfloat16 with and without routing replay: `python -m tests.benchmarks.routing_replay`.
 
-A random Qwen3-MoE (4 layers, 16 experts, 4 for each token) samples, and scores its samples as training does. Printed
-are the share of equal sets of experts between both, and the distance of their logprobs.
+A random Qwen3-MoE (4 layers, 16 experts, 4 for each token) samples, and scores its samples as training does. Prints the
+share of expert sets that are equal in both, and the KL divergence of their logprobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROMPT, ANSWER, SAMPLES = 32, 200, 4
 
 
 def make_model(folder: Path) -> Path:
-    """The folder, with the model."""
+    """Write the model to `folder`, and return `folder`."""
     torch.manual_seed(0)
     experts = {"moe_intermediate_size": 64, "num_experts": EXPERTS, "num_experts_per_tok": PER_TOKEN}
     shape = {"hidden_size": 128, "num_hidden_layers": LAYERS, "initializer_range": 0.1, "norm_topk_prob": True}
@@ -42,7 +42,7 @@ def make_model(folder: Path) -> Path:
 
 
 def sampled(executor: Executor) -> list[tuple[Example, np.ndarray]]:
-    """Samples as examples with their experts, and the sampler's logprobs."""
+    """Samples as examples with their experts, each with the sampler's logprobs."""
     prompt_T = np.random.default_rng(0).integers(0, VOCAB, PROMPT).astype(np.int32)
     request = SampleRequest("r", "owner", "s", prompt_T, SAMPLES, ANSWER, 1.0, -1, 1.0, seed=0, routes=True)
     found = []
@@ -57,7 +57,7 @@ def sampled(executor: Executor) -> list[tuple[Example, np.ndarray]]:
 
 
 def only(example: Example, layer: int) -> Example:
-    """The example with the experts of one layer, whose router then chooses as without replay."""
+    """The example with the experts of one layer only, so that its router's input does not depend on replay."""
     assert example.routes_Tn is not None
     routes_TLk = np.full((len(example.tokens_T), LAYERS, PER_TOKEN), -1, np.int16)
     routes_TLk[:, layer] = example.routes_Tn.reshape(routes_TLk.shape)[:, layer]
@@ -65,7 +65,6 @@ def only(example: Example, layer: int) -> Example:
 
 
 def main() -> None:
-    """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         sizes: dict[str, Any] = {
             "decode_chunk": 8,

@@ -1,19 +1,19 @@
-"""Whether anybody waits for others longer than they should: issue 4's criteria that are about scheduling.
+"""How long clients wait for each other: the scheduling criteria of issue 4.
 
     python -m tests.benchmarks.scheduling [--model FOLDER] [--cases little,turns,closed,group,publish,clients | flat]
                                           [--minutes 10] [--data-dir FOLDER]
 
-One `tinkerflow up` without Prefect, on the tiny model unless told. RESULTS.md keeps the output. Rounds of `little` and
-`closed` do not count if a program was compiled for them.
+Runs one `tinkerflow up` without Prefect, on the tiny model by default. RESULTS.md keeps the output. Rounds of `little`
+and `closed` do not count if a program was compiled for them.
 
-    little   samples of 1 token while 64 others of 64 are decoded: p50 and p95, beside a chunk's time
+    little   samples of 1 token while 64 samples of 64 tokens are decoded: p50 and p95, compared with a chunk's time
     turns    samples of 16 tokens, one after the other, while steps of 16x512 tokens are computed: p50 and the longest
-    closed   8 users with prompts and answers of mixed lengths, each asking again when answered, beside 8 at once
-    group    8 samples of one prompt of 1,000 tokens beside 1: the prefill tokens that were billed, and the time
+    closed   8 users with requests of mixed lengths, who ask again when answered, compared with 8 concurrent requests
+    group    8 samples of one prompt of 1,000 tokens, compared with 1 sample: the time
     publish  save_weights_and_get_sampling_client after a step of 64 short sequences (importance_sampling)
-    clients  1, 4 and 16 clients train at once, 2 x 32 tokens a step: useful tokens a second and a CPU-second
-    flat     mixed traffic for --minutes, after the warm-up: resident memory of the server's processes and what was
-             compiled late, minute by minute; alone, because the others are measured without warm-up
+    clients  1, 4 and 16 clients train concurrently, 2 x 32 tokens a step: useful tokens per second and per CPU-second
+    flat     mixed traffic for --minutes, after the warm-up: resident memory of the server's processes and programs that
+             were compiled late, minute by minute; runs alone, because the other cases have no warm-up
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from tinkerflow.deployments.tiny_model import make_tiny
 KEY = "tml-bench"
 USERS, ASKED = 8, 6
 CHUNK = 8  # tokens, decode_chunk's default
-SUBMITTING = 0.5  # seconds in which this process sends 64 requests, and would measure itself
+SUBMITTING = 0.5  # seconds to send 64 requests; samples in this time would measure this process
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A server, and one model's clients of it."""
+    """A server, and clients of one of its models."""
 
     service: tinker.ServiceClient
     url: str
@@ -60,7 +60,7 @@ class Bench:
     data_dir: Path
 
     async def sample(self, sampler: tinker.SamplingClient, prompt: int, most: int, count: int = 1) -> float:
-        """Seconds that a request of random tokens takes. It generates exactly `most` tokens."""
+        """The seconds of a request with a random prompt, which generates exactly `most` tokens."""
         params = types.SamplingParams(max_tokens=most, temperature=1.0, stop=[1])
         began = time.perf_counter()
         await sampler.sample(types.ModelInput.from_ints(random_ids(prompt)), count, params)
@@ -94,7 +94,7 @@ class Bench:
             )
 
     async def alone(self, sampler: tinker.SamplingClient) -> float:
-        """Seconds of the burst by itself."""
+        """The seconds that the burst takes alone."""
         began = time.perf_counter()
         await asyncio.gather(*(self.sample(sampler, 20, 64) for _ in range(64)))
         return time.perf_counter() - began
@@ -212,21 +212,21 @@ class Bench:
         print(f"at the end: {resident(self.pid)}, {self.programs()}; {load()}")
 
     def programs(self) -> dict[str, int]:
-        """What the server tells of its compiled programs (api/metrics.py)."""
+        """The server's metrics of its compiled programs (api/metrics.py)."""
         page = httpx.get(f"{self.url}/api/v1/metrics", headers={"X-API-Key": KEY}).raise_for_status().text
         found = re.findall(r"^tinkerflow_programs_(\w+?)(?:_total)?{.*} (\d+)$", page, re.MULTILINE)
         return {name: int(value) for name, value in found}
 
 
 def rollout(length: int) -> types.Datum:
-    """A sampled sequence, as the importance_sampling loss takes it."""
+    """A sampled sequence with the inputs of the importance_sampling loss."""
     tokens = random_ids(length + 1)
     inputs = {"target_tokens": tokens[1:], "logprobs": [-3.0] * length, "advantages": [0.1] * length}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
 def resident(pid: int) -> str:
-    """MiB of memory that the processes of a tree hold now, all and one by one, the oldest first."""
+    """The resident MiB of a process tree, in total and by process, parents first."""
     sizes = []
     for process in tree(pid):
         try:
@@ -238,19 +238,17 @@ def resident(pid: int) -> str:
 
 
 def timed(work: Callable[[], Coroutine[Any, Any, object]]) -> float:
-    """Seconds that it takes."""
     began = time.perf_counter()
     asyncio.run(work())
     return time.perf_counter() - began
 
 
 def load() -> str:
-    """The machine's, in words."""
+    """The machine's load average, as text."""
     return f"load {os.getloadavg()[0]:.1f}"
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face folder")
     parser.add_argument("--cases", default="little,turns,closed,group,publish,clients")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a running service, a step of a client, and the CPU time that the service has spent."""
+"""Shared parts of the benchmarks: a running service, a client's step, and the CPU time that the service has used."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 @contextmanager
 def server(data_dir: Path, settings: Mapping[str, str], *, model: str = "") -> Iterator[tuple[str, int]]:
-    """`tinkerflow up` with these settings (TINKERFLOW_<NAME>), Prefect off; its URL and pid. model: "" = the tiny.
+    """Run `tinkerflow up` with these settings (TINKERFLOW_<NAME>); yield its URL and pid. model: "" is the tiny model.
 
-    By default (`settings`) no program is compiled in the background, because it would share the cores with the
-    measurement.
+    Unless `settings` changes it, Prefect is off, and no program is compiled in the background, where it would compete
+    with the measurement for the cores.
     """
     settings = {"PREFECT": "off", "WARM_UP": "false", **settings}
     command = [sys.executable, "-m", "tinkerflow", "up", "--port", "0", "--data-dir", str(data_dir)]
@@ -53,17 +53,17 @@ def server(data_dir: Path, settings: Mapping[str, str], *, model: str = "") -> I
 
 
 def offered_model(url: str) -> str:
-    """The name of the base model that the service offers first."""
+    """The name of the first base model that the service offers."""
     served = tinker.RestClient(base_url=url, api_key="tml-benchmark").get_server_capabilities().result()
     return str(served.supported_models[0].model_name)
 
 
 @contextmanager
 def compared_services(sides: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Path, int, dict[str, tuple[str, int]]]]:
-    """Services that take turns on one model: a scratch folder, --repeat, and for each side its URL and pid.
+    """Run a service for each side, on the same model; yield a scratch folder, --repeat, and each side's URL and pid.
 
-    sides: settings as for `server`, by the name of the side, whose data dir has that name in the folder. The command
-    line has --model (default: small-qwen3) and --repeat (default: 3).
+    sides: settings for `server`, by the side's name, which is also the name of its data dir in the folder. The command
+    line accepts --model (default: small-qwen3) and --repeat (default: 3).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="", help="default: small-qwen3 in a scratch folder")
@@ -79,9 +79,9 @@ def compared_services(sides: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[
 
 
 def warm(work: Callable[[], T], data_dir: Path) -> T:
-    """What `work` gives when it is called so often that the server in `data_dir` compiles nothing for it.
+    """Call `work` until the server in `data_dir` compiles nothing for it, and return the last result.
 
-    How requests arrive differs, and so may the programs that they need.
+    Requests arrive differently in each call, so they may need other programs.
     """
     cache = Settings(data_dir=data_dir).compile_cache
 
@@ -97,18 +97,18 @@ def warm(work: Callable[[], T], data_dir: Path) -> T:
 
 
 def random_ids(count: int) -> list[int]:
-    """Ids that are no special token's."""
+    """Random token ids, none of them a special token."""
     return [random.randrange(8, 1000) for _ in range(count)]
 
 
 def datum(tokens: list[int]) -> types.Datum:
-    """A sequence whose tokens, except for the first, are all scored."""
+    """A cross_entropy datum that scores all tokens of a sequence but the first."""
     inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
 def step(client: tinker.TrainingClient, data: list[types.Datum]) -> float:
-    """One forward_backward and optim_step; seconds."""
+    """Make a forward_backward and an optim_step, and return the seconds that they take."""
     began = time.perf_counter()
     forward = client.forward_backward(data, "cross_entropy")
     client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
@@ -117,7 +117,7 @@ def step(client: tinker.TrainingClient, data: list[types.Datum]) -> float:
 
 
 def at_once(works: Iterable[Callable[[], object]]) -> None:
-    """Do all of them, each in a thread of its own."""
+    """Run all of them concurrently, each in its own thread."""
     threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
@@ -150,7 +150,7 @@ _PARTS = {
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
-    """CPU-seconds of each part of the service, by the part's name on its command line."""
+    """CPU-seconds of each part of the service, which its command line identifies."""
     spent: dict[str, float] = {}
     for process in tree(pid):
         try:

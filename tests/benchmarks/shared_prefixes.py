@@ -1,8 +1,8 @@
-"""Training that shares equal beginnings, and without: `python -m tests.benchmarks.shared_prefixes [--model FOLDER]`.
+"""Training with and without shared prefixes: `python -m tests.benchmarks.shared_prefixes [--model FOLDER]`.
 
 Two services take turns, one of them with TINKERFLOW_SHARE_PREFIXES=false. A step trains a group of answers to one
-prompt with `importance_sampling`, or sequences without equal beginnings, which should cost the same in both. Printed
-are the clients' tokens for each CPU-second of the whole server. A round with a compilation does not count.
+prompt with `importance_sampling`, or sequences without common prefixes, which should cost the same in both. Prints the
+clients' tokens per CPU-second of the whole server. A round with a compilation does not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANK = 32
 
 
 def sample_of(prompt: list[int], answer: list[int]) -> types.Datum:
-    """A sampled answer as the cookbook's RL loops send it: the prompt has advantages of 0."""
+    """A sampled answer in the form of the cookbook's RL loops: the prompt has advantages of 0."""
     tokens, first = prompt + answer, len(prompt) - 1
     inputs = {
         "target_tokens": tokens[1:],
@@ -40,19 +40,17 @@ def group() -> list[types.Datum]:
 
 
 def strangers() -> list[types.Datum]:
-    """Answers to as many prompts."""
+    """GROUP answers, each to its own prompt."""
     return [sample_of(random_ids(PROMPT), random_ids(ANSWER)) for _ in range(GROUP)]
 
 
 def step(client: tinker.TrainingClient, data: Callable[[], list[types.Datum]]) -> None:
-    """One step of training."""
     forward = client.forward_backward(data(), "importance_sampling")
     client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
     forward.result()
 
 
 def main() -> None:
-    """Measure and print."""
     sides = {share: {"SHARE_PREFIXES": share} for share in ("true", "false")}
     with compared_services(sides) as (folder, repeat, services), ExitStack() as stack:
         rounds = {}
@@ -72,7 +70,7 @@ def main() -> None:
 
 
 def measured(client: tinker.TrainingClient, pid: int, data_dir: Path, data: Callable[[], list[types.Datum]]) -> float:
-    """The CPU-seconds of the server for a step."""
+    """The server's CPU-seconds for a step."""
 
     def once() -> float:
         before = sum(cpu_seconds(pid).values())

@@ -1,8 +1,8 @@
-"""The model that speed is measured on: Qwen3's architecture with 82 million parameters, made here from a seed.
+"""The model of the speed benchmarks: Qwen3's architecture with 82 million parameters, generated from a seed.
 
     python -m tests.benchmarks.small_model FOLDER
 
-Its tokenizer is the tiny model's, which costs a step nothing.
+Its tokenizer is the tiny model's. The tokenizer does not affect the cost of a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 8192, 768, 12, 12, 4, 64
 
 
 def make_small(folder: Path) -> Path:
-    """Make the model in a new folder, the same bytes every time; about 330 MB."""
+    """Write the model, about 330 MB, to a new folder. Its bytes are the same every time."""
     path = make_tiny(folder)
     config = json.loads((path / "config.json").read_text())
     config |= {

@@ -2,14 +2,13 @@
 
     python -m tests.benchmarks.speed [--model FOLDER] [--cases train,long,ragged] [--repeat 3] [--small]
 
-One run starts `tinkerflow up` (Prefect off), which takes turns with plain loops in this process (plain.py). Each case
-has a round of ours, a round of theirs, and matmuls in float32 by torch and by JAX. The faster matmul is the peak. The
-CPU time of the server's whole tree is counted, and of this process while it computes itself. On a shared machine, wall
-times are not reliable, and two hyper-threads of a core slow each other. Compare only figures of the same run. The
-server has no warm-up. A round with a compilation does not count, and is repeated. Utilisation is the arithmetic that a
-step cannot do without (flops below), each CPU-second, over that peak. Without --model the small-qwen3 shape is made in
-a scratch folder (small_model.py); --small takes the tiny model. Without peft there is no plain loop; the output has a
-note. RESULTS.md keeps the output.
+A run starts `tinkerflow up` without Prefect, which takes turns with plain loops in this process (plain.py). Each case
+runs a round of ours, a round of theirs, and float32 matmuls by torch and by JAX. The faster matmul is the peak. The CPU
+time of ours is measured over the server's whole process tree, and the CPU time of theirs in this process. Wall times
+are not reliable on a shared machine, and two hyper-threads of a core slow each other, so compare only figures of the
+same run. The server has no warm-up, and a round with a compilation is repeated. Utilisation is the rate of the
+arithmetic that a step needs at least (`Bench.flops`) over the peak. Without --model, small-qwen3 is made in a scratch
+folder (small_model.py); --small uses the tiny model. Without peft, there is no plain loop. RESULTS.md keeps the output.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PROMPT, NEW = 64, 64
 
 @dataclass
 class Side:
-    """A measured program: `call` does a round of `tokens` useful tokens, and `spent` is its CPU clock.
+    """A measured program. call: makes a round. spent: reads its CPU clock.
 
     data_dir: of the server, if there is one. Rounds with a compilation do not count.
     """
@@ -61,7 +60,7 @@ class Side:
     wall: list[float] = field(default_factory=list)
 
     def turn(self) -> None:
-        """One round, measured."""
+        """Measure a round."""
         cpu, wall = warm(self._round, self.data_dir) if self.data_dir else self._round()
         self.cpu.append(cpu)
         self.wall.append(wall)
@@ -74,7 +73,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: rounds of `tokens` useful tokens that need `flops` floating-point operations."""
+    """A measured case: rounds of `tokens` useful tokens that need `flops` floating-point operations."""
 
     name: str
     tokens: int
@@ -109,18 +108,17 @@ def compare(case: Case, pid: int, data_dir: Path, repeat: int) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """One server, its model, and how much arithmetic that takes."""
+    """A server, its model, and the cases that run on it. plain: whether plain loops run, too."""
 
     service: tinker.ServiceClient
     model: str
     plain: bool
 
     def client(self) -> tinker.TrainingClient:
-        """A new LoRA client."""
         return self.service.create_lora_training_client(base_model=self.model, rank=RANK, seed=1).result()
 
     def flops(self, lengths: list[int], *, train: bool) -> float:
-        """Floating-point operations that cannot be done without.
+        """The least number of floating-point operations for sequences of these lengths.
 
         A frozen matrix of n weights takes 2 n per token forward, and 2 n back to its input. An adapter's matrix takes
         2 n forward and 4 n back. Attention between two tokens takes 4 H d per layer forward and 8 H d back.
@@ -136,7 +134,7 @@ class Bench:
         return forward + (2 * (frozen + 2 * adapter) * sum(lengths) + 2 * attention if train else 0)
 
     def training(self, name: str, lengths: list[int]) -> Case:
-        """A step of these lengths."""
+        """A training step on sequences of these lengths."""
         client, data = self.client(), [datum(random_ids(length + 1)) for length in lengths]
         plain = plain_step(self.model, lengths) if self.plain else None
         return Case(name, sum(lengths), self.flops(lengths, train=True), lambda: step(client, data), plain)
@@ -152,7 +150,7 @@ class Bench:
         return Case(f"{count} clients {shape(lengths)}", count * sum(lengths), flops, together, None)
 
     def sampling(self, count: int) -> Case:
-        """`count` concurrent prompts, with a sample of each."""
+        """A sample of each of `count` concurrent prompts."""
         sampler = self.client().save_weights_and_get_sampling_client().result()
         prompts = [random_ids(PROMPT) for _ in range(count)]
         params = types.SamplingParams(max_tokens=NEW, temperature=1.0)
@@ -177,7 +175,7 @@ class Bench:
 
 
 def plain_step(model: str, lengths: list[int]) -> Callable[[], object]:
-    """The same step by Hugging Face and PEFT; imported late, because peft need not be there."""
+    """The same step by Hugging Face and PEFT. The import is late because peft is optional."""
     from tests.benchmarks import plain
 
     return plain.trainer(model, lengths, RANK)
@@ -197,7 +195,6 @@ def shape(lengths: list[int]) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face folder")
     parser.add_argument("--small", action="store_true", help="the tiny model")

@@ -1,8 +1,8 @@
 """The gain of sampling ahead with a slow environment: `python -m tests.benchmarks.staleness [--seconds 2] [--seeds 5]`.
 
 The pipeline `rl` trains the tiny model with `max_staleness` 0, 1 and 2, in turns, on one service. Its environment
-sleeps for each answer. Printed are the steps per hour after the first few, which compile, and with --seeds the mean
-rewards of the last steps of so many runs.
+sleeps after each answer. Prints the steps per hour after the first few, which compile, and with --seeds the mean
+rewards of the last steps of this many runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECONDS, TIMES = "SLEEPY_SECONDS", "SLEEPY_TIMES"
 
 
 class Sleepy:
-    """Sleeps for each answer, rewards its vowels, and notes the time and the reward."""
+    """Sleeps after each answer, rewards its vowels, and records the time and the reward."""
 
     def __init__(self, facts: Facts) -> None:
         """facts: of the row."""
@@ -43,7 +43,7 @@ class Sleepy:
         return tuple(self._facts["prompt"])
 
     async def answered(self, text: str) -> Reply:
-        """Reward the answer after a while."""
+        """Reward the answer after the sleep."""
         await asyncio.sleep(float(os.environ[SECONDS]))
         reward = sum(letter in "aeiou" for letter in text) / max(1, len(text))
         _note(reward)
@@ -58,7 +58,7 @@ def _note(reward: float) -> None:
 def answers_of_run(
     url: str, folder: Path, staleness: int, seconds: float, name: str, seed: int = 0
 ) -> list[tuple[float, float]]:
-    """Train; the time and the reward of each answer, in order. name: of the run. seed: of its adapter and samples."""
+    """Train, and return each answer's time and reward in order. name: of the run. seed: of its adapter and samples."""
     (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "Say {n}"}}\n' for n in range(8)))
     config = {
         "name": name,
@@ -85,7 +85,7 @@ def answers_of_run(
 
 
 def steps_per_hour(answers: Sequence[tuple[float, float]]) -> float:
-    """The steps of a run per hour, without the first few. answers: of the run."""
+    """The steps of a run per hour, without the first few."""
     answered = [at for at, _ in answers[FIRST * ROWS * GROUP :]]
     return 3600 * (len(answered) / (ROWS * GROUP) - 1) / (answered[-1] - answered[0])
 
@@ -96,7 +96,6 @@ def last_reward(answers: Sequence[tuple[float, float]]) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=2.0, help="that the environment sleeps for each answer")
     parser.add_argument("--repeat", type=int, default=2)

@@ -1,8 +1,8 @@
-"""Samples with top-p in training, with and without support replay: `python -m tests.benchmarks.support_replay`.
+"""Training on top-p samples, with and without support replay: `python -m tests.benchmarks.support_replay`.
 
-A random Qwen3 samples with top-p 0.8. Printed are two figures of the loss importance_sampling whose advantages are all
-1. The mean ratio of policies that differ from the sampler by a random adapter is 1 for exact ratios. The gradient of
-the sampler's own policy is 0 on average, so the gradients of two halves of the samples have the cosine 0.
+A random Qwen3 samples with top-p 0.8. Prints two figures of the loss importance_sampling with advantages of 1. With
+exact ratios, the mean ratio of policies that differ from the sampler by a random adapter is 1. The gradient of the
+sampler's own policy is then 0 on average, so the gradients of two halves of the samples have the cosine 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOP_P = 0.8
 
 
 def sampled(executor: Executor) -> tuple[Example, ...]:
-    """Samples as data whose advantages are all 1, with their supports."""
+    """Samples as examples with advantages of 1 and with their supports."""
     prompt_T = np.random.default_rng(0).integers(0, VOCAB, PROMPT).astype(np.int32)
     request = SampleRequest("r", "owner", "s", prompt_T, SAMPLES, ANSWER, 1.0, -1, TOP_P, seed=0, supports=True)
     found = []
@@ -50,7 +50,6 @@ def sampled(executor: Executor) -> tuple[Example, ...]:
 
 
 def main() -> None:
-    """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         shape = {"hidden_size": 128, "num_hidden_layers": 2, "initializer_range": 0.15}
