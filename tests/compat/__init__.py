@@ -1,1 +1,1 @@
-"""The SDK against a whole service. The folder is a package so that its service ends with the last of its tests."""
+"""The SDK against a whole service. The folder is a package so that its service ends after its last test."""

@@ -1,4 +1,4 @@
-"""The SDK's command line against our server, told by its environment where that is, as users run it."""
+"""The SDK's command line against our server, configured by environment variables as users configure it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from tests.compat.registry import commands
 from tinker.cli.__main__ import main
 
-# Without the interpreter's own end: the SDK's event loop runs in a daemon thread. Before Python 3.14, a daemon thread
-# that wakes while the interpreter ends may abort the process (SIGABRT), although the command has succeeded.
+# Skips interpreter shutdown: the SDK's event loop runs in a daemon thread. Before Python 3.14, a daemon thread that
+# wakes during shutdown may abort the process (SIGABRT), although the command has succeeded.
 _MAIN = """
 import os, sys
 from tinker.cli.__main__ import main
@@ -33,28 +33,28 @@ except SystemExit as end:
 
 @dataclass
 class Cli:
-    """Runs `tinker ...` against one server; `home` holds its credentials. `ran` is which commands have been run.
+    """Runs `tinker ...` against one server. home: holds the credentials. ran: the commands that have run.
 
-    Commands run in this process, by the function that the `tinker` script calls: a process of its own takes five
-    seconds of a processor to import the SDK. With `own_process` they have one all the same.
+    Commands run in this process, by the function that the `tinker` script calls, because a new process needs five
+    CPU-seconds to import the SDK. own_process: runs each command in a new process nevertheless.
     """
 
     url: str
     home: Path
     key: str = "tml-test"
     own_process: bool = False
-    more: dict[str, str] = field(default_factory=dict)  # variables of the environment
+    more: dict[str, str] = field(default_factory=dict)  # further environment variables
     ran: set[str] = field(default_factory=set)
 
     def __call__(self, *words: str, fails: bool = False, stdin: str | None = None) -> str:
-        """The command's output. It must exit with 0 unless `fails`."""
+        """Run a command and return its output. It must exit with 0 unless `fails`."""
         code, said = self._in_a_process(words) if self.own_process else self._here(words, stdin)
         assert (code != 0) is fails, f"tinker {' '.join(words)} exited with {code}: {said}"
         self.ran.update(name for name in commands() if _is_run_by(name, words))
         return said
 
     def json(self, *words: str) -> Any:
-        """The command's output as JSON."""
+        """Run a command and return its JSON output."""
         said = self("-f", "json", *words)
         return json.loads(said[said.index("{") : said.rindex("}") + 1])
 

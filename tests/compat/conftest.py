@@ -1,4 +1,4 @@
-"""The whole service, as users start it, under the installed SDK: real engine, real worker, the embedded tiny model."""
+"""The whole service as users start it, for the installed SDK: real engine, real worker, the embedded tiny model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = [11, 22, 33, 44, 55, 66]
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> Iterator[Server]:
-    """One service for the room, without Prefect: nothing here is about tracking."""
+    """One service for the folder, without Prefect, because no test here is about tracking."""
     with (
         running(tmp_path_factory.mktemp("compat"), compiled=compiled_programs, prefect="off") as found,
         pytest.MonkeyPatch.context() as environment,
@@ -35,7 +35,7 @@ def base_model(server: Server) -> str:
 
 @pytest.fixture(scope="module")
 def service(server: Server) -> Iterator[tinker.ServiceClient]:
-    """A client with a session of its own for each module."""
+    """A client for each module, with its own session."""
     with tinker.ServiceClient(base_url=server.api_url, api_key="tml-test") as service:
         yield service
 
@@ -56,19 +56,19 @@ def trainer(service: tinker.ServiceClient, base_model: str) -> tinker.TrainingCl
 
 @pytest.fixture(scope="module")
 def sampler(trainer: tinker.TrainingClient) -> tinker.SamplingClient:
-    """A sampler of that model's weights."""
+    """A sampler of the weights of `trainer`."""
     return trainer.save_weights_and_get_sampling_client().result()
 
 
 @pytest.fixture(scope="module")
 def run(trainer: tinker.TrainingClient) -> str:
-    """That model's id."""
+    """The model id of `trainer`."""
     return trainer.get_info().model_id
 
 
 @pytest.fixture
 def cli(request: pytest.FixtureRequest, server: Server, tmp_path: Path) -> Iterator[Cli]:
-    """The command line; the test must run the commands that it declares."""
+    """The command line. Fails a test that has not run every command that it declares."""
     cli = Cli(server.api_url, tmp_path)
     yield cli
     wanted = {name for name in getattr(request.function, "exercises", ()) if name.startswith("tinker ")}
@@ -95,6 +95,6 @@ def datum(tokens: list[int] = TOKENS, **inputs: object) -> types.Datum:
 
 
 def window() -> tuple[str, str]:
-    """The hours, as the SDK's usage takes them, from the one before this until the one after."""
+    """The start of the last hour and the end of the next one, as arguments of the SDK's usage methods."""
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     return (hour - timedelta(hours=1)).isoformat(), (hour + timedelta(hours=2)).isoformat()

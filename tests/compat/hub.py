@@ -1,4 +1,4 @@
-"""As much of the Hugging Face hub's HTTP as an upload of a few small files takes, for `tinker checkpoint push-hf`."""
+"""A fake of the Hugging Face hub's HTTP API, for the uploads of a few small files by `tinker checkpoint push-hf`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hub:
         return {"HF_ENDPOINT": self.url, "HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
 
     def answer(self, method: str, path: str, body: bytes) -> Any:
-        """The JSON of the answer; None for 404."""
+        """The answer's JSON, or None for a 404."""
         if (method, path) == ("GET", "/api/whoami-v2"):
             return {"type": "user", "name": "somebody", "orgs": []}
         if (method, path) == ("POST", "/api/repos/create"):
@@ -43,12 +43,12 @@ class Hub:
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             commit = "0" * 40
             return {"commitUrl": f"{self.url}/{self.repositories[-1]}/commit/{commit}", "commitOid": commit}
-        return None  # such as a README of an earlier upload
+        return None  # such as the README of an earlier upload
 
 
 @contextmanager
 def hub() -> Iterator[Hub]:
-    """A running hub on a free port."""
+    """Run a hub on a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
@@ -65,7 +65,7 @@ def hub() -> Iterator[Hub]:
         do_GET = do_POST = do_HEAD = _answer
 
         def log_message(self, *_: object) -> None:
-            """Not a line for each request."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     running = Hub(f"http://127.0.0.1:{server.server_port}")

@@ -1,7 +1,7 @@
 """The most common uses of the SDK, in code that every SDK from 0.25 to the newest can run.
 
-`python lesson.py URL BASE_MODEL` prints the results as JSON. It imports nothing of ours: older SDKs run it in
-processes of their own (test_versions.py).
+`python lesson.py URL BASE_MODEL` prints the results as JSON. It imports none of our modules, because older SDKs run it
+in their own processes (test_versions.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKENS = [11, 22, 33, 44, 55, 66]
 
 
 def lesson(url: str, base_model: str) -> dict[str, Any]:
-    """Train, save, load, sample, score and look at it all; with fixed seeds, so that it always comes to the same."""
+    """Train, save, load, sample, score and list with fixed seeds, and return the results, which are always the same."""
     service = tinker.ServiceClient(base_url=url, api_key="tml-test", user_metadata={"purpose": "lesson"})
     trainer = done(service.create_lora_training_client(base_model, rank=4, seed=9, user_metadata={"by": "lesson"}))
     run = trainer.get_info().model_id
@@ -57,7 +57,7 @@ def lesson(url: str, base_model: str) -> dict[str, Any]:
 
 
 def done(made: Any) -> Any:
-    """The client that was made: newer SDKs give a future of it."""
+    """The created client. Newer SDKs return a future of it."""
     return made.result() if hasattr(made, "result") else made
 
 
@@ -75,4 +75,4 @@ def scored(trainer: Any) -> list[float]:
 
 if __name__ == "__main__":
     print(json.dumps(lesson(*sys.argv[1:])), flush=True)
-    os._exit(0)  # threads of the SDK's transport that still run are suspected to abort an interpreter that ends
+    os._exit(0)  # running threads of the SDK's transport may abort the interpreter at its shutdown

@@ -1,4 +1,4 @@
-"""Parts of the SDK that do not work, with reasons. docs/compatibility.md lists them, and tests here prove it."""
+"""Parts of the SDK that do not work, with reasons. docs/compatibility.md lists them, and tests here verify them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The SDK's methods and commands, and the tests that exercise them. test_table.py checks that none is missing.
 
 A test declares `@exercises("RestClient.list_sessions")`. The test fails unless it calls every declared method itself;
-calls inside of the SDK do not count. Its assertions must be about the meaning of the answers.
+calls inside the SDK do not count. Its assertions must be about the meaning of the answers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TESTS: dict[str, list[str]] = {}
 def exercises(*names: str) -> Callable[[F], F]:
     """Declare that the decorated test calls these methods ("Class.method") or CLI commands ("tinker run list").
 
-    Or that it shows what a kind of chunk does ("types.EncodedTextChunk"), which nothing watches.
+    Kinds of chunks ("types.EncodedTextChunk") can be declared, too, but nothing checks that the test uses them.
     """
 
     def declare(test: F) -> F:
@@ -54,7 +54,7 @@ def exercises(*names: str) -> Callable[[F], F]:
 
 
 def tests_of(name: str) -> list[str]:
-    """The tests that declare to exercise it, as `file::test`, those of modules imported so far."""
+    """The tests of the modules imported so far that declare to exercise a name, as `file::test`."""
     return sorted(set(_TESTS.get(name, [])))
 
 
@@ -69,7 +69,7 @@ def methods() -> list[str]:
 
 
 def chunks() -> list[str]:
-    """Every kind of chunk that a prompt may be made of, as "types.ImageChunk"."""
+    """Every kind of chunk that a prompt may contain, as "types.ImageChunk"."""
     union = get_args(types.ModelInputChunk)[0]  # the first argument of an Annotated
     return [f"types.{kind.__name__}" for kind in get_args(union)]
 
@@ -80,12 +80,12 @@ def commands() -> list[str]:
 
 
 def is_method(name: str) -> bool:
-    """Whether it is "Class.method", not a command and not a kind of chunk."""
+    """Whether a name is "Class.method", not a command or a kind of chunk."""
     return not name.startswith(("tinker ", "types."))
 
 
 def _is_method(client: type, name: str) -> bool:
-    # properties count: each public attribute of a class is something a user can reach
+    # properties count, because users can reach each public attribute of a class
     return not name.startswith("_") and not inspect.isclass(inspect.getattr_static(client, name))
 
 
@@ -102,7 +102,7 @@ def _below(command: click.Command, path: str) -> Iterator[str]:
 
 @contextmanager
 def watched(names: tuple[str, ...]) -> Iterator[set[str]]:
-    """While inside, the set holds which of the methods among `names` code of this folder has called."""
+    """Yield a set that collects the methods among `names` that code of this folder calls."""
     called: set[str] = set()
     patches = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The table of `docs/compatibility.md`: `python -m tests.docs.generate` writes it."""
+"""The table of `docs/compatibility.md`, which `python -m tests.docs.generate` writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.compat.test_versions import VERSIONS
 
 
 def cell(name: str) -> str:
-    """The table's second cell for a name; empty when no test exercises it, and no reason is given."""
+    """The second cell of a name's row, or "" if no test exercises the name and no reason is given."""
     if name in REFUSED:
         return f"refused: {REFUSED[name]}"
     if name in ELSEWHERE:
@@ -20,7 +20,7 @@ def cell(name: str) -> str:
 
 
 def table() -> str:
-    """The table, in Markdown: every name, and the test that shows that it works or the reason why not."""
+    """The table in Markdown: every name, with the tests that show that it works or the reason why it does not."""
     names = [*methods(), *commands(), *chunks()]
     working = [name for name in names if name not in REFUSED and name not in ELSEWHERE]
     lines = [
@@ -38,6 +38,6 @@ def table() -> str:
 
 
 def read_tests() -> None:
-    """Import the room's tests, so that the registry knows what they declare."""
+    """Import the folder's tests, which registers their declarations."""
     for file in sorted(HERE.glob("test_*.py")):
         importlib.import_module(f"tests.compat.{file.stem}")

@@ -1,4 +1,4 @@
-"""AdminClient: the audit log and usage; and the same under the RestClient's old names."""
+"""AdminClient: the audit log and usage, also through the RestClient's older methods."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_refused_chunk_types_are_named_in_the_error(name: str, trainer: tinker.T
     mixed = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=TOKENS[:4]), chunk])
     with pytest.raises(tinker.RequestFailedError, match=rf"prompt.chunks\[1\].type is '?{chunk.type}'?: must be"):
         sampler.compute_logprobs(mixed).result()
-    if name != "types.ImageAssetPointerChunk":  # the SDK refuses to train on pointers by itself
+    if name != "types.ImageAssetPointerChunk":  # the SDK itself refuses to train on pointers
         wanted = types.Datum(model_input=mixed, loss_fn_inputs=datum().loss_fn_inputs)
         with pytest.raises(tinker.RequestFailedError, match=rf"data\[0\].model_input.chunks\[1\] is {chunk.type}:"):
             trainer.forward([wanted], "cross_entropy").result()

@@ -1,4 +1,4 @@
-"""RestClient: looking at runs, sessions, samplers and checkpoints, and changing checkpoints."""
+"""RestClient: reading runs, sessions, samplers and checkpoints, and changing checkpoints."""
 
 from __future__ import annotations
 

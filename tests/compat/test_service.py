@@ -42,7 +42,7 @@ async def test_a_saved_state_becomes_a_model(service: tinker.ServiceClient, trai
     ]
     assert {loss_of(model) for model in [*plain, *whole]} == {saved}
     steps = [model.optim_step(types.AdamParams()).result().metrics["optimizer_step"] for model in [*plain, *whole]]
-    assert steps == [1.0, 1.0, 2.0, 2.0]  # with its optimizer, a model goes on counting
+    assert steps == [1.0, 1.0, 2.0, 2.0]  # with its optimizer, a model continues to count steps
 
 
 @exercises("ServiceClient.create_sampling_client", "ServiceClient.create_sampling_client_async")
@@ -55,7 +55,7 @@ async def test_samplers_of_the_base_model_and_of_a_checkpoint(
     prompt = types.ModelInput.from_ints(TOKENS)
     of_base, of_tuned = base.compute_logprobs(prompt).result(), tuned.compute_logprobs(prompt).result()
     assert of_base[0] is None
-    assert sum(of_tuned[1:]) > sum(of_base[1:])  # trained on just these tokens
+    assert sum(of_tuned[1:]) > sum(of_base[1:])  # trained on exactly these tokens
 
 
 @exercises("ServiceClient.get_server_capabilities", "ServiceClient.get_server_capabilities_async")
@@ -108,7 +108,7 @@ def test_a_copy_has_the_same_weights(
     service: tinker.ServiceClient, trainer: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = trainer.save_state("copied").result().path
-    monkeypatch.setenv("TINKER_PROJECT_ID", "archive")  # where the SDK has it from
+    monkeypatch.setenv("TINKER_PROJECT_ID", "archive")  # the SDK reads the project from it
     copy = service.copy_weights(source).result()
     assert copy != source
     assert loss_of(service.create_training_client_from_state(copy).result()) == loss_of(trainer)

@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md is whole and true: a test exercises or refuses everything that the SDK offers."""
+"""The table of docs/compatibility.md is complete: everything that the SDK offers is exercised by a test or refused."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from tests.compat.conftest import TOKENS, datum
 from tests.compat.registry import exercises
 from tinker import types
 
-STILL = types.AdamParams(learning_rate=0.0)  # a step that clears the gradient and moves nothing
+STILL = types.AdamParams(learning_rate=0.0)  # a step that clears the gradient and changes no weight
 
 
 async def settled(pending: Any) -> Any:
@@ -57,7 +57,7 @@ async def test_custom_loss_of_the_user_runs_in_the_client(trainer: tinker.Traini
     assert sync.metrics["doubled"] == twin.metrics["doubled"] == pytest.approx(2 * usual, rel=1e-5)
     trainer.forward_backward([datum()], "cross_entropy")
     alone = trainer.optim_step(STILL).result().metrics["grad_norm"]
-    assert norm == pytest.approx(3 * alone, rel=1e-4)  # three equal gradients had gathered
+    assert norm == pytest.approx(3 * alone, rel=1e-4)  # three equal gradients had accumulated
 
 
 @exercises(

@@ -1,6 +1,6 @@
 """Older SDKs, and the newest, get the same results from our server as the installed SDK.
 
-pip installs each into a folder of its own, without its dependencies. The installed ones must satisfy its requirements.
+pip installs each SDK into its own folder without dependencies. The installed packages must satisfy its requirements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Install = Callable[[str], Distribution]
 
 @pytest.fixture(scope="module")
 def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
-    """Installs a version of the SDK into a folder of its own, which is in its metadata's path."""
+    """install(version) installs an SDK into its own folder, and returns its metadata."""
     offline: list[str] = []
 
     def pip(asked: str) -> Distribution:
@@ -55,7 +55,7 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
 @pytest.fixture(scope="module")
 def expected(server: Server) -> dict[str, Any]:
     """The results of the lesson with the installed SDK."""
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # a later SDK drops parts of older ones
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # newer SDKs deprecate parts of older ones
         return as_json(lesson(server.api_url, server.base_model))
 
 
@@ -66,7 +66,7 @@ def test_lesson_lowers_the_loss(expected: dict[str, Any], server: Server) -> Non
     assert expected["losses"] == sorted(expected["losses"], reverse=True)
     assert -sum(expected["trained"]) < last
     assert expected["resumed"] == expected["trained"]
-    assert expected["next_step"] == 4.0  # with its optimizer, which had made three
+    assert expected["next_step"] == 4.0  # its optimizer had made three steps
     assert expected["scored"][0] is None
     assert expected["scored"][1:] == pytest.approx(expected["trained"][:-1], abs=2e-3)
     assert len(expected["scored"]) == len(TOKENS)
@@ -99,14 +99,14 @@ def test_another_sdk_version_gets_equal_results(
 
 
 def here(need: Requirement) -> bool:
-    """Whether what is installed here satisfies it; extras are not asked for."""
+    """Whether the installed packages satisfy a requirement, except for extras."""
     if need.marker is not None and not need.marker.evaluate({"extra": ""}):
         return True
     return need.specifier.contains(version(need.name), prereleases=True)
 
 
 def run_lesson(sdk: Path, server: Server) -> dict[str, Any]:
-    """What comes out of the lesson in a process that has this SDK."""
+    """Run the lesson in a process with this SDK, and return its results."""
     script = Path(__file__).with_name("lesson.py")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
     ended = subprocess.run(
