@@ -1,4 +1,4 @@
-"""The part of a cluster's API that the launcher uses. Server-side apply only merges here."""
+"""A fake of the part of a cluster's API that the launcher uses. Server-side apply only merges here."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Json = dict[str, Any]
 
 @dataclass
 class FakeKubernetes:
-    """A cluster with one StatefulSet (None = none), in the namespace tinkerflow.
+    """A cluster with one StatefulSet, or None, in the namespace tinkerflow.
 
-    rules: of the service account's Role. applied: how often something was applied. outage: the response to everything.
+    rules: of the service account's Role. applied: the number of applies. outage: the response or error of any request.
     """
 
     stateful_set: Json | None
@@ -44,7 +44,6 @@ class FakeKubernetes:
         return int(self.stateful_set["spec"].get("replicas", 1))
 
     def respond(self, request: httpx2.Request) -> httpx2.Response:
-        """The response to a request."""
         if isinstance(self.outage, Exception):
             raise self.outage
         found = _URL.fullmatch(request.url.path)
@@ -85,7 +84,7 @@ class FakeKubernetes:
 
 @contextmanager
 def served(fake: FakeKubernetes, address: str, account: Path) -> Iterator[int]:
-    """Serve the API at an address of this machine: the port. account: gets what a pod finds of its service account."""
+    """Serve the API at this address; yield the port. account: gets the files of a pod's service account."""
     key, certificate = account.parent / "key.pem", account / "ca.crt"
     account.mkdir(parents=True)
     (account / "token").write_text(TOKEN)

@@ -1,4 +1,4 @@
-"""`tinkerflow checkpoint`: looking after the store; tokens are shown once, listed without themselves, and revoked."""
+"""`tinkerflow checkpoint`: access tokens, maintenance of the store, import, merge and export."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_invalid_time_to_live_is_refused(ttl: str) -> None:
     assert refused.exit_code == 2 and "Invalid value for '--ttl'" in refused.output
 
 
-# ------------------------------------------------------------------ looking after the store
+# ------------------------------------------------------------------ maintenance of the store
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """The store of a data dir, with two checkpoints of a run and a recovery snapshot; its database was never made."""
+    """The store of a data dir without a database, with two checkpoints of a run and a recovery snapshot."""
     made = Store.open(Settings(data_dir=tmp_path).store_url)
     weights = {f"base_model.model.lm_head.lora_{m}.weight": np.ones((4, 4), np.float32) for m in "AB"}
     state = AdapterState(LoraSpec(4), 2, weights, {})

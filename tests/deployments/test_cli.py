@@ -1,4 +1,4 @@
-"""The command line as a person uses it: its output and its refusals."""
+"""The command line as a person uses it: its output and its errors."""
 
 from __future__ import annotations
 

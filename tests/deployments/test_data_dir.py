@@ -1,4 +1,4 @@
-"""A data dir is private, is served by one process, and can be backed up, restored and looked at."""
+"""A data dir is private, is served by one process, and can be backed up, restored and inspected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path) -
     message = rf"is served already by process {first.pid} at http://127\.0\.0\.1:1; stop it, or choose another"
     with pytest.raises(UserError, match=message), owned(tmp_path, "x"):
         pass
-    (tmp_path / LOCK).write_text("")  # as before the first one has written its name
+    (tmp_path / LOCK).write_text("")  # as before the first process has written its name
     with pytest.raises(UserError, match="is served already by another process; stop it"), owned(tmp_path, "x"):
         pass
     first.kill()
@@ -130,7 +130,7 @@ def test_full_disk_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def filled(data_dir: Path) -> Settings:
-    """A data dir with a key, a checkpoint's file and a champion."""
+    """Fill a data dir with a key, a checkpoint's file and a champion, and return its settings."""
     settings = Settings(data_dir=data_dir)
     with open_journal(settings) as journal:
         journal.keys.create("mine", "search")
@@ -147,7 +147,7 @@ def filled(data_dir: Path) -> Settings:
     return settings
 
 
-@pytest.mark.parametrize("name", ["data", "a#b %20"])  # the second has another meaning in a URL
+@pytest.mark.parametrize("name", ["data", "a#b %20"])  # the second name has another meaning in a URL
 def test_backup_is_made_during_writes_and_restored_into_a_new_folder(tmp_path: Path, name: str) -> None:
     settings = filled(tmp_path / name)
     with closing(sqlite3.connect(settings.data_dir / "journal.db")) as writer:

@@ -27,7 +27,7 @@ from tinkerflow.deployments.status import show_status
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """The port of a server that is well."""
+    """The port of a healthy server."""
     with health_server() as port:
         yield port
 
@@ -82,7 +82,7 @@ def test_doctor_does_not_create_a_missing_database(tmp_path: Path, check: Callab
 def test_database_of_an_earlier_version_is_left_unchanged(tmp_path: Path, check: Callable[[Settings], str]) -> None:
     settings = Settings(data_dir=tmp_path)
     migrate(settings.journal_url, "v0001")
-    for _ in range(2):  # the first look has not upgraded it
+    for _ in range(2):  # the first check has not upgraded it
         with pytest.raises(ServerError, match="the database is of an earlier version: `tinkerflow up` upgrades it"):
             check(settings)
 
@@ -170,7 +170,7 @@ def test_doctor_shows_whether_the_api_runs(tmp_path: Path, port: int) -> None:
 
 def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_prefect(Settings(data_dir=tmp_path, prefect="off")) == "off: nothing is tracked"
-    idle = Settings(data_dir=tmp_path, prefect_port=port)  # which another program has
+    idle = Settings(data_dir=tmp_path, prefect_port=port)  # another program listens on this port
     assert doctor.check_prefect(idle) == "not running; `tinkerflow up` starts it"
     with owned(tmp_path, "http://127.0.0.1:8000"):
         assert doctor.check_prefect(idle) == "restarting: it starts with the engine"
@@ -180,7 +180,7 @@ def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch
     with pytest.raises(UserError, match="set PREFECT_API_URL"):
         doctor.check_prefect(Settings(data_dir=tmp_path, prefect="external", prefect_port=port))
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{port}/elsewhere/api/")
-    for settings in (Settings(data_dir=tmp_path, prefect="external"), idle):  # `up` takes the external one, too
+    for settings in (Settings(data_dir=tmp_path, prefect="external"), idle):  # `up` uses the external one, too
         assert "/elsewhere/api/health" in doctor.check_prefect(settings)
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
     with pytest.raises(UserError, match=r"no answer .*; start that server, or change PREFECT_API_URL"):

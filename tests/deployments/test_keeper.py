@@ -1,4 +1,4 @@
-"""Parts that end, are stopped or hang. They are real processes that only write heartbeats."""
+"""Restarts of parts that end, are stopped or hang. The parts are real processes that only write heartbeats."""
 
 from __future__ import annotations
 

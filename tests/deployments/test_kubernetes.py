@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 HERE = ROOT / "deployments" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (HERE / "overlays").iterdir())
 VERSION = "1.37"
-ON_CPUS = ("cpu", "schedules")  # overlays whose workers have the image of the API
+ON_CPUS = ("cpu", "schedules")  # overlays whose workers use the image of the API
 DATABASE = "postgresql://tinkerflow:secret@postgres/tinkerflow"
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
@@ -41,14 +41,14 @@ of_each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 def shape(*required: str, **properties: Any) -> dict[str, Any]:
-    """The JSON schema of an object that has no other properties."""
+    """The JSON schema of an object without other properties."""
     return {"type": "object", "required": [*required], "additionalProperties": False, "properties": properties}
 
 
 NUMBER = {"type": "integer", "minimum": 0}
 SUBDOMAIN = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
 JOB = shape("name", "template", name={"type": "string"}, replicas=NUMBER, template={"required": ["spec"]})
-# Of the JobSet's CRD (jobset.x-k8s.io/v1alpha2), the fields that we use; its jobs are checked as Jobs.
+# The fields of the JobSet's CRD (jobset.x-k8s.io/v1alpha2) that we use; its jobs are checked as Jobs.
 JOBSET = shape(
     *("apiVersion", "kind", "metadata", "spec"),
     apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
@@ -67,7 +67,7 @@ JOBSET = shape(
 
 @dataclass(frozen=True)
 class Pods:
-    """Pods that one object makes: its kind and name, how many, their labels and specification."""
+    """The pods of one object: its kind and name, and their count, labels, specification and volume claims."""
 
     kind: str
     name: str
@@ -81,7 +81,7 @@ class Pods:
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
     def are(self, selector: dict[str, Any]) -> bool:
-        """Whether a selector of labels finds them."""
+        """Whether a label selector matches them."""
         labels = selector.get("matchLabels", {})
         rules = selector.get("matchExpressions", [])
         assert all(rule["operator"] == "In" for rule in rules)
@@ -92,7 +92,7 @@ class Pods:
 
 @cache
 def rendered(overlay: str) -> list[dict[str, Any]]:
-    """The objects of an overlay: its name, or the path of a folder elsewhere."""
+    """The objects of an overlay. overlay: its name, or the path of a folder elsewhere."""
     words = ["kubectl", "kustomize", "--load-restrictor", "LoadRestrictionsNone", HERE / "overlays" / overlay]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -156,7 +156,7 @@ def commands(container: dict[str, Any]) -> list[list[str]]:
 
 
 def page() -> str:
-    """The page about Kubernetes, with each command on a line."""
+    """The page about Kubernetes, with each command on one line."""
     return (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", "")
 
 
@@ -177,7 +177,7 @@ def test_rendered_objects_are_valid(overlay: str) -> None:
             inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
             kubernetes_validate.validate(inner, VERSION, strict=True)
             most = f"{one['metadata']['name']}-{job['name']}-{job['replicas']}-{inner['spec']['completions']}"
-            assert len(most) < 63 - len("-12345")  # of the pods' names
+            assert len(most) < 63 - len("-12345")  # a pod's name gets a suffix
 
 
 @of_each_overlay
@@ -219,7 +219,7 @@ def test_selectors_and_ports_meet_pods(overlay: str) -> None:
         assert {port["targetPort"] for port in service["spec"].get("ports", ())} <= ports
     for budget in objects(overlay, "PodDisruptionBudget").values():
         (found_pods,) = (one for one in pods(overlay) if one.are(budget["spec"]["selector"]))
-        if found_pods.kind == "JobSet":  # Kubernetes takes nothing else for pods of Jobs
+        if found_pods.kind == "JobSet":  # Kubernetes accepts nothing else for pods of Jobs
             assert budget["spec"]["minAvailable"] == found_pods.count - 1
     for policy in objects(overlay, "NetworkPolicy").values():
         named = [one for one in pods(overlay) if one.are(policy["spec"]["podSelector"])]
@@ -262,7 +262,7 @@ def test_commands_and_settings_exist(overlay: str, monkeypatch: pytest.MonkeyPat
             with monkeypatch.context() as patch:
                 for name, value in variables.items():
                     patch.setenv(name, value)
-                settings = Settings()  # refuses what it does not know
+                settings = Settings()  # refuses unknown variables
             mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert {str(settings.data_dir), "/tmp"} <= mounts
             ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
@@ -371,7 +371,7 @@ def test_launcher_settings_stay_out_of_its_manifest() -> None:
     (settings,) = objects("launcher", "ConfigMap").values()
     assert {"TINKERFLOW_MAX_GROUPS", "TINKERFLOW_PROCESS_DEVICES", "TINKERFLOW_IDLE_RELEASE"} <= settings["data"].keys()
     worker = objects("launcher", "StatefulSet")["worker"]["spec"]
-    assert "replicas" not in worker  # kubectl apply would set it back
+    assert "replicas" not in worker  # kubectl apply would reset it
     limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert str(limits["nvidia.com/gpu"]) == settings["data"]["TINKERFLOW_PROCESS_DEVICES"]  # of the first pod, too
     binding = objects("launcher", "RoleBinding")["launcher"]

@@ -133,7 +133,7 @@ def test_no_command_line_holds_a_secret(tmp_path: Path) -> None:
 
 
 def test_command_ends_with_its_parent_process(tmp_path: Path) -> None:
-    """The end of this process ends the command by SIGTERM, which the command confirms."""
+    """When the parent ends, the command gets SIGTERM, which it confirms with a file."""
     said = tmp_path / "said"
     told = f"import signal, sys, time; signal.signal(15, lambda *_: (open({str(said)!r}, 'w').close(), sys.exit())); "
     code = f"""

@@ -1,4 +1,4 @@
-"""`tinkerflow.local` before anything is started. With a service: tests/e2e/test_local.py."""
+"""`tinkerflow.local` before it starts anything. With a service: tests/e2e/test_local.py."""
 
 from __future__ import annotations
 

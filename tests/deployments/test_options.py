@@ -1,4 +1,4 @@
-"""Options that are settings."""
+"""Command-line options and environment variables that set settings."""
 
 from __future__ import annotations
 

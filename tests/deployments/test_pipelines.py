@@ -1,4 +1,4 @@
-"""Every registered pipeline is whole: example, entrypoint, help, deployments and documentation."""
+"""Every registered pipeline is complete: example, entrypoint, help, deployments and documentation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_parameter_is_described() -> None:
         schema = parameters.model_json_schema()
         for name, model in {"": schema, **schema["$defs"]}.items():
             found = model.get("properties", {}).items()
-            # One that is a model itself shows that model's docstring when the two say the same.
+            # A field that is itself a model shows the model's docstring if both texts are the same.
             missing = [field for field, shown in found if "description" not in shown and "$ref" not in shown]
             assert not missing, f"{parameters.__name__}.{name}: {missing}"
 
@@ -98,7 +98,7 @@ def test_prefect_file_matches_the_registered_pipelines(file: Path) -> None:
 
 
 def test_existing_deployments_keep_their_names() -> None:
-    """Names of flows and deployments under which Prefect servers know them since the first release."""
+    """Prefect servers have stored the flows and deployments under these names since the first release."""
     names = {(pipeline.name, pipeline.deployment) for pipeline in pipelines().values()}
     assert names >= {(n, "by-hand") for n in ("sft", "dpo", "rl", "distill", "sweep", "evaluate")}
     assert ("nightly", "every-night") in names

@@ -185,7 +185,7 @@ def test_a_popular_model_is_planned_without_a_network(monkeypatch: pytest.Monkey
 
 
 def costs(text: str, price: float) -> tuple[float, ...]:
-    """The shares of the bound of training that the lowest and the highest cost are computed with."""
+    """The shares of training's upper bound that give the lowest and the highest cost."""
     ends = (r"at most ([\d,]+) tokens/s", r"\$([\d.]+) to", r"\$[\d.]+ to \$([\d.]+) for a million")
     rate, *each = (number(text, rf"training.*{end}") for end in ends)
     low, high = (number(text, rf"training.*{end}") for end in (r"expect ([\d,]+) to", r"expect [\d,]+ to ([\d,]+)"))
@@ -270,7 +270,6 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
 
 
 def test_plan_without_the_compiler_names_the_missing_compiler(tmp_path: Path) -> None:
-    """`python -m tests.accelerators.plan` prints the plan, and names the compiler that it needs."""
     if find_spec("libtpu") is not None:
         pytest.skip("this environment has the compiler")
     (tmp_path / "config.json").write_text(json.dumps(MODELS["0.6B"]))

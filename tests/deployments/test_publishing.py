@@ -35,7 +35,7 @@ def build(target: str, source: Path, into: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that the workflow makes: of the unpacked sdist of a checkout in which the website was built."""
+    """The wheel, made as in the workflow: from the unpacked sdist of a checkout that contains the built website."""
     folder = tmp_path_factory.mktemp("dist")
     checkout, page = folder / "checkout", folder / "checkout" / PAGE
     for name in (*tracked(), ".gitignore"):
@@ -60,7 +60,7 @@ def test_wheel_from_the_sdist_has_every_package_file(wheel: Path) -> None:
 def test_wheel_metadata_is_valid_and_contains_the_readme(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         (name,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
-        found = Metadata.from_email(opened.read(name))  # which checks each field
+        found = Metadata.from_email(opened.read(name))  # checks each field
     assert (found.name, str(found.version)) == ("tinkerflow", __version__)
     assert found.description_content_type == "text/markdown"
     assert found.description == (ROOT / "README.md").read_text()

@@ -18,7 +18,7 @@ PAGE = "/runs/flow-run/1234"
 
 
 class StandIn:
-    """A service that starts nothing; `keep` ends as by Ctrl-C."""
+    """A service that starts nothing, and whose `keep` ends as if by Ctrl-C."""
 
     mode = "embedded"
     kept: list[Path]

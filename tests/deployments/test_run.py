@@ -43,7 +43,7 @@ from tinkerflow.tasks.pipelines.environments import EnvironmentUnavailableError
 
 @pytest.fixture(autouse=True)
 def prefect_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later tests of this process keep Prefect's own level: `run` sets the variable where it is not set."""
+    """`run` would set the variable if it is not set, and so change Prefect's level in later tests of this process."""
     monkeypatch.setenv("PREFECT_LOGGING_LEVEL", "CRITICAL")
 
 
@@ -248,7 +248,7 @@ def test_progress_is_logged_as_lines_without_a_terminal(
             return Completed()
 
     lines_of_runs = logging.getLogger("prefect.flow_runs")
-    caplog.set_level(logging.CRITICAL, "prefect")  # as `run` begins
+    caplog.set_level(logging.CRITICAL, "prefect")  # as at the start of `run`
     assert not lines_of_runs.isEnabledFor(logging.INFO)
     level = logging.getLogger("tinker").level
     monkeypatch.setattr(module, "parameters_of", lambda *_: None)

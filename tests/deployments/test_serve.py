@@ -1,4 +1,4 @@
-"""The parts of a prefect.yaml that `tinkerflow serve` reads, and its refusals before it serves."""
+"""The parts of a prefect.yaml that `tinkerflow serve` reads, its errors before it serves, and its Prefect server."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ async def _ask(server: Any, path: str, **body: object) -> Any:
 
 
 async def _deploy(server: Any, name: str, **more: object) -> str:
-    """A deployment in Prefect of a flow `of-{name}`, and its id."""
+    """Create a deployment of a flow `of-{name}` in Prefect, and return its id."""
     if "work_pool_name" in more:
         await _ask(server, "work_pools/", name=more["work_pool_name"], type="process")
     flow = await _ask(server, "flows/", name=f"of-{name}")

@@ -1,4 +1,4 @@
-"""The task for SkyPilot, by its own reader where that is installed; its commands, by a program that tells of them."""
+"""The task for SkyPilot: a stand-in records its commands, and SkyPilot itself, if installed, reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The units of `deployments/systemd`, as systemd's own tool reads them."""
+"""The units of `deployments/systemd`, checked by systemd's own tool."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_systemd_unit_is_valid(unit: Path, tmp_path: Path) -> None:
     text = unit.read_text()
     assert PROGRAM in text
     here = tmp_path / unit.name
-    here.write_text(text.replace(PROGRAM, sys.executable))  # it must be there
+    here.write_text(text.replace(PROGRAM, sys.executable))  # the program must exist
     done = subprocess.run(["systemd-analyze", "verify", here], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

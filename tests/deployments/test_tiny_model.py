@@ -1,4 +1,4 @@
-"""The tiny model: the same bytes every time, whole or absent, and at home in transformers."""
+"""The tiny model: the same bytes every time, complete or absent, and loadable by transformers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_transformers_loads_every_weight(folder: Path) -> None:
     with torch.no_grad():
         logits = model(torch.arange(64)[None]).logits
     assert logits.isfinite().all()
-    assert 0.3 < logits.std() < 3  # random, but of the size of a model that says something
+    assert 0.3 < logits.std() < 3  # random, but as large as those of a trained model
 
 
 def test_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,4 +1,4 @@
-"""A data dir that cannot be used is one line from every command, and so is a backup that cannot be made."""
+"""Every command reports an unusable data dir in one line, and `backup` an impossible backup."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAKE_IT = ("key create me", "key list", "checkpoint shares", "checkpoint rebuild
 
 
 def line_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The line with which a command ends."""
+    """Run a command that fails, and return the only line of its error."""
     monkeypatch.setattr(sys, "argv", ["tinkerflow", *words])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "path", list(sys.path))

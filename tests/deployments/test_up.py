@@ -1,4 +1,4 @@
-"""A stack that does not come up says why, and leaves no process."""
+"""A stack that fails to start reports the reason, and leaves no process."""
 
 from __future__ import annotations
 

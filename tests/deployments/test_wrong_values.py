@@ -143,19 +143,16 @@ def test_a_field_to_ignore_may_be_written_without_a_list(folder: Path) -> None:
 
 
 class NoCheckpoint(BaseHTTPRequestHandler):
-    """A server that offers one base model, and knows no checkpoint."""
+    """A server that offers one base model and has no checkpoints."""
 
     def do_GET(self) -> None:
-        """Answer a request for the server's capabilities."""
         self.answer(200, {"supported_models": [{"model_name": "tinkerflow/tiny"}]})
 
     def do_POST(self) -> None:
-        """Refuse a checkpoint."""
         path = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["tinker_path"]
         self.answer(404, {"detail": f"checkpoint {path!r}: there is none"})
 
     def answer(self, status: int, values: dict[str, Any]) -> None:
-        """Send a status and JSON."""
         body = json.dumps(values).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -384,7 +381,7 @@ def test_invalid_option_or_variable_of_a_command_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tinkerflow", *words])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # `up` would change this process
-    monkeypatch.setattr(os, "umask", lambda _: 0o022)  # and `worker`
+    monkeypatch.setattr(os, "umask", lambda _: 0o022)  # `worker` would, too
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PREFECT_LOGGING_LEVEL", "CRITICAL")  # `run` would set it
     for name, value in {**env, "TINKERFLOW_DATA_DIR": str(tmp_path / "data")}.items():

@@ -17,7 +17,7 @@ __all__ = ["engine", "journal", "migrated", "server", "settings_for", "start"]
 
 
 class Tape:
-    """A recording that is under way. url: of the recorder."""
+    """A recording in progress. url: the recorder's."""
 
     def __init__(self, url: str, recorder: Recorder) -> None:
         self.url = url
@@ -26,7 +26,7 @@ class Tape:
 
 @pytest.fixture
 def record(server, engine, tmp_path: Path) -> Callable[..., Iterator[Tape]]:
-    """`with record(name) as tape:` records the requests to `tape.url`. Afterwards the file is whole."""
+    """`with record(name) as tape:` records the requests to `tape.url`. The file is complete after the block."""
 
     @contextmanager
     def recording(name: str = "one.cassette") -> Iterator[Tape]:
@@ -41,5 +41,5 @@ def record(server, engine, tmp_path: Path) -> Callable[..., Iterator[Tape]]:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Callable[..., Recording]:
-    """What a recording holds."""
+    """recorded(name) reads a recording."""
     return lambda name="one.cassette": read_cassette(tmp_path / name)

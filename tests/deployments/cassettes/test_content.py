@@ -66,14 +66,14 @@ def test_training_data_are_compared_as_numbers() -> None:
 
 
 def in_order(body: bytes, names: tuple[str, ...]) -> bytes:
-    """The same request, with the inputs of its datum in this order. Concatenated messages are one message."""
+    """The same request with its datum's inputs in this order. Concatenated protobuf messages are one message."""
     request = ForwardBackwardRequest.FromString(body)
     datum = b"".join(
         Datum(loss_fn_inputs={name: request.data[0].loss_fn_inputs[name]}).SerializeToString() for name in names
     )
     datum += Datum(model_input=request.data[0].model_input).SerializeToString()
     del request.data[:]
-    assert len(datum) < 128  # its length is one byte
+    assert len(datum) < 128  # its length is encoded in one byte
     return bytes(request.SerializeToString() + b"\x1a" + bytes([len(datum)]) + datum)
 
 

@@ -1,4 +1,4 @@
-"""Cassettes are read as they were written, and files that are none are refused with one line."""
+"""Cassettes are read as they were written, and other files are refused with one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_killed_recorder_leaves_all_it_wrote(file: Path) -> None:
     writer = CassetteWriter(file)
     for record in RECORDS[:3]:
         writer.write(record)
-    part = writer.part.read_bytes()  # as another process sees it: nothing was closed
+    part = writer.part.read_bytes()  # as another process sees it, because nothing was closed
     writer.discard()
     assert file.read_bytes() == before, "a recording that was interrupted replaces no good one"
     file.write_bytes(part)
@@ -74,7 +74,7 @@ def test_a_flipped_bit_changes_no_content(file: Path) -> None:
     for at in range(len(whole)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         try:
-            assert read_cassette(file).exchanges == RECORDS[:2]  # a bit of zstd's that means nothing here
+            assert read_cassette(file).exchanges == RECORDS[:2]  # a bit of zstd's format without effect here
         except UserError:
             refused += 1
     assert refused > len(whole) - 4

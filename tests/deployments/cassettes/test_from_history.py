@@ -1,4 +1,4 @@
-"""A cassette that is made from the history of a run answers the loop that made the run."""
+"""A cassette made from a run's history answers the loop that made the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state")
 
 
 def loop(service: tinker.ServiceClient, rate: float = 0.1, *, sample: bool = False) -> Any:
-    """The figures, logprobs and paths of a loop with every kind of request of a run; and the run."""
+    """Make every kind of a run's requests; return the run's id, and the metrics, logprobs and paths of the answers."""
     trainer = service.create_lora_training_client(BASE, rank=8, user_metadata={"history": "true"}).result()
     found: list[Any] = [trainer.get_info().model_data.model_name]
     for step in range(3):
@@ -47,7 +47,7 @@ def loop(service: tinker.ServiceClient, rate: float = 0.1, *, sample: bool = Fal
 
 @pytest.fixture
 def command(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """command(*words): what `tinkerflow cassette record` prints."""
+    """command(*words) runs `tinkerflow cassette record` and returns its output."""
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
 

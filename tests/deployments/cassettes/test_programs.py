@@ -34,7 +34,7 @@ sys.exit(int(end))
 
 
 async def handler(request: Request) -> Response:
-    """A service for that program."""
+    """A service for PROGRAM."""
     retrieves = request.url.path.endswith("retrieve_future")
     return JSONResponse({"metrics": {}} if retrieves else {"request_id": "r1"})
 
@@ -130,7 +130,7 @@ def test_an_interrupted_recorder_keeps_the_part(service: str, tmp_path: Path) ->
 
 
 def _end(group: int) -> None:
-    """End the program of a recorder that was killed, and wait for it."""
+    """Kill the program of a killed recorder, and wait for its end."""
     os.killpg(group, signal.SIGKILL)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The recorder passes requests on, and writes no key."""
+"""The recorder forwards requests, and writes no key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "tml-secret-of-mine"
 
 @pytest.fixture
 def between(tmp_path: Path):
-    """`between(handler, *requests)`: the answers of a service through a recorder, and the recording."""
+    """between(handler, *requests): a service's answers through a recorder, the recording, and the recorder's URL."""
 
     def run(handler, *requests: tuple[str, str, dict]) -> tuple[list[httpx.Response], Recording, str]:
         with serving(application(handler)) as service, CassetteWriter(tmp_path / "r.cassette") as writer:
@@ -103,7 +103,7 @@ def test_answers_that_clients_ask_for_again_are_not_recorded(between) -> None:
 
 
 def test_poll_ends_when_its_client_leaves(tmp_path: Path) -> None:
-    """A recorder does not wait for polls of a program that has ended."""
+    """Otherwise the recorder would wait for polls of a program that has ended."""
     held, let_go = threading.Event(), threading.Event()
 
     async def handler(request: Request) -> Response:

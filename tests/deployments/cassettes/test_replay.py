@@ -1,4 +1,4 @@
-"""The SDK gets the same from a recording as from the service. The first request that differs is named."""
+"""The SDK gets the same answers from a recording as from the service. The first request that differs is named."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Loop = Callable[[tinker.ServiceClient], Any]
 
 
 def run(url: str, loop: Loop, **session: Any) -> Any:
-    """What a loop returns with a client of this server.
+    """Run a loop with a client of this server, and return its result.
 
-    After a failure nobody waits for the client's end: the SDK may lose it while samples arrive (docs/protocol.md).
+    After a failure, the client's end is not awaited, because the SDK may lose it while samples arrive
+    (docs/protocol.md).
     """
     service = tinker.ServiceClient(base_url=url, api_key="tml-secret-of-mine", **session)
     try:
@@ -47,7 +48,7 @@ def replaying(recording: Recording, *ignore: str) -> Iterator[tuple[str, Replay]
 
 
 def fails(loop: Loop, recording: Recording, text: str, **session: Any) -> None:
-    """A loop ends on a replay with an exception whose text matches `text`, and the report has the same text."""
+    """Check that a loop fails on a replay with a text that matches `text` and contains the first line of the report."""
     with replaying(recording) as (url, replay), pytest.raises(tinker.RequestFailedError, match=text) as failed:
         run(url, loop, **session)
     assert replay.script.report()[0] in str(failed.value)
@@ -58,7 +59,7 @@ def params(seed: int | None = None) -> types.SamplingParams:
 
 
 def plain(sampled: Any) -> list[tuple[Any, ...]]:
-    """The sequences of a future, as values that can be compared."""
+    """The sequences of a future as comparable values."""
     return [(list(one.tokens), list(one.logprobs), one.sequence_id) for one in sampled.result().sequences]
 
 
@@ -247,7 +248,7 @@ def test_samples_are_polled_for_one_by_one() -> None:
 
 
 def test_an_unreadable_submit_of_training_fails_its_future() -> None:
-    """A refused one would hang the client."""
+    """If the submit were refused, the client would hang."""
     with replaying(exchanges()) as (url, replay):
         sent = httpx.post(f"{url}/api/v1/forward_backward", content=b"\xff")
         assert sent.status_code == 200

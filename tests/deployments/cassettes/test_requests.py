@@ -1,4 +1,4 @@
-"""The place of a request, and what is left out of a recording."""
+"""A request's place in a recording, and the requests and keys that a recording omits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fixture that users import."""
+"""The pytest fixture `cassette` that users import."""
 
 from __future__ import annotations
 
@@ -98,17 +98,17 @@ def test_a_light_environment_is_enough(tmp_path: Path) -> None:
     found = packages_distributions() | {"google": ["protobuf"]}
     named = re.search(r"^pip install (.*tinker.*)$", (TUTORIALS / "test-without-a-model.md").read_text(), re.M)
     assert named is not None
-    installed = {"setuptools", "tinkerflow", "brotli"}  # httpx loads brotli where it is
+    installed = {"setuptools", "tinkerflow", "brotli"}  # httpx loads brotli if it is installed
     for word in shlex.split(named[1]):
         add_requirements(Requirement(word), installed)
-    for optional in ("uvicorn[standard]", "python-multipart"):  # uvicorn and starlette load these where they are
+    for optional in ("uvicorn[standard]", "python-multipart"):  # uvicorn and starlette load these if installed
         add_requirements(Requirement(optional), installed)
     loaded = {canonicalize_name(one) for name in done.stdout.split() for one in found.get(name, [])}
     assert loaded - installed == set()
 
 
 def add_requirements(wanted: Requirement, found: set[str]) -> None:
-    """Add a package and all that it needs here."""
+    """Add a package and its requirements in this environment."""
     found.add(canonicalize_name(wanted.name))
     for need in map(Requirement, distribution(wanted.name).requires or []):
         extras = wanted.extras or {""}
