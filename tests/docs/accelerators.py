@@ -45,7 +45,7 @@ def budgets() -> tuple[Row, list[Row]]:
 
 
 def programs() -> tuple[Row, list[Row]]:
-    """What the compilers say about every program of a budget, on each device."""
+    """The compilers' figures for every program of a budget, on each device."""
     rows = [
         (
             name,
@@ -75,7 +75,7 @@ def programs() -> tuple[Row, list[Row]]:
 
 
 def kernels() -> tuple[Row, list[Row]]:
-    """Our kernels and XLA's that have a fault, in the programs whose kernels have a budget."""
+    """Our kernels, and XLA's that have a fault, in the programs whose kernels have a budget."""
     found, rows = _figures(), []
     for name in dict.fromkeys(budget.case.name for budget in BUDGETS if budget.measure is FAULTS):
         for kernel, one in found[name]["kernels"].items():
@@ -87,13 +87,13 @@ def kernels() -> tuple[Row, list[Row]]:
 
 
 def efficiencies() -> tuple[Row, list[Row]]:
-    """The share of the peaks to expect of each kind of kernel."""
+    """The expected share of the peak for each kind of kernel."""
     rows = [(kind, _between(100, (one.low, one.high)), one.source) for kind, one in EFFICIENCIES.items()]
     return ("kind of kernel", "% of the peak", "source"), rows
 
 
 def parts() -> tuple[Row, list[Row]]:
-    """Where the roofline's time of a training step goes, for the programs that have a budget for MFU."""
+    """The parts of a training step's roofline time, for the programs that have a budget for MFU."""
     found = {budget.case.name: _figures().get(budget.case.name) for budget in BUDGETS if budget.measure is MFU}
     compiled = {name: record for name, record in found.items() if record}
     names = dict.fromkeys(name for record in compiled.values() for name in record["parts"])

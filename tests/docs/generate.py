@@ -1,9 +1,9 @@
-"""The parts of pages that are made from code, `docs/llms.txt`, and the schema of the Helm chart's values.
+"""Write the generated parts of pages, `docs/llms.txt`, and the schema of the Helm chart's values.
 
-`python -m tests.docs.generate` writes them.
+    python -m tests.docs.generate
 
-A page has prose, and blocks between `<!-- generated: NAME -->` and `<!-- end -->`. `BLOCKS` names the function that
-makes each block. `test_generated.py` compares the committed pages with the code.
+A page consists of prose and of blocks between `<!-- generated: NAME -->` and `<!-- end -->`. `BLOCKS` maps a block's
+name to the function that makes it. `test_generated.py` compares the committed pages with the code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.S)
 
 
 def rewritten(page: str) -> str:
-    """The page with newly generated blocks. KeyError names a block that nothing makes."""
+    """The page with newly generated blocks. KeyError: BLOCKS does not contain a block's name."""
     return _BLOCK.sub(lambda found: f"<!-- generated: {found[1]} -->\n\n{BLOCKS[found[1]]()}\n\n<!-- end -->", page)
 
 
@@ -117,7 +117,7 @@ _BEYOND = {
 
 
 def limits() -> str:
-    """Every limit of a project, and that of a request, with its default and its effect."""
+    """Every limit of a project, and the limit of a request, each with its default and its effect."""
     kept = "the request that would add more is refused, with the reason"
     names = [f"max_{field.name}" for field in dataclasses.fields(Limits)]
     rows = [
@@ -141,9 +141,9 @@ def chart_schema() -> str:
 
 # ---------------------------------------------------------------------- commands
 def command_line() -> dict[str, Any]:
-    """Every command of ours that does something, by its whole name, such as `tinkerflow key create`.
+    """Every command of ours that is not a group, by its full name, such as `tinkerflow key create`.
 
-    Commands are click's, or those of the copy of click that typer brings: so nothing here depends on their class.
+    Commands belong to click or to typer's own copy of click, so nothing here depends on their class.
     """
     return _below(typer.main.get_command(every_command()), "tinkerflow")
 
@@ -197,7 +197,7 @@ def metrics() -> str:
 
 # ---------------------------------------------------------------------- compatibility
 def compatible() -> str:
-    """Every method, command and chunk of the SDK, with the test that shows it."""
+    """Every method, command and chunk of the SDK, with the tests that show that it works."""
     compatibility.read_tests()
     return compatibility.table()
 
@@ -213,7 +213,7 @@ def pipeline_table() -> str:
 
 
 def pipeline_parameters() -> str:
-    """The parameters that all training pipelines share, and then those of each pipeline that differ."""
+    """The parameters that all training pipelines share, then each pipeline's own parameters."""
     shared = _flat(PipelineParameters)
     parts = ["### All training pipelines", _parameter_table(shared)]
     for name, one in pipelines().items():
@@ -268,14 +268,14 @@ def _pipeline_default(field: FieldInfo) -> str:
 
 # ---------------------------------------------------------------------- base models
 def model_families() -> str:
-    """Every model family that is served, by the name that its config.json has."""
+    """Every supported model family, with the `model_type` of its config.json."""
     rows = [(family.title, f"`{kind}`") for kind, family in registered().items()]
     return table(("family", "`model_type` in `config.json`"), rows)
 
 
 # ---------------------------------------------------------------------- chats
 def parsers() -> str:
-    """Every parser of answers, with the first line of its file: the families, and how they write calls."""
+    """Every parser of answers, with the first line of its docstring: the families, and how they write calls."""
     rows = []
     for name in PARSERS:
         text = str(sys.modules[f"{chat_parsers.__name__}.{name}"].__doc__)
@@ -284,7 +284,7 @@ def parsers() -> str:
     return table(("parser", "families", "how they write calls"), rows)
 
 
-# ---------------------------------------------------------------------- what is trained with
+# ---------------------------------------------------------------------- losses and optimizers
 def losses() -> str:
     """Every loss with its inputs and its configuration."""
     rows = []
@@ -361,7 +361,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Write the pages."""
     pages = ((file, rewritten(file.read_text())) for file in written())
     for file, new in [*pages, (LLMS, llms()), (CHART_SCHEMA, chart_schema())]:
         if not file.exists() or file.read_text() != new:

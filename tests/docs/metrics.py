@@ -1,4 +1,4 @@
-"""The metric families that the service reports, read from the page itself."""
+"""The metric families that the service reports, read from its page of metrics."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Family:
 
 
 def families() -> list[Family]:
-    """Every family of the page, in its order; without the times at which counters began, which nobody asks for."""
+    """Every family of the page, in order, except for the creation times of counters, which no one queries."""
     metrics = Metrics()
-    metrics.answered["x"] = Answered({200: 1})  # so that the page has lines of it
+    metrics.answered["x"] = Answered({200: 1})  # so that the page contains its lines
     now, status = datetime.now(UTC), CompileStatus(**dict.fromkeys(CompileStatus.__struct_fields__, 1))
     base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
     used = {("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}

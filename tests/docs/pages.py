@@ -11,7 +11,7 @@ DOCS = ROOT / "docs"
 
 
 def written() -> list[Path]:
-    """The pages that users read: those in docs/ and the Markdown files of the top level."""
+    """The pages that users read: the Markdown files of docs/ and of the top level."""
     return sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 
 
@@ -28,7 +28,7 @@ def without_code_blocks(text: str) -> str:
 
 
 def links(text: str) -> list[str]:
-    """Targets of the links and images of a page, without those that lead out of the repository."""
+    """Targets inside the repository of a page's links and images."""
     found = re.findall(
         r"\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"|<source[^>]* srcset=\"([^\"]+)\"", without_code_blocks(text)
     )

@@ -1,4 +1,4 @@
-"""The public Python API: what users may import, with its docstrings."""
+"""The public Python API: the names that users may import, with their docstrings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reference() -> str:
 
 
 def _described(name: str, thing: Any, module: str, *, methods: bool = False) -> list[str]:
-    """thing: a function, a class or a fixture of pytest. module: users import it from there; empty for a method."""
+    """thing: a function, a class or a fixture of pytest. module: users import it from here; "" for a method."""
     thing = getattr(thing, "_get_wrapped_function", lambda: thing)()
     level, place = ("###", f"# {module}\n") if module else ("####", "")
     parts = [f"{level} `{name}`", f"```python\n{place}{_signature(thing)}```", _prose(thing)]
@@ -68,7 +68,7 @@ def _described(name: str, thing: Any, module: str, *, methods: bool = False) -> 
 
 
 def _prose(thing: Any) -> str:
-    """The docstring, in which each argument or field that it explains begins an item of a list."""
+    """The docstring, with each explained argument or field as a list item."""
     names = "|".join(thing.__annotations__)
     return re.sub(rf"(^|\.)\s*\b({names}): ", r"\1\n\n- `\2`: ", inspect.getdoc(thing) or "")
 

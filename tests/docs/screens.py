@@ -1,4 +1,4 @@
-"""The pictures of docs/console.md: `python -m tests.docs.screens` starts a service, teaches it, and takes them.
+"""The pictures of docs/console.md: `python -m tests.docs.screens` starts a service, trains a model and takes them.
 
 It needs chromium and chromedriver, and a minute or two. The pictures show a live service, so they differ every time.
 """
@@ -25,7 +25,6 @@ PROMPT = LESSONS[0].prompt
 
 
 def main() -> None:
-    """Take all pictures."""
     console = Console(emoji=False)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -48,20 +47,20 @@ def main() -> None:
 
 
 def shoot(page: Page, name: str, url: str, *, dark: bool = False) -> None:
-    """A picture of the upper part of a page."""
+    """Save a picture of the upper part of a page."""
     page.look(width=1200, height=820, dark=dark)
     page.open(url)
     page.save(IMAGES / f"console-{name}.png")
 
 
 def talk(page: Page, url: str) -> None:
-    """A picture of two answers."""
+    """Save a picture of two answers in the playground."""
     page.look(width=1200, height=820)
     page.open(url)
     page.run("document.getElementById('mode').value = 'text'")
     page.fill("#max_tokens", "10")
     page.fill("#temperature", "0")
-    page.run("document.getElementById('say').value = arguments[0]", PROMPT)  # typing its new line would send it
+    page.run("document.getElementById('say').value = arguments[0]", PROMPT)  # a typed newline would send it
     page.press("Send")
     while page.run("return document.querySelectorAll('.turns small').length") < 2:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Which model fits on which machine: the tables of `docs/sizing.md`, from the shapes of models. Nothing is measured."""
+"""The tables of models and devices in `docs/sizing.md`, computed from the shapes of models. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A base model's shape, as its `config.json` on the hub has it."""
+    """A base model's shape, from its `config.json` on the hub."""
 
     name: str
     vocab: int
@@ -38,7 +38,7 @@ class Shape:
 
     @cached_property
     def cfg(self) -> ModelConfig:
-        """The shape as the service reads it."""
+        """The shape in the service's own form."""
         family = "qwen3_moe" if self.experts else "llama" if "Llama" in self.name else "qwen3"
         fields = {
             "model_type": family,
@@ -57,7 +57,7 @@ class Shape:
         return parse_config(fields, name=self.name)
 
     def group(self, dtype: Dtype, base_weights: BaseWeights) -> GroupConfig:
-        """The settings of a group of one device, with their defaults."""
+        """The default settings of a group of one device."""
         return GroupConfig(self.name, dtype, 1, 1, 32768, 0, 64, 8, "", base_weights)
 
     @property
@@ -82,7 +82,7 @@ class Shape:
 
 
 def planned(device: Device, shape: Shape, base_weights: BaseWeights) -> MemoryPlan | None:
-    """The plan of a group of one such device, in bfloat16; None: the base model does not fit."""
+    """The plan of a group of one such device in bfloat16, or None if the base model does not fit."""
     try:
         return plan_memory(shape.cfg, shape.group("bfloat16", base_weights), device.limit)
     except UserError:
@@ -113,7 +113,7 @@ KINDS: tuple[tuple[Dtype, BaseWeights], ...] = (
 
 
 def needs() -> str:
-    """What each model takes, as a table."""
+    """A table of the memory that each model needs."""
     weights = "weights, float32 | bfloat16 | bfloat16 + int8 | bfloat16 + nf4"
     rows = [f"| model | parameters | {weights} | one in training | KV, 1,000 tokens |", "|---" * 8 + "|"]
     for shape in MODELS:
@@ -124,7 +124,7 @@ def needs() -> str:
 
 
 def fits(base_weights: BaseWeights) -> str:
-    """How many models of rank 32 one device trains at the same time, and its longest context, as a table."""
+    """A table of the number of models of rank 32 that one device trains at the same time, and its longest context."""
     rows = [
         "| model | " + " | ".join(f"{one.name}, {one.memory / GB:.1f} GB" for one in SHOWN) + " |",
         "|---" * (1 + len(SHOWN)) + "|",

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana and the alerts for Prometheus ask for metrics and labels that there are."""
+"""The dashboard for Grafana and the alerts for Prometheus query existing metrics and labels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _known() -> Mapping[str, set[str]]:
 
 
 def _check(what: str, expression: str, text: str = "") -> None:
-    """text: of a legend or an alert, with labels in braces."""
+    """text: a legend or the summary of an alert, with labels in braces."""
     known, names = _known(), re.findall(r"tinkerflow_\w+", expression)
     assert set(names) <= set(known), what
     grouped = {label for group in re.findall(r"by \((.*?)\)", expression) for label in re.findall(r"\w+", group)}

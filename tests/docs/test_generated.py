@@ -1,4 +1,4 @@
-"""The generated parts of the documentation are those that the code makes today, and none is missing."""
+"""The generated parts of the documentation are current and complete."""
 
 from __future__ import annotations
 

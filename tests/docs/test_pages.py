@@ -1,4 +1,4 @@
-"""What the documentation names exists: files, links, commands, settings, metrics, endpoints and messages."""
+"""All names in the documentation exist: files, links, commands, settings, metrics, endpoints and messages."""
 
 from __future__ import annotations
 

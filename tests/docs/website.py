@@ -1,9 +1,9 @@
 """The documentation as a website: `python -m tests.docs.website` builds it, and the API serves it at `/docs/`.
 
-Packages that are built from this checkout then contain it.
+Packages that are built from this checkout afterwards contain it.
 
-The pages are those of `docs/`. `docs/index.md` is their map: its sections and their order are the navigation, so each
-page is listed in one place. The site needs no other host: it loads no fonts and no scripts from elsewhere.
+The pages are those of `docs/`. `docs/index.md` is their map: its sections, in order, are the navigation, so each page
+is listed in one place. The site loads no fonts and no scripts from other hosts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def summary() -> str:
 
 
 def build(folder: Path) -> Path:
-    """Build the site in `folder`/html and return that folder. CalledProcessError with any warning of the builder."""
+    """Build the site in `folder`/html and return that folder. CalledProcessError: the builder gives a warning."""
     pages, html = folder / "pages", folder / "html"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(DOCS, pages)
