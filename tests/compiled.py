@@ -1,4 +1,4 @@
-"""Compiled programs of the tests' own process, and programs for devices that are not there."""
+"""Drop the compiled programs of the tests' process, and lower programs for absent devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def forget_programs() -> None:
-    """Give back the memory maps of all compiled programs: where none is left, the compiler ends the process."""
+    """Free the memory maps of all compiled programs: if a process runs out of them, the compiler ends it."""
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
     gc.collect()
@@ -18,9 +18,9 @@ def forget_programs() -> None:
 
 @contextmanager
 def as_on(kind: str, cores: int, platform: str) -> Iterator[None]:
-    """In the block, JAX traces and lowers for a device that is not there, also below a mesh of the devices that are.
+    """Let JAX trace and lower for an absent device in the block, even under a mesh of the present devices.
 
-    cores: its multiprocessors or TPU cores.
+    cores: the device's multiprocessors or TPU cores.
     """
     import pytest
     from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
@@ -36,6 +36,6 @@ def as_on(kind: str, cores: int, platform: str) -> Iterator[None]:
 
 
 def lower_for(platform: str, function: Any, *args: Any) -> Any:
-    """The program of a jitted function for `args` on "cuda" or "tpu". JAX 0.11 needs the kind of such a device."""
+    """The program of a jitted function for `args` on "cuda" or "tpu". JAX 0.11 needs a device kind."""
     with as_on(*{"cuda": ("NVIDIA H100 80GB HBM3", 132, "gpu"), "tpu": ("TPU v5p", 2, "tpu")}[platform]):
         return function.trace(*args).lower(lowering_platforms=(platform,))

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Options, hooks and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 ROOM = Path(__file__).parent
 WITHOUT_TORCH = str(ROOM / "without_torch")
 XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
-gc.set_threshold(50_000, 20, 50)  # while tests are collected, too: a sixth of that time was the search for garbage
+gc.set_threshold(50_000, 20, 50)  # set here, because pytest's collection spent a sixth of its time on garbage
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["DO_NOT_TRACK"] = "1"  # as our commands set it for Prefect
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as in our commands
-os.environ["TINKERFLOW_WARM_UP"] = "false"  # services of the tests compile what they need; test_warming.py is of it
-# Prefect's set-up of logging closes the stream of absl's handler, which would be the stream of pytest's capture.
+os.environ["TINKERFLOW_WARM_UP"] = "false"  # tests compile only what they need; test_warming.py tests the warm-up
+# Prefect's logging set-up closes the stream of absl's handler, which would otherwise be pytest's captured stream.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 USES_THE_SDK = {"api", "cassettes", "compat", "e2e"}
-# What `--fast` leaves out, by folder or file: what starts services, worker groups or databases, and what compiles much.
+# Folders and files that `--fast` leaves out, because they start services, worker groups or databases, or compile a lot.
 NOT_FAST = (
     *("accelerators", "benchmarks", "compat", "e2e", "flows", "pool", "compute/sampler"),
     *(f"compute/test_{name}.py" for name in ("executor", "experts", "mesh", "parity", "platforms")),
@@ -51,8 +51,8 @@ NOT_FAST = (
     *(f"deployments/test_{name}.py" for name in ("keeper", "tiny_model", "up")),
     *(f"deployments/cassettes/test_{name}.py" for name in ("programs", "replay")),
 )
-# Where programs are compiled as users run them: tests of bits, of compiled programs, of many steps, and of the README's
-# commands. Elsewhere they are compiled without most optimizations, in a third of the time.
+# Tests of bits, of compiled programs, of many steps and of the README's commands compile programs as users run them.
+# Other tests compile without most optimizations, in a third of the time.
 AS_USERS_RUN_IT = (
     *("accelerators", "benchmarks", "compute/test_matmul.py"),
     *(f"compute/sampler/test_{name}.py" for name in ("bits", "drift_alarms")),
@@ -68,11 +68,11 @@ SHARE_A_SERVICE = (
     tuple(f"tests/e2e/test_{name}.py" for name in _PIPELINES),
     ("tests/e2e/test_environments.py", "tests/e2e/test_rewards.py"),
 )
-LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[2])  # they begin first of those that use the SDK
+LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[2])  # the first of the tests that use the SDK
 # Rooms whose tests must leave the process unchanged; the others have not been run with this check yet.
 GUARDED = ("core", "deployments", "supervise", "tasks", "tracking")
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-CROWDED = 0.3  # of a process's memory maps: behind a file, all compiled programs are forgotten
+CROWDED = 0.3  # share of a process's memory maps; above it, compiled programs are dropped after a file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,10 +82,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Rooms that use the SDK come last, and an open socket is no error there.
+    """Drop slow tests with `--fast` and thorough tests without `--thorough`; run tests that use the SDK last.
 
-    `--fast` drops slow tests, and only `--thorough` keeps thorough tests. The SDK leaves daemon threads running, and
-    closes some connections only when they are collected, which may be in the middle of any later test.
+    An open socket is no error in these: the SDK leaves daemon threads running, and closes some connections only when
+    they are garbage-collected, which may be during any later test.
     """
     kept, dropped = list[pytest.Item](), list[pytest.Item]()
     for item in items:
@@ -114,7 +114,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays: garbage is not looked for in it, nor so often; a tenth of the time."""
+    """Exclude objects that exist before the first test from garbage collection, which saves a tenth of the time."""
     gc.collect()
     gc.freeze()
 
@@ -133,10 +133,11 @@ def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_options(compiled_programs: Path) -> Iterator[list[tuple[str, Any]]]:
-    """XLA's options to compile quickly, also for the processes that tests start. Each program is compiled once.
+    """Set XLA's options for quick compilation, also in the processes that tests start. Each program is compiled once.
 
-    XLA compiles without its fusion emitters, which take a third of the time that is left, and each program as one
-    piece. JAX has no options for these. Started processes have no torch, which the SDK would import for seconds.
+    XLA compiles without its fusion emitters, which would take a third of the remaining time, and compiles each program
+    in one piece. JAX has no options for these. In started processes, torch is hidden: the SDK would import it for
+    seconds.
     """
     import jax
     from jax._src import compiler
@@ -149,7 +150,7 @@ def quick_options(compiled_programs: Path) -> Iterator[list[tuple[str, Any]]]:
     compilation_cache.reset_cache()  # JAX decides at its first program whether it uses the folder
     flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK_OPTIONS.items()]
     known = known_flags(flags, ("jaxlib/libjax_common.so",))  # XLA of JAX 0.11 lacks one of them
-    compiler.get_compile_options(1, 1)  # reads XLA_FLAGS, once: what follows is for the processes that tests start
+    compiler.get_compile_options(1, 1)  # reads XLA_FLAGS once: the flags below are for processes that tests start
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (WITHOUT_TORCH, os.environ.get("PYTHONPATH")))))
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
@@ -159,13 +160,13 @@ def quick_options(compiled_programs: Path) -> Iterator[list[tuple[str, Any]]]:
 
 @pytest.fixture(autouse=True, scope="module")
 def compiler(request: pytest.FixtureRequest, quick_options: list[tuple[str, Any]]) -> Iterator[None]:
-    """How much JAX optimizes in a file's tests, here and in the processes that they start."""
+    """Set how much JAX optimizes in a file's tests, in this process and in those that the tests start."""
     import jax
     from jax._src import compiler
 
     path = request.path.relative_to(ROOM).as_posix()
     quickly = not path.startswith(AS_USERS_RUN_IT)
-    quickly &= "xla_cpu_max_isa" not in XLA_FLAGS  # .ci/run looks at what other CPUs compute
+    quickly &= "xla_cpu_max_isa" not in XLA_FLAGS  # .ci/run checks the results of other CPUs
     usual = compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +175,7 @@ def compiler(request: pytest.FixtureRequest, quick_options: list[tuple[str, Any]
         return made
 
     if not quickly:
-        forget_programs()  # those of files before may be compiled quickly
+        forget_programs()  # earlier files may have compiled them quickly
     with pytest.MonkeyPatch.context() as patch:
         jax.config.update("jax_disable_most_optimizations", quickly)
         if quickly:
@@ -187,9 +188,9 @@ def compiler(request: pytest.FixtureRequest, quick_options: list[tuple[str, Any]
         forget_programs()
 
 
-@pytest.hookimpl(tryfirst=True)  # before plugins that import at this moment: an error within a collection ends that
+@pytest.hookimpl(tryfirst=True)  # before plugins that import here: an error in a garbage collection ends an import
 def pytest_sessionfinish() -> None:
-    """Collect what the SDK left open while that is no error: pytest collects once more after this, and it is one."""
+    """Collect sockets that the SDK left open while warnings are ignored; they are errors in pytest's own collection."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
@@ -197,7 +198,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture
 def exporter() -> Iterator[InMemorySpanExporter]:
-    """The spans of this process, which are made as long as the test runs."""
+    """Record the spans of this process while the test runs."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -213,14 +214,14 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 
 @pytest.fixture(scope="session")
 def compiled_programs(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for JAX's compilation cache that all tests share: most of them compile the same few programs."""
+    """The folder of JAX's compilation cache. All tests share it, because most compile the same few programs."""
     cache = getattr(pytestconfig, "cache", None)  # none with `-p no:cacheprovider`
     return cache.mkdir("jax") if cache is not None else tmp_path_factory.mktemp("jax")
 
 
 @pytest.fixture(scope="session")
 def prefect_database(compiled_programs: Path) -> Callable[[Path], None]:
-    """prefect_database(data_dir) puts an empty database there, which a Prefect server would need 4 s to create."""
+    """prefect_database(data_dir) copies an empty database into the data dir; a Prefect server would need 4 s for it."""
     made = compiled_programs.with_name(f"prefect-{version('prefect')}.db")
     with FileLock(f"{made}.lock"):
         if not made.exists():
@@ -239,7 +240,7 @@ def prefect_database(compiled_programs: Path) -> Callable[[Path], None]:
 
 @pytest.fixture(scope="session")
 def postgres_database() -> Iterator[Callable[[str], str]]:
-    """postgres_database(name): the URL of a new database, on a server that is there as long as the tests run."""
+    """postgres_database(name) returns the URL of a new database, on a server that runs as long as the tests."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory() as folder,
@@ -258,7 +259,7 @@ def postgres_database() -> Iterator[Callable[[str], str]]:
             return url.replace("/postgres?", f"/{name}?")
 
         with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute("ALTER SYSTEM SET fsync = off")  # stopping syncs every database: half a minute here
+            connection.execute("ALTER SYSTEM SET fsync = off")  # otherwise the stop syncs for half a minute
             connection.execute("SELECT pg_reload_conf()")
         try:
             yield make

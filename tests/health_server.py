@@ -1,4 +1,4 @@
-"""A server that is healthy, as those of the API and of Prefect are."""
+"""A server that reports good health, like the API's and Prefect's servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 @contextmanager
 def health_server() -> Iterator[int]:
-    """The port of the server, which runs for the block."""
+    """Run the server for the block, and yield its port."""
     with HTTPServer(("127.0.0.1", 0), Healthy) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         try:

@@ -1,4 +1,4 @@
-"""A clock that tests drive."""
+"""A clock that tests control."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 
 class ManualClock:
-    """A `Clock` that moves only when told."""
+    """A `Clock` that moves only by `advance`."""
 
     def __init__(self, start: datetime | None = None) -> None:
         """Start at `start` (default: 2026-01-01 UTC)."""
@@ -22,5 +22,4 @@ class ManualClock:
         return self._elapsed
 
     def advance(self, seconds: float) -> None:
-        """Move time forward by `seconds`."""
         self._elapsed += seconds

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with names and addresses of their own, joined by a bridge.
+"""Hosts on one machine: network namespaces with their own names and addresses, joined by a bridge.
 
 The bridge has the first address of the network, in the namespace of the tests.
 """
@@ -20,44 +20,44 @@ _ENV = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/s
 
 
 class NoNetnsError(Exception):
-    """This machine does not let us make namespaces, and says why."""
+    """This machine does not let us make namespaces. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class NetHost:
-    """A namespace; `cable` is the tests' end of its only link."""
+    """A namespace. cable: the tests' end of its only link."""
 
     name: str
     address: str
     cable: str
 
     def command(self, *words: str) -> tuple[str, ...]:
-        """`words` as a command that runs on this host. The process that it makes is that of the command itself."""
+        """`words` as a command that runs on this host. Its process becomes the command's own process."""
         named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name)
         return ("ip", "netns", "exec", self.name, *named, *words)
 
     def cut(self) -> None:
-        """Take its link away, without a word to either end."""
+        """Cut the host's link without notice to either end."""
         _ip("link", "set", self.cable, "down")
 
     def heal(self) -> None:
-        """Give the link back."""
+        """Restore the link."""
         _ip("link", "set", self.cable, "up")
 
     def narrow(self) -> None:
-        """Let 256 kbit/s come to it, a packet at a time, and drop the others. NoNetnsError when the kernel cannot."""
+        """Limit traffic to the host to 256 kbit/s, and drop packets beyond it. NoNetnsError: the kernel cannot."""
         limits = ("rate", "256kbit", "burst", "1600", "limit", "1600")
         _run(("tc", "qdisc", "add", "dev", self.cable, "root", "tbf", *limits))
 
     def dropped(self) -> int:
-        """How many packets to it were dropped since `narrow`."""
+        """The number of packets to the host that were dropped since `narrow`."""
         told = _run(("tc", "-s", "qdisc", "show", "dev", self.cable))
         return sum(map(int, re.findall(r"dropped (\d+)", told)))
 
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts that reach each other, and us at `address`."""
+    """Hosts that reach each other, and the tests at `address`."""
 
     address: str
     hosts: tuple[NetHost, ...]
@@ -65,11 +65,11 @@ class Network:
 
 @contextmanager
 def network(count: int) -> Iterator[Network]:
-    """A network of `count` hosts; nothing of it is left afterwards. NoNetnsError when it cannot be made."""
+    """Make a network of `count` hosts for the block, and remove it afterwards. NoNetnsError: no network can be made."""
     missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         raise NoNetnsError(f"no {missing[0]} command" if missing else "not root")
-    # 198.18.0.0/15 is for benchmarks of networks (RFC 2544): no real one is there.
+    # 198.18.0.0/15 is reserved for network benchmarks (RFC 2544), so no real network uses it.
     net, tag = f"198.{random.choice((18, 19))}.{random.randrange(256)}", f"tf{os.getpid():x}"
     bridge = f"{tag}b"
     with ExitStack() as stack:
@@ -81,7 +81,7 @@ def network(count: int) -> Iterator[Network]:
         for i in range(count):
             host = NetHost(f"{tag}h{i}", f"{net}.{10 + i}", f"{tag}v{i}")
             hosts.append(host)
-            etc = Path("/etc/netns", host.name)  # `ip netns exec` shows these files as those of /etc
+            etc = Path("/etc/netns", host.name)  # `ip netns exec` mounts these files over those of /etc
             etc.mkdir(parents=True)
             stack.callback(shutil.rmtree, etc, ignore_errors=True)
             (etc / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} {host.name}\n")
@@ -98,7 +98,7 @@ def network(count: int) -> Iterator[Network]:
 
 
 def _check(one: NetHost, other: NetHost) -> None:
-    """A firewall of this machine may stop what crosses a bridge."""
+    """Connect two hosts, because a firewall of this machine may block traffic over a bridge. NoNetnsError: it does."""
     listen = "import socket, sys; s = socket.create_server(('', 1)); print(flush=True); s.accept()"
     connect = f"import socket; socket.create_connection(({one.address!r}, 1), 10)"
     with subprocess.Popen(one.command(sys.executable, "-c", listen), stdout=subprocess.PIPE) as server:
@@ -115,7 +115,7 @@ def _ip(*words: str) -> None:
 
 
 def _quietly(*words: str) -> None:
-    with suppress(NoNetnsError):  # it went with its peer
+    with suppress(NoNetnsError):  # it was removed with its peer
         _ip(*words)
 
 

@@ -1,4 +1,4 @@
-"""State of the process that outlives a test: a test that changes it makes later tests depend on the order."""
+"""Process state that outlives a test. A test that changes it makes later tests depend on their order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATUS = Path("/proc/self/status")  # os.umask would change the mask for a mome
 
 
 def packages() -> set[str]:
-    """The packages that have been imported. Prefect loads its parts later, and `prefect.main` sets up its loggers."""
+    """The imported packages. Prefect counts only after the import of `prefect.main`, which sets up its loggers."""
     found = {name for name in list(sys.modules) if "." not in name}
     return found if "prefect.main" in sys.modules else found - {"prefect"}
 

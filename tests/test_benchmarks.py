@@ -1,4 +1,4 @@
-"""Benchmarks are run by hand, so a name that they import may go without anybody noticing."""
+"""Benchmarks are run by hand, so the removal of a name that they import could go unnoticed."""
 
 from __future__ import annotations
 

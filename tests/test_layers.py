@@ -15,8 +15,8 @@ from tests.house import source
 ROOT = Path(__file__).parent.parent
 ROOMS = ("api", "flows", "tasks", "backend", "deployments")
 
-# Each room may import the rooms that stand before it, and none that stand after it. Rooms of one line do not import
-# each other. Imports inside functions and for type checkers count.
+# Each room may import only rooms of earlier lines. Rooms of one line do not import each other. Imports inside functions
+# and for type checkers count.
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "": ("backend", "tasks", "flows api", "deployments"),
     "backend": (
@@ -56,7 +56,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "executor",
     ),
 }
-# Rooms that a room does not need, although it stands above them.
+# Rooms and packages that a room must not import, although the order allows it.
 MAY_NOT: Mapping[str, set[str]] = {
     "api": {"tasks", "prefect"},
     "tasks": {"fastapi"},
@@ -89,7 +89,7 @@ def at_loading(node: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def imports(path: Path, *, loaded: bool = False) -> frozenset[str]:
-    """The modules that a file imports; with `loaded`, without those that its functions import when they are called."""
+    """The modules that a file imports. loaded: only those that are imported when the file is loaded."""
     names: set[str] = set()
     for node in at_loading(ast.parse(path.read_text())) if loaded else source.statements(path):
         if isinstance(node, ast.Import):
@@ -101,7 +101,7 @@ def imports(path: Path, *, loaded: bool = False) -> frozenset[str]:
 
 
 def _module(name: str) -> str:
-    """`name` if it is a module of ours, or foreign; else the module that defines it."""
+    """`name` if it is a module of ours or foreign, otherwise the module that defines it."""
     if not name.startswith("tinkerflow."):
         return name
     parts = name.split(".")
@@ -134,7 +134,7 @@ def arrows(folder: str) -> dict[str, dict[str, str]]:
 
 
 def circle(graph: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Nodes that import each other in a circle; [] when there is none."""
+    """Nodes that import each other in a circle, or [] if there is no circle."""
     done: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str]:
@@ -222,7 +222,7 @@ def test_project_modules_are_imported_as_tinkerflow() -> None:
 
 
 def test_rooms_import_names_that_a_room_lists() -> None:
-    """`__all__` of a room's `__init__` holds the names that other rooms import from it."""
+    """`__all__` of a room's `__init__` lists the names that other rooms import from it."""
     wrong = []
     for path in modules():
         for name in imports(path):

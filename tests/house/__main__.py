@@ -1,8 +1,9 @@
-"""How easily one finds one's way in a tree: `python -m tests.house [--tree DIR] [--no-paths]`.
+"""Measure how easily people find their way in a tree: `python -m tests.house [--tree DIR] [--no-paths]`.
 
-Prints figures for this tree or for another checkout, to compare two. The figures are files on the path of three
-requests (traced in a service), files that name a given loss or optimizer, and class names used twice. They are also
-lines, functions whose parameters are not documented, and modules of the execution room without a unit test.
+Prints figures for this tree or for another checkout, so that two can be compared. The figures are the files on the path
+of three requests (traced in a service), the files that name a given loss or optimizer, class names used twice, and long
+classes. They are also lines, imports, functions with undocumented parameters, and modules of the execution room without
+a unit test.
 """
 
 from __future__ import annotations

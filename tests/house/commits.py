@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SINCE = "1dc6f9d"  # earlier messages follow no rule
 LONGEST = 72
-# The first word of a message that describes: an article, a third person, a past tense or a gerund. Some imperatives end
-# alike.
+# The first word of a descriptive message: an article, a third person, a past tense or a gerund. Some imperatives have
+# the same endings.
 _IMPERATIVES = "pass|process|address|access|press|focus|discuss|bring|ring|string|embed|feed|need|speed|seed|shed"
 _NOT_IMPERATIVE = re.compile(
     rf"(?i)^(?!(?:{_IMPERATIVES})\b)(?:an?|the|it|there|all|each|every|no|what|when|how|\w+(?:s|ed|ing))\b"

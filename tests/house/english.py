@@ -1,4 +1,4 @@
-"""Prose that reads like a translation: `python -m tests.house.english [--list N] [PATH ...]`.
+"""Find prose that reads like a translation: `python -m tests.house.english [--list N] [PATH ...]`.
 
 Counts sentences of docstrings, comments, long strings and Markdown, and names of tests, that match a pattern. Fails
 when more than `MOST_CLAUSES` of 1,000 sentences have a clause as a noun, or more than `MOST` match any pattern. A match
@@ -69,7 +69,7 @@ def markdown_prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def main() -> None:
-    """Print the rates; exit with 1 where they are too high."""
+    """Print the rates; exit with 1 if they are too high."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="files or folders [default: the whole repository]")
     parser.add_argument("--list", type=int, default=0, metavar="N", help="print N examples of each pattern")

@@ -1,4 +1,4 @@
-"""Which files run for one request, from the HTTP edge to the worker and back: traced in a running service."""
+"""Trace the files that run for one request in a live service, from the HTTP edge to the worker and back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from tests.house.source import ROOMS
 
-WINDOWS = 6  # calls in each of them belong to the request; sweeps and heartbeats run in some
+WINDOWS = 6  # files that run in each belong to the request; sweeps and heartbeats run in some
 SETTLE_SECONDS = 0.05
 LEAVES = {"backend/core/errors.py", "backend/core/ids.py", "backend/core/clock.py", "backend/core/retry.py"}
 
 
 def trace(tree: Path) -> dict[str, list[str]]:
-    """For three operations: the files of `tree` outside compute (and a few leaves) that run for each request."""
+    """The files of `tree` that run for each request of three operations, without compute and a few leaves."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         process, url = _start(tree, folder)
@@ -72,7 +72,7 @@ def _operations(url: str) -> dict[str, Callable[[], object]]:
 
 
 def _files(tree: Path, folder: Path, name: str, call: Callable[[], object]) -> list[str]:
-    call()  # compiles, opens connections and wakes whoever sleeps
+    call()  # compiles, opens connections and wakes sleeping processes
     windows = []
     for number in range(WINDOWS):
         switch = folder / f"on-{name}-{number}"
@@ -87,7 +87,7 @@ def _files(tree: Path, folder: Path, name: str, call: Callable[[], object]) -> l
 
 
 def _of_all(folder: Path, what: str) -> list[Path]:
-    """The files `what` of all processes that live, once they are there: on a busy machine a process looks late."""
+    """The files `what` of all live processes, once they exist: on a busy machine, a process may write its file late."""
     while True:
         living = [
             pid for pid in (file.suffix[1:] for file in folder.glob("process.*")) if Path(f"/proc/{pid}").exists()
@@ -98,7 +98,7 @@ def _of_all(folder: Path, what: str) -> list[Path]:
 
 
 def _relative(tree: Path, file: str) -> str:
-    """The file's path in the tree; "" when it is not ours, or of `compute`."""
+    """The file's path in the tree, or "" if it is not ours or belongs to `compute`."""
     resolved = Path(file).resolve()
     if not resolved.is_relative_to(tree):
         return ""

@@ -1,4 +1,4 @@
-"""Figures that are read from the source."""
+"""Figures computed from the source."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 ROOMS = ("api", "flows", "tasks", "backend", "deployments")
 GENERATED = {"tinker_pb2.py", "tinker_pb2.pyi"}
-MOST_PARAMETERS = 4  # a function with more documents each of them
+MOST_PARAMETERS = 4  # a function with more must document each of them
 
-# One entry of each kind that people add. A file that names it would have to be edited for the next one.
+# One example of each kind of extension. A file that names it probably needs an edit for the next extension.
 EXAMPLES = {
     "a token loss (cispo)": r"\bcispo\b",
     "an optimizer (Dimuon)": r"(?i)dimuon|\bmomentum\b|\bmuon\b",
     "a model family (Qwen3-MoE)": r"(?i)qwen3_?moe",
     "a pipeline (distill)": r"\bdistill\b",
-    "a setting of the workers (decode_chunk)": r"(?<!def )\bdecode_chunk\b(?!\()",  # but for the sampler's method
+    "a setting of the workers (decode_chunk)": r"(?<!def )\bdecode_chunk\b(?!\()",  # except for the sampler's method
     "a REST listing (audit events)": r"(?i)audit_?(view|page|log)|\baudit\.(events|page|list)|journal\.audit\b",
     "a store backend (GCS)": r"(?i)\bgcs\b|gcsblobs",
     "a pool command (DropSnapshot)": r"\bDropSnapshot\b",
@@ -28,7 +28,7 @@ EXAMPLES = {
 
 
 def modules(tree: Path) -> list[Path]:
-    """All Python files outside tests, but for generated ones."""
+    """All Python files outside tests, except for generated ones."""
     return sorted(f for room in ROOMS for f in (tree / room).rglob("*.py") if f.name not in GENERATED)
 
 
@@ -98,7 +98,7 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def files_that_name(tree: Path) -> dict[str, list[str]]:
-    """For each kind of thing that people add: the files whose code, docstrings apart, names one of them."""
+    """For each kind of extension, the files whose code, without docstrings, names its example."""
     texts = {file: _code(file) for file in modules(tree)}
     return {
         change: [str(file.relative_to(tree)) for file, text in texts.items() if re.search(pattern, text)]
@@ -115,7 +115,7 @@ def class_names_used_twice(tree: Path) -> set[str]:
 def undocumented(tree: Path) -> list[str]:
     """Public functions with five or more parameters whose docstring (or class's) does not mention all of them.
 
-    A command of the command line is none of them: its options carry their help themselves.
+    Commands of the command line do not count, because their options have their own help.
     """
     found = []
     for file in modules(tree):
@@ -147,7 +147,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def statements(file: Path) -> Iterator[ast.AST]:
-    """All statements of a file, those in functions and classes too. Expressions would take ten times as long."""
+    """All statements of a file, including nested ones. A walk over expressions would take ten times as long."""
     waiting: list[ast.AST] = [_parse(file)]
     while waiting:
         node = waiting.pop()
@@ -157,7 +157,7 @@ def statements(file: Path) -> Iterator[ast.AST]:
 
 
 def _code(file: Path) -> str:
-    """The file's code: without comments, and without docstrings."""
+    """The file's code without comments and docstrings."""
     tree = _parse(file)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(

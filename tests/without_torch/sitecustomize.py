@@ -1,6 +1,6 @@
-"""Processes that tests start have no torch, because an installation of Tinkerflow has none.
+"""Hide torch from processes that tests start, because an installation of Tinkerflow has none.
 
-Python imports this by its name when it starts. Where torch is, the SDK and transformers import it: for five seconds.
+Python imports a module of this name when it starts. The SDK and transformers would import torch, for five seconds.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""In every process of a service that is traced: while a file $HOUSE_TRACE/on-* exists, note which of our files run.
+"""In every process of a traced service, record the files that run while a file $HOUSE_TRACE/on-* exists.
 
-Python imports this by its name when it starts, where the folder is on PYTHONPATH.
+Python imports a module of this name when it starts, if the module's folder is on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ on = False
 
 
 def note(frame: FrameType, event: str, _: object) -> None:
-    """Called for every call of a function, in every thread."""
+    """Record the file of a called function. Python calls this for every function call, in every thread."""
     if on and event == "call":
         seen.add(frame.f_code.co_filename)
 
 
 def watch() -> None:
-    """Follow the file; when it goes, write what was seen."""
+    """Switch the recording on and off with the file $HOUSE_TRACE/on-*, and write the recorded files."""
     global on
     while True:
         wanted = next(iter(FOLDER.glob("on-*")), None)
