@@ -13,7 +13,7 @@ from fastapi import Depends, FastAPI
 from tinkerflow import __version__
 from tinkerflow.api import console, errors, links, openapi, routes
 from tinkerflow.api.bodies import Memories
-from tinkerflow.api.call import Holds, Services, authorised
+from tinkerflow.api.call import Holds, Services, authorized
 from tinkerflow.api.counted import Counted
 from tinkerflow.api.hosts import HostGuard
 from tinkerflow.api.identity import Authenticator
@@ -77,7 +77,7 @@ def create_app(
     # Every module of `routes` defines a `router`, and some a `link_router`, whose routes need a signed link, not a key.
     modules = [import_module(f"{routes.__name__}.{module.name}") for module in pkgutil.iter_modules(routes.__path__)]
     for module in sorted(modules, key=lambda module: -module.router.busy):
-        app.include_router(module.router, prefix=module.router.at, dependencies=[Depends(authorised)])
+        app.include_router(module.router, prefix=module.router.at, dependencies=[Depends(authorized)])
     for module in modules:
         if hasattr(module, "link_router"):
             app.include_router(module.link_router, prefix=API)

@@ -1,6 +1,6 @@
 """A client's request as its handler receives it: the services, the sender, the body.
 
-A handler declares a parameter `call: Authorised` and then awaits `call.body()` or `call.parsed(Model)`.
+A handler declares a parameter `call: Authorized` and then awaits `call.body()` or `call.parsed(Model)`.
 The X-API-Key header, or Authorization: Bearer, identifies the sender (identity.py). Long polls wait in `Holds`.
 """
 
@@ -206,7 +206,7 @@ def _read_large(model: type[M], body: bytes) -> M:
     return model.from_json(body)
 
 
-async def authorised(request: Request) -> Call:
+async def authorized(request: Request) -> Call:
     """Authorize a request. HTTPException 401: its key is invalid. All API routes that need a key depend on this.
 
     There is only one dependency, because each costs a tenth of a millisecond per request.
@@ -228,7 +228,7 @@ def _shown(request: Request) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-Authorised = Annotated[Call, Depends(authorised)]
+Authorized = Annotated[Call, Depends(authorized)]
 
 PageLimit = Annotated[int, Query(ge=1, le=1000)]
 PageOffset = Annotated[int, Query(ge=0, lt=2**63)]  # the largest integer of the databases

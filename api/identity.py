@@ -119,7 +119,7 @@ class Authenticator:
         self._open = is_loopback(settings.host)
         self._no_keys_until = 0.0
         self._known: dict[str, tuple[Identity, float]] = {}
-        self._recognised: set[bytes] = set()  # digests of keys that have been valid
+        self._recognized: set[bytes] = set()  # digests of keys that have been valid
         self._threads = threads
         self._first_look = ThreadPoolExecutor(1, "new-keys")
         self._guesses = Guesses(clock)
@@ -176,18 +176,18 @@ class Authenticator:
     async def _of_key(self, key: str) -> tuple[Identity, float]:
         """The identity behind a key, and how many seconds it may be cached."""
         digest = hashlib.sha256(key.encode()).digest()
-        recognised = digest in self._recognised
-        name, threads = f"key {key}", self._threads if recognised else self._first_look
-        if not recognised and name not in self._asking and len(self._asking) >= _MOST_ASKED:
+        recognized = digest in self._recognized
+        name, threads = f"key {key}", self._threads if recognized else self._first_look
+        if not recognized and name not in self._asking and len(self._asking) >= _MOST_ASKED:
             raise _too_many(f"{_MOST_ASKED} keys are being looked up for the first time")
         row = await self._ask(name, threads, self._journal.keys.verify, key)
         if row is None:
             reason = (
                 "the API key is unknown or revoked; `tinkerflow key create`, with the service's --data-dir, makes one"
             )
-            raise UnknownKeyError(reason, guess=not recognised)
-        if len(self._recognised) < _MOST_REMEMBERED:
-            self._recognised.add(digest)
+            raise UnknownKeyError(reason, guess=not recognized)
+        if len(self._recognized) < _MOST_REMEMBERED:
+            self._recognized.add(digest)
         return _of_row(row), REMEMBERED_SECONDS
 
     async def _of_token(self, token: str) -> tuple[Identity, float]:

@@ -145,8 +145,8 @@ def _of_journal(known: Known) -> Iterable[Metric]:
 def _gauge(name: str, meaning: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
     """A gauge with one label. values: pairs of a label's value and the gauge's."""
     gauge = GaugeMetricFamily(name, meaning, labels=(label,))
-    for labelled, value in values:
-        gauge.add_metric((labelled,), value)
+    for labeled, value in values:
+        gauge.add_metric((labeled,), value)
     return gauge
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, PageLimit, PageOffset, Router
+from tinkerflow.api.call import Authorized, Call, PageLimit, PageOffset, Router
 from tinkerflow.api.openapi import takes_bytes
 from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.core.errors import BodyTooLargeError, NotFoundError, UserError
@@ -43,21 +43,21 @@ class AssetList(Wire):
 
 
 @router.post("/assets", openapi_extra=takes_bytes())
-async def upload_asset(call: Authorised) -> AssetStored:
+async def upload_asset(call: Authorized) -> AssetStored:
     """Store an image, a PNG or JPEG file. Uploading the same file again returns the same location."""
     file = await call.body(MAX_ASSET_BYTES)
     return await call.on_body(len(file), _keep, call, file)
 
 
 @router.get("/assets")
-async def assets(call: Authorised, limit: PageLimit = 100, offset: PageOffset = 0) -> AssetList:
+async def assets(call: Authorized, limit: PageLimit = 100, offset: PageOffset = 0) -> AssetList:
     """The images of the key's project, newest first."""
     found = await asyncio.to_thread(call.journal.assets.page, call.owner, limit=limit, offset=offset)
     return AssetList(assets=[Asset(created_at=one.created_at, **_named(one.id, one.size_bytes)) for one in found])
 
 
 @router.delete("/assets/{asset_id}", status_code=204)
-async def delete_asset(asset_id: str, call: Authorised) -> Response:
+async def delete_asset(asset_id: str, call: Authorized) -> Response:
     """Delete an image. Requests that were already accepted contain its bytes."""
     await asyncio.to_thread(_delete, call, asset_id)
     return Response(status_code=204)

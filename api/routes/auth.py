@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.call import Authorized, Router
 from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.core.errors import UserError
 
@@ -46,13 +46,13 @@ class OwnKey(Wire):
 
 
 @router.post("/auth/token")
-async def exchange(call: Authorised) -> Token:
+async def exchange(call: Authorized) -> Token:
     """Exchange the key for a token that represents it for an hour."""
     return Token(jwt=call.services.auth.token(call.identity))
 
 
 @router.get("/auth/apikey/me")
-async def own_key(call: Authorised) -> OwnKey:
+async def own_key(call: Authorized) -> OwnKey:
     """The caller's key. Its name fills the e-mail address, and its project the organization."""
     identity = call.identity
     details = KeyDetails(org_details=KeyOrganization(name=identity.owner), user_details=KeyUser(email=identity.name))
@@ -60,7 +60,7 @@ async def own_key(call: Authorised) -> OwnKey:
 
 
 @router.delete("/auth/apikey/me", status_code=204)
-async def revoke_own_key(call: Authorised) -> None:
+async def revoke_own_key(call: Authorized) -> None:
     """Revoke the caller's own key and its tokens. Every key may do this."""
     if not call.key_id:
         raise UserError("there is no key to revoke: the server listens on loopback and has never had a key")

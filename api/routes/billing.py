@@ -10,7 +10,7 @@ import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.call import Authorized, Router
 from tinkerflow.api.schemas import Wire
 from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.journal import StoredUsage, Usage, UsageKind, plain_metadata
@@ -109,7 +109,7 @@ class ModelPrices(Wire):
 
 
 @router.get("/billing/prices", response_model_exclude_none=True)
-async def prices(call: Authorised) -> list[ModelPrices]:
+async def prices(call: Authorized) -> list[ModelPrices]:
     """The prices of each served base model. Programs of tinker-cookbook compute the costs of their steps from them."""
     settings = call.services.settings
     configured = {
@@ -124,7 +124,7 @@ async def prices(call: Authorised) -> list[ModelPrices]:
 
 
 @router.get("/billing/usage/events", response_model_exclude_none=True)
-async def usage(call: Authorised, starting_on: datetime, ending_before: datetime) -> BillingUsage:
+async def usage(call: Authorized, starting_on: datetime, ending_before: datetime) -> BillingUsage:
     """The usage of the hours in [starting_on, ending_before), at most 14 days. A time without a zone is UTC."""
     start, end = _hour("starting_on", starting_on), _hour("ending_before", ending_before)
     if not timedelta(0) < end - start <= LONGEST:
@@ -144,7 +144,7 @@ async def usage(call: Authorised, starting_on: datetime, ending_before: datetime
 
 
 @router.get("/billing/usage/checkpoints/current", response_model_exclude_none=True)
-async def current_storage(call: Authorised, project_id: str | None = None) -> CurrentStorage:
+async def current_storage(call: Authorized, project_id: str | None = None) -> CurrentStorage:
     """The current storage of checkpoints, by project and key; with project_id, only that project's."""
     rate = call.services.settings.price_storage or None
     rows = await asyncio.to_thread(call.journal.usage.stored_now, call.visible(), project_id)

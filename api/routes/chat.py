@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.chat.answer import respond
 from tinkerflow.api.chat.openai import AnswerOptions, ChatAnswer
 from tinkerflow.api.chat.requests import AnswerFields, begun, called_tool, content_of, text_of, thought
@@ -67,7 +67,7 @@ class ChatCompletion(AnswerFields):
 
 
 @router.post("/chat/completions", openapi_extra=takes(ChatCompletion))
-async def chat_completions(call: Authorised) -> Response:
+async def chat_completions(call: Authorized) -> Response:
     """Answer a conversation `n` times."""
     generation, answer, stream = await _begin(call)
     return await respond(call, generation, answer, stream=stream)

@@ -6,7 +6,7 @@ import asyncio
 
 from pydantic import AwareDatetime, Field
 
-from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.call import Authorized, Router
 from tinkerflow.api.checkpoints import CheckpointDetails, CheckpointType, checkpoint, kind_of
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Owner, OwnOwner, UserOwner, Wire
@@ -42,7 +42,7 @@ class FoundCheckpoints(Wire):
 
 
 @router.post("/checkpoints/search", response_model_exclude_none=True, openapi_extra=takes(SearchCheckpoints))
-async def search_checkpoints(call: Authorised) -> FoundCheckpoints:
+async def search_checkpoints(call: Authorized) -> FoundCheckpoints:
     """Checkpoints that match all filters, newest first; 404 for a project without a visible session."""
     asked = await call.parsed(SearchCheckpoints)
     query = CheckpointQuery(

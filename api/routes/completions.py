@@ -11,7 +11,7 @@ import orjson
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.endpoints.generation import (
     Generation,
     SamplePiece,
@@ -56,7 +56,7 @@ class CompletionBody(SamplingFields):
 
 
 @router.post("/completions", openapi_extra=takes(CompletionBody))
-async def completions(call: Authorised) -> Response:
+async def completions(call: Authorized) -> Response:
     """Continue each of the prompts `n` times."""
     body = await parsed_prompt(call, CompletionBody)
     _check(body)

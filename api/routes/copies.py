@@ -7,7 +7,7 @@ import hashlib
 import secrets
 from datetime import timedelta
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.checkpoints import destination
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Wire
@@ -30,7 +30,7 @@ class WeightsCopied(Wire):
 
 
 @router.post("/copy_weights", openapi_extra=takes(CopyWeights))
-async def copy_weights(call: Authorised) -> WeightsCopied:
+async def copy_weights(call: Authorized) -> WeightsCopied:
     """Copy a checkpoint that is the caller's own, public, or opened by a weights access token. Returns the copy's path.
 
     The copy belongs to a new run, which takes no work. All attempts with the same X-Idempotency-Key make one copy.

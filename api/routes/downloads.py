@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from tinkerflow.api.bytes import ByteSource, archive, send
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.checkpoints import ARCHIVE, CHECKPOINT, archive_redirect, committed, inside, readable
 from tinkerflow.api.links import LIFETIME, Linked, link
 from tinkerflow.api.schemas import Wire
@@ -36,7 +36,7 @@ class ExternalWeightsUrls(Wire):
 
 
 @router.get(f"{CHECKPOINT}/external_weights_urls")
-async def external_weights_urls(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> ExternalWeightsUrls:
+async def external_weights_urls(run_id: str, kind: CheckpointKind, name: str, call: Authorized) -> ExternalWeightsUrls:
     """A URL for each file of exported weights that the caller may read, and when the URLs expire."""
     path = CheckpointPath(run_id, kind, name)
     if kind is not CheckpointKind.EXTERNAL_WEIGHTS:
@@ -59,7 +59,7 @@ def _urls(call: Call, path: CheckpointPath) -> ExternalWeightsUrls:
 
 
 @router.get(f"{CHECKPOINT}/archive")
-async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> Response:
+async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Authorized) -> Response:
     """Redirect to a tar archive of the checkpoint's PEFT files, for SDKs without support for external weights."""
     path = CheckpointPath(run_id, kind, name)
     return await archive_redirect(call, path)

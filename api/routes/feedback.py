@@ -10,7 +10,7 @@ import orjson
 from fastapi import Query
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
-from tinkerflow.api.call import Authorised, Call, PageLimit, Router
+from tinkerflow.api.call import Authorized, Call, PageLimit, Router
 from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import OPEN_API, Strict, Wire
@@ -67,7 +67,7 @@ class FeedbackPage(Wire):
 
 
 @router.post("/feedback", openapi_extra=takes(Feedback))
-async def give_feedback(call: Authorised) -> FeedbackKept:
+async def give_feedback(call: Authorized) -> FeedbackKept:
     """Store a rating of an answer that was sampled in the caller's project, together with the answer."""
     body = await call.parsed(Feedback, 8 * _LONGEST)
     if body.reward is None and body.label is None and body.text is None:
@@ -84,7 +84,7 @@ async def give_feedback(call: Authorised) -> FeedbackKept:
 
 @router.get("/feedback")
 async def list_feedback(
-    call: Authorised,
+    call: Authorized,
     since: AwareDatetime | None = None,
     after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
     limit: PageLimit = 100,

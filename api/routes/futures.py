@@ -9,7 +9,7 @@ from functools import partial
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Wire
 from tinkerflow.api.submit import json_response, reason_of
@@ -53,7 +53,7 @@ class CancelFuture(Wire):
 
 
 @router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))
-async def retrieve_future(call: Authorised) -> Response:
+async def retrieve_future(call: Authorized) -> Response:
     """The result of a request. While there is none, the poll is held, because the SDK polls again without a pause.
 
     Without a result: `try_again`, with a reason during recovery. After a failure: `error` and `category`. Otherwise the
@@ -81,7 +81,7 @@ async def retrieve_future(call: Authorised) -> Response:
 
 
 @router.post("/retrieve_futures", openapi_extra=takes(RetrieveFutures))
-async def retrieve_futures(call: Authorised) -> Response:
+async def retrieve_futures(call: Authorized) -> Response:
     """The requests of one copy of a sampling client that were answered since its cursor; held while there are none.
 
     Results that the client has downloaded are dropped, because no one else reads them.
@@ -128,7 +128,7 @@ async def _completions(call: Call, body: RetrieveFutures) -> Completions:
 
 
 @router.post("/cancel_future", openapi_extra=takes(CancelFuture))
-async def cancel_future(call: Authorised) -> dict[str, object]:
+async def cancel_future(call: Authorized) -> dict[str, object]:
     """Cancel a sample. It fails as `cancelled by the client`, and its slot in the decode batch is freed.
 
     A request that was already answered keeps its answer. Training requests cannot be cancelled (400).

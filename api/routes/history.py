@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.checkpoints import CHECKPOINT
 from tinkerflow.api.endpoints.targets import champions_of
 from tinkerflow.api.openapi import takes
@@ -125,7 +125,7 @@ class ExaminedStep(Strict):
 
 
 @router.post("/training_runs/{run_id}/blames", openapi_extra=takes(ExaminedStep))
-async def blames(run_id: str, call: Authorised) -> Wire:
+async def blames(run_id: str, call: Authorized) -> Wire:
     """Store the worst rows of a step of the project's own run, for the run's page. They replace earlier ones."""
     body = await call.parsed(ExaminedStep)
     await asyncio.to_thread(_keep_blame, call, run_id, body)
@@ -133,7 +133,7 @@ async def blames(run_id: str, call: Authorised) -> Wire:
 
 
 @router.get("/training_runs/{run_id}/history")
-async def history(run_id: str, call: Authorised, after: int = -1, payloads: bool = True) -> History:
+async def history(run_id: str, call: Authorized, after: int = -1, payloads: bool = True) -> History:
     """The answered requests of a run in order, with a seq_id above `after`; without `payloads`, only their hashes.
 
     The setting `history` and the run's metadata determine whether a run has a history. Requests from the last minutes
@@ -143,13 +143,13 @@ async def history(run_id: str, call: Authorised, after: int = -1, payloads: bool
 
 
 @router.get("/training_runs/{run_id}/receipt")
-async def receipt(run_id: str, call: Authorised) -> dict[str, Any]:
+async def receipt(run_id: str, call: Authorized) -> dict[str, Any]:
     """A signed statement of all inputs and results of a run with a history, without its data (`tinkerflow verify`)."""
     return await asyncio.to_thread(_receipt, call, run_id)
 
 
 @router.get(f"{CHECKPOINT}/answers")
-async def answers(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> CheckpointAnswers:
+async def answers(run_id: str, kind: CheckpointKind, name: str, call: Authorized) -> CheckpointAnswers:
     """The champion names of a checkpoint, and the number of the caller's sample requests that it answered."""
     return await asyncio.to_thread(_answers, call, str(CheckpointPath(run_id, kind, name)))
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import AwareDatetime, Field
 
-from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router
+from tinkerflow.api.call import AccessScope, Authorized, PageLimit, PageOffset, Router
 from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import FinishedBecause, FinishReason, Owner, OwnOwner, UserOwner, Wire
@@ -164,7 +164,7 @@ class AuditPage(Wire):
 
 @router.get("/sessions")
 async def sessions(
-    call: Authorised,
+    call: Authorized,
     limit: PageLimit = 20,
     offset: PageOffset = 0,
     access_scope: AccessScope = "owned",
@@ -176,7 +176,7 @@ async def sessions(
 
 
 @router.post("/sessions/search", response_model_exclude_none=True, openapi_extra=takes(SearchSessions))
-async def search(call: Authorised) -> FoundSessions:
+async def search(call: Authorized) -> FoundSessions:
     """Sessions that match all filters, newest first; 404 for a project without a visible session."""
     asked = await call.parsed(SearchSessions)
     query = SessionQuery(
@@ -201,7 +201,7 @@ async def search(call: Authorised) -> FoundSessions:
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
-async def session(session_id: str, call: Authorised, access_scope: AccessScope = "owned") -> SessionDetails:
+async def session(session_id: str, call: Authorized, access_scope: AccessScope = "owned") -> SessionDetails:
     """A session, with the ids of its models and samplers."""
 
     def read() -> SessionDetails:
@@ -217,7 +217,7 @@ async def session(session_id: str, call: Authorised, access_scope: AccessScope =
 
 
 @router.put("/sessions/{session_id}/project", openapi_extra=takes(AssignProject))
-async def assign_project(session_id: str, call: Authorised) -> dict[str, object]:
+async def assign_project(session_id: str, call: Authorized) -> dict[str, object]:
     """Assign a project label to a session and all its contents. Any label is allowed. The owner does not change."""
     asked = await call.parsed(AssignProject)
     await asyncio.to_thread(
@@ -227,7 +227,7 @@ async def assign_project(session_id: str, call: Authorised) -> dict[str, object]
 
 
 @router.get("/sessions/{session_id}/trace_export")
-async def trace_export(session_id: str, call: Authorised) -> TraceExport:
+async def trace_export(session_id: str, call: Authorized) -> TraceExport:
     """A link to the session's timeline, which is created at each download."""
     await asyncio.to_thread(call.journal.sessions.get, session_id, call.visible())
     return TraceExport(url=link(call, f"session_traces/{session_id}")[0])
@@ -246,7 +246,7 @@ async def read_trace(session_id: str, services: Linked) -> Response:
 
 @router.get("/audit", response_model_exclude_none=True)
 async def audit(
-    call: Authorised,
+    call: Authorized,
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
 ) -> AuditPage:

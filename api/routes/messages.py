@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
 from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
@@ -118,7 +118,7 @@ class TokenCount(Wire):
 
 
 @router.post("/messages", openapi_extra=takes(MessagesBody))
-async def messages(call: Authorised) -> Response:
+async def messages(call: Authorized) -> Response:
     """Answer a conversation."""
     generation, answer, stream = await _begin(call)
     return await respond(call, generation, answer, stream=stream, error_name="error")
@@ -145,7 +145,7 @@ async def _begin(call: Call) -> tuple[Generation, MessageAnswer, bool]:
 
 
 @router.post("/messages/count_tokens", openapi_extra=takes(Counting))
-async def count_tokens(call: Authorised) -> TokenCount:
+async def count_tokens(call: Authorized) -> TokenCount:
     """Count the tokens in the prompt of a request."""
     _, prompt = await _prompt(call, await parsed_prompt(call, Counting))
     return TokenCount(input_tokens=len(prompt.tokens))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
-from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.call import Authorized, Router
 from tinkerflow.api.endpoints.targets import Listed, find, list_models
 from tinkerflow.api.schemas import OPEN_API, Wire
 from tinkerflow.backend.core.errors import UserError
@@ -39,19 +39,19 @@ class ModelList(Wire):
 
 
 @router.get("/models")
-async def get_models(call: Authorised) -> ModelList:
+async def get_models(call: Authorized) -> ModelList:
     """Base models, champions, and the project's newest weights for sampling."""
     return ModelList(data=[_shown(found) for found in await list_models(call)])
 
 
 @router.get("/models/{model:path}")
-async def get_model(model: str, call: Authorised) -> ModelShown:
+async def get_model(model: str, call: Authorized) -> ModelShown:
     """One model, by any name that requests accept as `model`."""
     return _shown(await find(call, model))
 
 
 @router.post("/embeddings")
-async def refuse_embeddings(call: Authorised) -> ModelShown:
+async def refuse_embeddings(call: Authorized) -> ModelShown:
     """Refuse the request: the models served here generate text and have no embeddings."""
     raise UserError("/v1/embeddings is not supported: the models served here generate text, and have no embeddings")
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.chat.answer import respond
 from tinkerflow.api.chat.requests import AnswerFields, ToolName, begun, called_tool, joined, string_in, thought
 from tinkerflow.api.chat.responses import ResponseAnswer
@@ -105,7 +105,7 @@ class ResponsesBody(Strict):
 
 
 @router.post("/responses", openapi_extra=takes(ResponsesBody))
-async def responses(call: Authorised) -> Response:
+async def responses(call: Authorized) -> Response:
     """Answer a conversation, as a list of items."""
     generation, answer, stream = await _begin(call)
     return await respond(call, generation, answer, stream=stream, error_name="error")

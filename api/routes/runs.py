@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router
+from tinkerflow.api.call import AccessScope, Authorized, PageLimit, PageOffset, Router
 from tinkerflow.api.checkpoints import CheckpointDetails, checkpoint
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Cursor, Strict, Wire
@@ -75,7 +75,7 @@ class RecordedMetrics(Wire):
 
 @router.get("/training_runs", response_model_exclude_none=True)
 async def training_runs(
-    call: Authorised,
+    call: Authorized,
     limit: PageLimit = 20,
     offset: PageOffset = 0,
     access_scope: AccessScope = "owned",
@@ -94,13 +94,13 @@ async def training_runs(
 
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
-async def training_run(run_id: str, call: Authorised, access_scope: AccessScope = "owned") -> TrainingRun:
+async def training_run(run_id: str, call: Authorized, access_scope: AccessScope = "owned") -> TrainingRun:
     """One training run with its newest checkpoints."""
     return _training_run(await asyncio.to_thread(call.journal.models.run, run_id, call.visible(access_scope)))
 
 
 @router.post("/training_runs/{run_id}/metrics", openapi_extra=takes(RunMetricsBody))
-async def record_metrics(run_id: str, call: Authorised) -> RecordedMetrics:
+async def record_metrics(run_id: str, call: Authorized) -> RecordedMetrics:
     """Store named values of the project's own run, for its page. Repeating stored values has no effect."""
     body = await call.parsed(RunMetricsBody)
     steps: dict[int, dict[str, float]] = {}
@@ -117,7 +117,7 @@ async def record_metrics(run_id: str, call: Authorised) -> RecordedMetrics:
 
 
 @router.post("/training_runs/{run_id}/outcome", openapi_extra=takes(RunOutcome))
-async def record_outcome(run_id: str, call: Authorised) -> RunOutcome:
+async def record_outcome(run_id: str, call: Authorized) -> RunOutcome:
     """Store the outcome of the program that trains the project's own run, in the run's metadata and events."""
     body = await call.parsed(RunOutcome)
     await asyncio.to_thread(call.journal.models.note_outcome, run_id, call.owner, body.outcome, body.reason)

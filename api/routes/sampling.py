@@ -8,7 +8,7 @@ from typing import Literal
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Wire
 from tinkerflow.api.submit import base_model_card, checked, prompt_body, response, submit_sample
@@ -60,7 +60,7 @@ class SamplerDetails(Wire):
 
 
 @router.post("/asample", openapi_extra=takes(OnSampler, SampleBody))
-async def asample(call: Authorised) -> Response:
+async def asample(call: Authorized) -> Response:
     """Accept a sample request. The response names each of its sequences, because the SDK needs them for the result.
 
     429: the project has the maximum number of waiting samples. The SDK then waits a second and repeats the request.
@@ -78,7 +78,7 @@ def _submit_sample(call: Call, body: bytes) -> Response:
 
 
 @router.post("/create_sampling_session", openapi_extra=takes(CreateSamplingSession))
-async def create_sampling_session(call: Authorised) -> SamplingSessionCreated:
+async def create_sampling_session(call: Authorized) -> SamplingSessionCreated:
     """Open a sampler on a base model or on a saved checkpoint."""
     body = await call.parsed(CreateSamplingSession)
     return SamplingSessionCreated(sampling_session_id=await asyncio.to_thread(_open, call, body))
@@ -100,7 +100,7 @@ def _open(call: Call, body: CreateSamplingSession) -> str:
 
 
 @router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))
-async def join_sampling_session(call: Authorised) -> SamplingSessionJoined:
+async def join_sampling_session(call: Authorized) -> SamplingSessionJoined:
     """Give a copy of a sampling client its own block of sequence ids."""
     body = await call.parsed(JoinSamplingSession)
     clone = await asyncio.to_thread(call.journal.samplers.join, body.sampling_session_id, call.owner)
@@ -108,7 +108,7 @@ async def join_sampling_session(call: Authorised) -> SamplingSessionJoined:
 
 
 @router.get("/samplers/{wanted}", response_model_exclude_none=True)
-async def get_sampler(wanted: str, call: Authorised) -> SamplerDetails:
+async def get_sampler(wanted: str, call: Authorized) -> SamplerDetails:
     """The weights of a sampler."""
     row = await asyncio.to_thread(call.journal.samplers.get, wanted, call.owner)
     return SamplerDetails(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)

@@ -10,7 +10,7 @@ from typing import Literal
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.call import Authorized, Router
 from tinkerflow.api.metrics import Known
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Wire
@@ -83,7 +83,7 @@ async def client_dynamic_config() -> dict[str, object]:
 
 
 @router.post("/telemetry", openapi_extra=takes(Telemetry))
-async def telemetry(call: Authorised) -> TelemetryAccepted:
+async def telemetry(call: Authorized) -> TelemetryAccepted:
     """Log events of the client. Fields that may contain request headers with keys are never read."""
     body = await call.parsed(Telemetry, _MOST_TELEMETRY)
     for event in body.events:
@@ -93,7 +93,7 @@ async def telemetry(call: Authorised) -> TelemetryAccepted:
 
 
 @router.get("/metrics")
-async def metrics(call: Authorised) -> Response:
+async def metrics(call: Authorized) -> Response:
     """Metrics of requests, of the worker groups and of the whole service. No metric is specific to a project."""
 
     def read() -> bytes:
@@ -107,7 +107,7 @@ async def metrics(call: Authorised) -> Response:
 
 
 @router.get("/get_server_capabilities")
-async def capabilities(call: Authorised) -> Capabilities:
+async def capabilities(call: Authorized) -> Capabilities:
     """The served base models. The embedded one's name is its folder, because clients load its tokenizer there."""
     cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models.all)]
     return Capabilities(

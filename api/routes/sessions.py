@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import HTTPException
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Router
+from tinkerflow.api.call import Authorized, Router
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import FinishReason, Wire
 from tinkerflow.backend.journal import NewSession, SessionState
@@ -54,7 +54,7 @@ class Finish(Wire):
 
 
 @router.post("/create_session", openapi_extra=takes(CreateSession))
-async def create_session(call: Authorised) -> SessionCreated:
+async def create_session(call: Authorized) -> SessionCreated:
     """Begin a session."""
     body = await call.parsed(CreateSession)
     session = NewSession(
@@ -70,7 +70,7 @@ async def create_session(call: Authorised) -> SessionCreated:
 
 
 @router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
-async def heartbeat(call: Authorised) -> HeartbeatHeard:
+async def heartbeat(call: Authorized) -> HeartbeatHeard:
     """Keep a session alive. 410: the session has ended, and the client then silently stops its heartbeats."""
     body = await call.parsed(Heartbeat)
     loop, urgent = asyncio.get_running_loop(), call.services.urgent
@@ -81,7 +81,7 @@ async def heartbeat(call: Authorised) -> HeartbeatHeard:
 
 
 @router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
-async def finish(session_id: str, call: Authorised) -> dict[str, object]:
+async def finish(session_id: str, call: Authorized) -> dict[str, object]:
     """End a session. Ending it again has no effect."""
     body = await call.parsed(Finish)
     reason = body.reason.type

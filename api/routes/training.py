@@ -13,7 +13,7 @@ from typing import Any, Literal
 from fastapi import HTTPException
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, Router
+from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.openapi import takes, takes_protobuf
 from tinkerflow.api.schemas import Wire
 from tinkerflow.api.submit import (
@@ -85,7 +85,7 @@ class ModelInfo(Wire):
 
 # The busiest endpoints come first: routes are tried in order.
 @router.post("/forward_backward", openapi_extra=takes_protobuf())
-async def forward_backward(call: Authorised) -> Response:
+async def forward_backward(call: Authorized) -> Response:
     """Accept a chunk. Invalid chunks are never answered with 4xx, which would hang the client: see `refuse`."""
     try:
         body = await call.body(call.services.settings.max_body_bytes)
@@ -118,13 +118,13 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
 
 
 @router.post("/optim_step", openapi_extra=takes(OnModel, OptimStepBody))
-async def optim_step(call: Authorised) -> Response:
+async def optim_step(call: Authorized) -> Response:
     """Accept an optimizer step."""
     return await submit_for_model(call, Kind.OPTIM_STEP, lambda values: OptimStepBody.from_values(values).params)
 
 
 @router.post("/create_custom_loss", openapi_extra=takes(CustomLossAddress, CreateCustomLoss))
-async def create_custom_loss(call: Authorised) -> Response:
+async def create_custom_loss(call: Authorized) -> Response:
     """Store a traced loss for its session. An invalid graph fails the future."""
     body = await call.body(_MOST_OF_A_LOSS)
     return await call.on_body(len(body), _keep_loss, call, body)
@@ -147,13 +147,13 @@ def _keep_loss(call: Call, body: bytes) -> Response:
 
 
 @router.post("/create_model", openapi_extra=takes(OnNewModel, CreateModel))
-async def create_model(call: Authorised) -> Response:
+async def create_model(call: Authorized) -> Response:
     """Create a model with a new adapter. Its id is `{session}:train:{n}`."""
     return await asyncio.to_thread(_create, call, await call.body(), Kind.CREATE_MODEL)
 
 
 @router.post("/load_weights", openapi_extra=takes(OnNewModel, LoadModel, OnModel))
-async def load_weights(call: Authorised) -> Response:
+async def load_weights(call: Authorized) -> Response:
     """Create a model from a checkpoint (with session_id), or load a checkpoint into a model (with model_id)."""
     body = hash_token(await call.body(), access_hash)
     if parse(body).get("session_id") is not None:
@@ -213,7 +213,7 @@ def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> New
 
 
 @router.post("/unload_model", openapi_extra=takes(NamedModel))
-async def unload_model(call: Authorised) -> Response:
+async def unload_model(call: Authorized) -> Response:
     """Unload a model after its operations. It then no longer counts for max_live_models, and its session continues.
 
     410: the model has already ended.
@@ -226,7 +226,7 @@ async def unload_model(call: Authorised) -> Response:
 
 
 @router.post("/get_info", openapi_extra=takes(NamedModel))
-async def get_info(call: Authorised) -> ModelInfo:
+async def get_info(call: Authorized) -> ModelInfo:
     """The details of a model. The SDK requests them once, right after creating the model."""
     body = await call.parsed(NamedModel)
     return await asyncio.to_thread(_info, call.journal, call.owner, body.model_id)

@@ -14,7 +14,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, Router, Services
+from tinkerflow.api.call import Authorized, Call, Router, Services
 from tinkerflow.api.checkpoints import destination
 from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes, takes_bytes
@@ -54,14 +54,14 @@ class UploadFinished(Wire):
 
 
 @router.post("/external_weights_upload_start", openapi_extra=takes(StartUpload))
-async def external_weights_upload_start(call: Authorised) -> UploadStarted:
+async def external_weights_upload_start(call: Authorized) -> UploadStarted:
     """Begin the upload of an adapter. Returns links for its files."""
     body = StartUpload.from_values(parse(await call.body()))
     return await asyncio.to_thread(_start, call, body)
 
 
 @router.post("/external_weights_upload_finish", openapi_extra=takes(FinishUpload))
-async def external_weights_upload_finish(call: Authorised) -> UploadFinished:
+async def external_weights_upload_finish(call: Authorized) -> UploadFinished:
     """Make a checkpoint from the uploaded files. Repeats return the same path. Refused files can be replaced."""
     body = FinishUpload.from_values(parse(await call.body()))
     return UploadFinished(tinker_path=await call.services.imports.run(call.owner, _finish, call, body.upload_id))

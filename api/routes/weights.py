@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router
+from tinkerflow.api.call import Authorized, PageLimit, PageOffset, Router
 from tinkerflow.api.checkpoints import CHECKPOINT, CheckpointDetails, checkpoint
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Cursor, Wire
@@ -49,26 +49,26 @@ class WeightsInfo(Wire):
 
 
 @router.post("/save_weights", openapi_extra=takes(OnModel, SaveWeights))
-async def save_weights(call: Authorised) -> Response:
+async def save_weights(call: Authorized) -> Response:
     """Accept a save of the training state."""
     return await submit_for_model(call, Kind.SAVE_WEIGHTS, SaveWeights.from_values)
 
 
 @router.post("/save_weights_for_sampler", openapi_extra=takes(OnModel, SaveForSampler))
-async def save_weights_for_sampler(call: Authorised) -> Response:
+async def save_weights_for_sampler(call: Authorized) -> Response:
     """Accept a save for sampling. A named save is stored. An unnamed save opens a sampling session."""
     return await submit_for_model(call, Kind.SAVE_FOR_SAMPLER, SaveForSampler.from_values, not_content=_RENUMBERED)
 
 
 @router.post("/save_weights_external", openapi_extra=takes(OnModel, SaveExternal))
-async def save_weights_external(call: Authorised) -> Response:
+async def save_weights_external(call: Authorized) -> Response:
     """Accept an export of the weights for download."""
     return await submit_for_model(call, Kind.SAVE_EXTERNAL, SaveExternal.from_values)
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)
 async def user_checkpoints(
-    call: Authorised,
+    call: Authorized,
     limit: PageLimit = 100,
     offset: PageOffset = 0,
 ) -> CheckpointList:
@@ -81,34 +81,34 @@ async def user_checkpoints(
 
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
-async def run_checkpoints(run_id: str, call: Authorised) -> CheckpointList:
+async def run_checkpoints(run_id: str, call: Authorized) -> CheckpointList:
     """All checkpoints of one training run, newest first."""
     page = await asyncio.to_thread(call.journal.checkpoints.page, call.owner, run_id=run_id, limit=100_000)
     return CheckpointList(checkpoints=[checkpoint(row) for row in page.rows])
 
 
 @router.delete(f"{CHECKPOINT}", status_code=204)
-async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
+async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorized) -> None:
     """Delete a checkpoint. It becomes unreadable immediately; the engine removes its files within seconds."""
     await asyncio.to_thread(call.journal.checkpoints.delete, _path(run_id, kind, name), call.owner, call.key_id)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
-async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
+async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorized) -> None:
     """Let all keys read a checkpoint. Repeats succeed, because the SDK would retry a 409 for minutes."""
     path = _path(run_id, kind, name)
     await asyncio.to_thread(call.journal.checkpoints.publish, path, call.owner, key_id=call.key_id)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
-async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
+async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorized) -> None:
     """Let only the checkpoint's own project read it again. Repeats succeed."""
     path = _path(run_id, kind, name)
     await asyncio.to_thread(call.journal.checkpoints.publish, path, call.owner, public=False, key_id=call.key_id)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes(TtlSeconds))
-async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
+async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorized) -> None:
     """Let a checkpoint expire `ttl_seconds` from now, or never if that is null."""
     values = parse(await call.body())
     if "ttl_seconds" not in values:
@@ -120,7 +120,7 @@ async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised
 
 
 @router.post("/weights_info", openapi_extra=takes(WeightsPath))
-async def weights_info(call: Authorised) -> WeightsInfo:
+async def weights_info(call: Authorized) -> WeightsInfo:
     """The properties of a checkpoint that a client needs before loading it."""
     body = await call.parsed(WeightsPath)
     saved = await asyncio.to_thread(call.journal.checkpoints.get, body.tinker_path, call.owner)

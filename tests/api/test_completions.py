@@ -189,7 +189,7 @@ def test_an_answers_id_is_in_its_headers(server: Running, engine: Engine) -> Non
         ("completions", {"prompt": ["a", "a" * 1025]}, "prompt[1]"),
     ],
 )
-def test_text_longer_than_any_context_is_not_tokenised(
+def test_text_longer_than_any_context_is_not_tokenized(
     path: str, given: dict[str, Any], field: str, server: Running, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from tinkerflow.api.call import Authorised
+from tinkerflow.api.call import Authorized
 from tinkerflow.api.links import LIFETIME, Linked, link
 
 
@@ -18,7 +18,7 @@ def linking(start: Any) -> Any:
     def begin(**settings: Any) -> Any:
         server = start(**settings)
 
-        async def give(call: Authorised, path: str) -> str:
+        async def give(call: Authorized, path: str) -> str:
             return link(call, path)[0]
 
         async def read(name: str, services: Linked, request: Request) -> str:

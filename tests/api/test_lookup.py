@@ -97,12 +97,12 @@ def test_search_filters_sessions_by_name_and_metadata(people: Any) -> None:
 
 def test_search_by_owner_and_project(people: Any) -> None:
     ann, bob, root = map(people, ("ann", "bob", "root"))
-    default, labelled, foreign = ann.session(), ann.session(project_id="p1"), bob.session(project_id="p1")
-    assert ann.search(project_ids=["p1"]) == [labelled]
-    assert ann.search(project_ids=["team-a", "p1"]) == [labelled, default]
+    default, labeled, foreign = ann.session(), ann.session(project_id="p1"), bob.session(project_id="p1")
+    assert ann.search(project_ids=["p1"]) == [labeled]
+    assert ann.search(project_ids=["team-a", "p1"]) == [labeled, default]
     everybody = types.AccessibleSearchOwner()
-    assert ann.search(owner=everybody) == [labelled, default]
-    assert root.search(owner=everybody, project_ids=["p1"]) == [foreign, labelled]
+    assert ann.search(owner=everybody) == [labeled, default]
+    assert root.search(owner=everybody, project_ids=["p1"]) == [foreign, labeled]
     assert root.search(owner=types.UserSearchOwner(owner_urns=["team-b", "team-x"])) == [foreign]
     assert ann.search(owner=types.UserSearchOwner(owner_urns=["team-b"])) == root.search() == []
     for unknown in ("team-b", "p2"):
