@@ -40,7 +40,7 @@ from tinkerflow.backend.spec.commands import LORA_ALPHA, AdapterState
 from tinkerflow.backend.spec.ranks import peft_factor
 
 SHARD_BYTES = 4 * 2**30
-_WIDENED = "BF16"  # of tensors that were quantised
+_WIDENED = "BF16"  # of tensors that were quantized
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Line plots as the inside of an SVG picture: grid, numbers, bands, lines and dots. A style sheet colours the classes.
+"""Line plots as the inside of an SVG picture: grid, numbers, bands, lines and dots. A style sheet colors the classes.
 
 The classes are `grid`, and `line`, `faint`, `band` and `dot`, each with the line's own `line-0`, `line-1` and so on.
 """
@@ -84,18 +84,18 @@ def plot(
         across, _ = place(value, y_low)
         parts.append(f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{number(value)}</text>')
     for i, line in enumerate(lines):
-        colour = f"line-{i % LINES}"
+        color = f"line-{i % LINES}"
         band = [(x, low, high) for x, low, high in line.band if _is_known(low) and _is_known(high)]
         if any(low < high for _, low, high in band):
             around = [place(x, high) for x, _, high in band] + [place(x, low) for x, low, _ in reversed(band)]
-            parts.append(f'<path class="band {colour}" d="{joined(around)}Z"/>')
+            parts.append(f'<path class="band {color}" d="{joined(around)}Z"/>')
         for kind, points in (("faint", line.faint), ("line", line.points)):
             pieces = "".join(joined([place(*point) for point in piece]) for piece in _pieces(points))
             if pieces or kind == "line":
-                parts.append(f'<path class="{kind} {colour}" d="{pieces}"/>')
+                parts.append(f'<path class="{kind} {color}" d="{pieces}"/>')
         if len(line.known) <= _DOTS:
             for across, down in (place(*point) for point in line.known):
-                parts.append(f'<circle class="dot {colour}" cx="{across}" cy="{down}" r="2.5"/>')
+                parts.append(f'<circle class="dot {color}" cx="{across}" cy="{down}" r="2.5"/>')
     return "".join(parts), (x_low, x_high), (y_low, y_high)
 
 

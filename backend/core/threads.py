@@ -1,4 +1,4 @@
-"""Threads that projects share, for slow work: a long text to tokenise, a grammar to compile, a body to decode."""
+"""Threads that projects share, for slow work: a long text to tokenize, a grammar to compile, a body to decode."""
 
 from __future__ import annotations
 

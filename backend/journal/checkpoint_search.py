@@ -55,8 +55,8 @@ class CheckpointSearch(Aggregate):
 def _conditions(query: CheckpointQuery) -> list[sa.ColumnElement[bool]]:
     where: list[sa.ColumnElement[bool]] = []
     if query.projects is not None:
-        labelled = sa.select(col(Model.id)).join(Session, col(Session.id) == col(Model.session_id))
-        where.append(col(Checkpoint.run_id).in_(labelled.where(PROJECT.in_(query.projects))))
+        labeled = sa.select(col(Model.id)).join(Session, col(Session.id) == col(Model.session_id))
+        where.append(col(Checkpoint.run_id).in_(labeled.where(PROJECT.in_(query.projects))))
     if query.kind is not None:
         where.append(col(Checkpoint.kind) == query.kind)
     if query.owners is not None:

@@ -1,4 +1,4 @@
-"""Curves of training runs: the figures of each optimizer step, averaged over neighbouring steps when there are many.
+"""Curves of training runs: the figures of each optimizer step, averaged over neighboring steps when there are many.
 
 results.py writes a row for each step in the transaction that answers its optim_step.
 """

@@ -66,7 +66,7 @@ _POINTS = (
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a run. points: (step, value); of many steps, means over neighbours, each at its last step."""
+    """A metric of a run. points: (step, value); of many steps, means over neighbors, each at its last step."""
 
     name: str
     points: tuple[tuple[int, float], ...]

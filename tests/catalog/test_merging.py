@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.models.families import (
     projections,
 )
 from tinkerflow.backend.compute.weights.files import open_tensors
-from tinkerflow.backend.compute.weights.mxfp4 import dequantised
+from tinkerflow.backend.compute.weights.mxfp4 import dequantized
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import AdapterState, LoraSpec
 
@@ -122,7 +122,7 @@ def test_mxfp4_is_widened_only_where_the_adapter_changes_it(tmp_path: Path, mlp:
             blocks = rng.integers(0, 256, (2, outputs, 1, 16)).astype(np.uint8)
             scales = rng.integers(120, 130, (2, outputs, 1)).astype(np.uint8)
             base |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            whole[name] = np.stack([dequantised(*each).T for each in zip(blocks, scales, strict=True)])
+            whole[name] = np.stack([dequantized(*each).T for each in zip(blocks, scales, strict=True)])
     spec = LoraSpec(4, train_mlp=mlp, train_unembed=False, expert_rank=2 if mlp else None)
     weights = {name: array for name, array in tensors(cfg, spec).items() if ".experts." in name or ".q_proj." in name}
     merging.merge(written(tmp_path / "base", base, **fields), AdapterState(spec, 0, weights), tmp_path / "out")
@@ -185,7 +185,7 @@ def test_merge_of_a_foreign_adapter_writes_no_files(tmp_path: Path) -> None:
 
 
 def test_fp8_weights_are_widened_by_every_merge(tmp_path: Path) -> None:
-    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (cfg, base), rng, packed = of_base(hidden_size=160), np.random.default_rng(3), {}
     for name, array in base.items():
         if not name.endswith("_proj.weight"):
@@ -198,7 +198,7 @@ def test_fp8_weights_are_widened_by_every_merge(tmp_path: Path) -> None:
         base[name] = packed[name].astype(np.float32) * wide
     spec = LoraSpec(4, train_mlp=False, train_unembed=False)
     weights = tensors(cfg, spec)
-    folder = written(tmp_path / "base", packed, hidden_size=160, **quantised)
+    folder = written(tmp_path / "base", packed, hidden_size=160, **quantized)
     merging.merge(folder, AdapterState(spec, 0, weights), tmp_path / "out")
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert merged.keys() == base.keys()

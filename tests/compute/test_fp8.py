@@ -15,7 +15,7 @@ from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.params import load_params
-from tinkerflow.backend.compute.weights.fp8 import dequantised
+from tinkerflow.backend.compute.weights.fp8 import dequantized
 from tinkerflow.backend.core.errors import UserError
 
 BITS = torch.tensor(np.arange(256, dtype=np.uint8)).view(torch.float8_e4m3fn)
@@ -34,7 +34,7 @@ def in_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def test_fp8_values_equal_torch():
-    found = dequantised(BITS.view(torch.uint8).numpy().reshape(2, 128), np.ones((1, 1), np.float32))
+    found = dequantized(BITS.view(torch.uint8).numpy().reshape(2, 128), np.ones((1, 1), np.float32))
     np.testing.assert_array_equal(found.reshape(-1), BITS.float().numpy())
 
 
@@ -45,21 +45,21 @@ def folders(tmp_path_factory):
     shape = {**SHAPE, "hidden_size": 160, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 144}
     plain, packed = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("packed")
     random_model("qwen3", {**shape, "tie_word_embeddings": False}).save_pretrained(plain)
-    tensors, quantised = load_file(plain / "model.safetensors"), {}
+    tensors, quantized = load_file(plain / "model.safetensors"), {}
     for name, tensor in tensors.items():
         if any(part in name for part in KEPT):
-            quantised[name] = tensor
+            quantized[name] = tensor
             continue
         dtype = torch.bfloat16 if "k_proj" in name else torch.float32  # Qwen3's, and DeepSeek V3's
-        quantised[name], quantised[f"{name}_scale_inv"], tensors[name] = in_blocks(tensor, dtype)
+        quantized[name], quantized[f"{name}_scale_inv"], tensors[name] = in_blocks(tensor, dtype)
     save_file(tensors, plain / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     (packed / "config.json").write_text(json.dumps(config))
-    save_file(quantised, packed / "model.safetensors")
+    save_file(quantized, packed / "model.safetensors")
     for folder in (plain, packed):
         (folder / "tokenizer.json").write_text("{}")
-    return plain, packed, quantised
+    return plain, packed, quantized
 
 
 @pytest.mark.parametrize("weights", ["full", "int8"])
@@ -84,9 +84,9 @@ def test_a_published_folder_is_loaded(folders, weights):
     ],
 )
 def test_scales_that_do_not_fit_are_named(folders, tmp_path, change, said):
-    _, packed, quantised = folders
+    _, packed, quantized = folders
     name = "model.layers.0.mlp.gate_proj.weight"
-    changed = {**quantised, f"{name}_scale_inv": change(quantised[f"{name}_scale_inv"])}
+    changed = {**quantized, f"{name}_scale_inv": change(quantized[f"{name}_scale_inv"])}
     save_file({key: value for key, value in changed.items() if value is not None}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=said.format(name.replace(".", r"\."))):
         load_params(load_config(packed), tmp_path, make_mesh(1, 1), "float32")

@@ -14,7 +14,7 @@ from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES
 from tinkerflow.backend.compute.models.params import count, load_params, params_like
-from tinkerflow.backend.compute.weights.mxfp4 import dequantised
+from tinkerflow.backend.compute.weights.mxfp4 import dequantized
 from tinkerflow.backend.core.errors import UserError
 
 
@@ -27,7 +27,7 @@ def drawn(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray
 def test_mxfp4_values_equal_transformers():
     blocks, scales = drawn(np.random.default_rng(0), 6, 4)
     wanted = convert_moe_packed_tensors(torch.tensor(blocks)[None], torch.tensor(scales)[None], dtype=torch.float32)
-    np.testing.assert_array_equal(dequantised(blocks, scales), wanted[0].T.numpy())
+    np.testing.assert_array_equal(dequantized(blocks, scales), wanted[0].T.numpy())
 
 
 def published(plain, packed):
@@ -38,30 +38,30 @@ def published(plain, packed):
     build(plain, "gpt_oss", tied=False)
     rng = np.random.default_rng(1)
     tensors = load_file(plain / "model.safetensors")
-    quantised = {name: array for name, array in tensors.items() if not name.endswith(("gate_up_proj", "down_proj"))}
-    for name in sorted(set(tensors) - set(quantised)):
+    quantized = {name: array for name, array in tensors.items() if not name.endswith(("gate_up_proj", "down_proj"))}
+    for name in sorted(set(tensors) - set(quantized)):
         experts, inputs, outputs = tensors[name].shape
         blocks, scales = drawn(rng, experts, outputs, inputs // 32)
-        quantised |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         whole = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
         tensors[name] = np.ascontiguousarray(whole.numpy())
     packed.mkdir()
     (packed / "config.json").write_text((plain / "config.json").read_text())
-    save_file(quantised, packed / "model.safetensors")
+    save_file(quantized, packed / "model.safetensors")
     save_file(tensors, plain / "model.safetensors")
-    return quantised
+    return quantized
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_published_folder_is_loaded(tmp_path, dtype):
     plain, packed = tmp_path / "plain", tmp_path / "packed"
-    quantised = published(plain, packed)
+    quantized = published(plain, packed)
     cfg, mesh = load_config(plain), make_mesh(1, 1)
     found, wanted = (load_params(cfg, folder, mesh, dtype) for folder in (packed, plain))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
-    del quantised["model.layers.1.mlp.experts.down_proj_scales"]
-    save_file(quantised, packed / "model.safetensors")
+    del quantized["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(quantized, packed / "model.safetensors")
     with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight' is missing"):
         load_params(cfg, packed, mesh, dtype)
 

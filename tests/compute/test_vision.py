@@ -58,10 +58,10 @@ def test_image_patches_equal_those_of_the_processor(sees):
     wanted = inputs_of(example)["pixel_values"].numpy().reshape(-1, 3, shape.frames, shape.patch**2)
     count = int(patches.count)
     assert count == len(wanted) == 60
-    colours = patches.colours_PC[:count].reshape(count, 3, -1) / np.float32(255)
+    colors = patches.colors_PC[:count].reshape(count, 3, -1) / np.float32(255)
     mean, deviation = (np.array(PROCESSOR[key], np.float32)[:, None] for key in ("image_mean", "image_std"))
     for frame in range(shape.frames):
-        np.testing.assert_allclose((colours - mean) / deviation, wanted[:, :, frame], atol=1e-6)
+        np.testing.assert_allclose((colors - mean) / deviation, wanted[:, :, frame], atol=1e-6)
     # Learned positions, interpolated.
     learned = sees[0].model.visual
     found = (learned.pos_embed.weight.detach().numpy()[patches.corners_P4] * patches.shares_P4[..., None]).sum(1)

@@ -36,7 +36,7 @@ def test_a_run_has_a_limited_number_of_names(scene):
     assert metrics.number(run) == MOST_NAMES
 
 
-def test_many_steps_are_shown_as_means_of_neighbours(scene):
+def test_many_steps_are_shown_as_means_of_neighbors(scene):
     metrics, run = scene.journal.run_metrics, scene.model()
     for first in (5000, 0):  # also in descending order
         metrics.record(run, "local", {step: {"reward": float(step)} for step in range(first, first + 5000)})

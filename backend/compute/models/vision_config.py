@@ -17,7 +17,7 @@ from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.spec.images import ImageProcessor
 
 PROCESSOR = "preprocessor_config.json"
-COLOURS = 3
+COLORS = 3
 _KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 _PLAIN = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
 
@@ -29,7 +29,7 @@ def read_vision(fields: ConfigFields, sections: tuple[int, int, int]) -> Vision:
     """
     own = fields.inner("vision_config")
     text = fields.inner("text_config")
-    own.refuse_others(hidden_act="gelu_pytorch_tanh", in_channels=COLOURS)
+    own.refuse_others(hidden_act="gelu_pytorch_tanh", in_channels=COLORS)
     positions, deep = own.size("num_position_embeddings"), own.items("deepstack_visual_indexes") or []
     sections = tuple(replace(text, values=text.rope).items("mrope_section") or sections)
     vision = Vision(
@@ -58,7 +58,7 @@ def read_vision(fields: ConfigFields, sections: tuple[int, int, int]) -> Vision:
             f"num_hidden_layers, and hidden_size, {text['hidden_size']}"
         )
     wrong = [size for size in sections if type(size) is not int or size < 0]
-    if wrong or len(sections) != COLOURS or vision.token >= text.size("vocab_size"):
+    if wrong or len(sections) != COLORS or vision.token >= text.size("vocab_size"):
         raise fields.error(
             f"mrope_section {list(sections)}, image_token_id {vision.token}; must be 3 numbers, and a token"
         )
@@ -80,7 +80,7 @@ def tower_tensors(vision: Vision, hidden: int) -> dict[str, LayerTensor]:
             tensors[f"{name}_bias"] = LayerTensor(f"model.visual.{module}.bias", (bias,), layers=layers)
 
     own, mlp, blocks = vision.hidden, vision.mlp, vision.layers
-    cell = (COLOURS, vision.frames, vision.patch, vision.patch)
+    cell = (COLORS, vision.frames, vision.patch, vision.patch)
     add("patch", "patch_embed.proj", 1, own, *cell, bias=own)
     add("positions", "pos_embed", 1, vision.grid**2, own)
     add("norm1", "blocks.{}.norm1", blocks, own, bias=own)
@@ -123,14 +123,14 @@ def open_processor(cfg: ModelConfig, folder: str | Path) -> ImageProcessor | Non
         side=vision.token_side,
         least=bounds.size("shortest_edge"),
         most=bounds.size("longest_edge"),
-        mean=_colours(fields, "image_mean"),
-        deviation=_colours(fields, "image_std"),
+        mean=_colors(fields, "image_mean"),
+        deviation=_colors(fields, "image_std"),
     )
 
 
-def _colours(fields: ConfigFields, key: str) -> tuple[float, ...]:
+def _colors(fields: ConfigFields, key: str) -> tuple[float, ...]:
     values = fields[key]
     numbers = isinstance(values, list) and all(isinstance(one, int | float) for one in values)
-    if not numbers or len(values) != COLOURS:
-        raise fields.error(f"{key} is {values!r} in {PROCESSOR}; must be {COLOURS} numbers")
+    if not numbers or len(values) != COLORS:
+        raise fields.error(f"{key} is {values!r} in {PROCESSOR}; must be {COLORS} numbers")
     return tuple(map(float, values))

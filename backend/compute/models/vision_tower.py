@@ -43,13 +43,13 @@ Tower = Mapping[str, jax.Array]
 
 @flax.struct.dataclass
 class Patches:
-    """One image, padded to P patches. The patches of a token are neighbours.
+    """One image, padded to P patches. The patches of a token are neighbors.
 
-    colours_PC uint8: channel, row and column of a patch. rows_P, columns_P int32: the patch's place. corners_P4 int32
+    colors_PC uint8: channel, row and column of a patch. rows_P, columns_P int32: the patch's place. corners_P4 int32
     and shares_P4 float32: the learned positions around it, and their weights. count: int32 scalar, real patches.
     """
 
-    colours_PC: Array
+    colors_PC: Array
     rows_P: Array
     columns_P: Array
     corners_P4: Array
@@ -72,7 +72,7 @@ def tower_bytes(vision: Vision, max_context: int, item: int) -> int:
 def to_patches(vision: Vision, pixels_HWC: npt.NDArray[np.uint8]) -> Patches:
     """The patches of an image whose sides are multiples of `vision.token_side`."""
     side, merge = vision.patch, vision.merge
-    height, width, colours = pixels_HWC.shape
+    height, width, colors = pixels_HWC.shape
     rows, columns = height // side, width // side
 
     def by_token(grid: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -83,7 +83,7 @@ def to_patches(vision: Vision, pixels_HWC: npt.NDArray[np.uint8]) -> Patches:
         missing = bucket(len(padded), LEAST_PATCHES) - len(padded)
         return np.pad(padded, [(0, missing), *((0, 0) for _ in tail)])
 
-    cells = pixels_HWC.reshape(rows, side, columns, side, colours).transpose(0, 2, 4, 1, 3)
+    cells = pixels_HWC.reshape(rows, side, columns, side, colors).transpose(0, 2, 4, 1, 3)
     places = np.indices((rows, columns), np.int32)
     (above, below, lower), (left, right, later) = (_between(vision.grid, count) for count in (rows, columns))
     vertical, horizontal = ((above, 1 - lower), (below, lower)), ((left, 1 - later), (right, later))
@@ -91,7 +91,7 @@ def to_patches(vision: Vision, pixels_HWC: npt.NDArray[np.uint8]) -> Patches:
     corners = [row[:, None] * vision.grid + column for (row, _), (column, _) in pairs]
     shares = [one[:, None] * other for (_, one), (_, other) in pairs]
     return Patches(
-        colours_PC=by_token(cells.reshape(rows, columns, -1)),
+        colors_PC=by_token(cells.reshape(rows, columns, -1)),
         rows_P=by_token(places[0]),
         columns_P=by_token(places[1]),
         corners_P4=by_token(np.stack(corners, axis=-1).astype(np.int32)),
@@ -114,15 +114,15 @@ def see(cfg: ModelConfig, mesh: Mesh, tower: Tower, scale: jax.Array, patches: P
     The vectors of padding are not used.
 
     cfg, mesh: the base model's shape, and the devices. tower: its tensors. scale: float32 [2, 3], mean and standard
-    deviation of each colour, from 0 to 1. patches: the image.
+    deviation of each color, from 0 to 1. patches: the image.
     """
     vision, dtype = _vision(cfg), tower["qkv"].dtype
-    P = patches.colours_PC.shape[0]
-    colours = jnp.asarray(patches.colours_PC).reshape(P, 3, -1).astype(jnp.float32) / 255
-    colours = ((colours - scale[0, :, None]) / scale[1, :, None]).astype(dtype)
+    P = patches.colors_PC.shape[0]
+    colors = jnp.asarray(patches.colors_PC).reshape(P, 3, -1).astype(jnp.float32) / 255
+    colors = ((colors - scale[0, :, None]) / scale[1, :, None]).astype(dtype)
     # All frames are the same, so their weights can be added.
     weights = tower["patch"][0].astype(jnp.float32).sum(axis=2).astype(dtype).reshape(vision.hidden, -1)
-    x_PW = matmul(colours.reshape(P, -1), weights) + tower["patch_bias"][0]
+    x_PW = matmul(colors.reshape(P, -1), weights) + tower["patch_bias"][0]
     learned_P4W = tower["positions"][0][patches.corners_P4]
     x_PW = x_PW + (learned_P4W * jnp.asarray(patches.shares_P4)[..., None].astype(dtype)).sum(axis=1)
     turns = _turns(vision, patches)

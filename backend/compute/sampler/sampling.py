@@ -248,7 +248,7 @@ def _crossing(weights_Sn: jax.Array, wanted_S: jax.Array) -> tuple[jax.Array, ja
 
 
 def _fold(weights_SV: jax.Array) -> jax.Array:
-    """[S, V] -> [S, r, c], padded with zeros, because sums over r vectorise but a sum over V does not."""
+    """[S, V] -> [S, r, c], padded with zeros, because sums over r vectorize but a sum over V does not."""
     S, V = weights_SV.shape
     return jnp.pad(weights_SV, ((0, 0), (0, -V % _COLUMNS))).reshape(S, -1, _COLUMNS)
 

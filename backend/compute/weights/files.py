@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
-from tinkerflow.backend.compute.weights.fp8 import BLOCK, dequantised, scales_shape
+from tinkerflow.backend.compute.weights.fp8 import BLOCK, dequantized, scales_shape
 from tinkerflow.backend.core.errors import UserError
 
 Read = TypeVar("Read")
@@ -134,9 +134,9 @@ def _without_blocks(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tenso
 
 def _of_blocks(blocks: Tensor, scales: Tensor, _: Any) -> npt.NDArray[Any]:
     if scales.dtype == "F32":
-        return dequantised(blocks.view(np.uint8), scales.view(np.float32))
+        return dequantized(blocks.view(np.uint8), scales.view(np.float32))
     wide = scales.view(np.uint16).astype(np.uint32) << 16  # BF16 is the first half of F32
-    return dequantised(blocks.view(np.uint8), wide.view(np.float32))
+    return dequantized(blocks.view(np.uint8), wide.view(np.float32))
 
 
 def _open_file(path: Path) -> dict[str, StoredTensor]:

@@ -23,7 +23,7 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in shape)
 
 
-def dequantised(bits: npt.NDArray[np.uint8], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def dequantized(bits: npt.NDArray[np.uint8], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """The matrix [rows, columns] in float32. bits: the e4m3 numbers, of that shape. scales: [blocks, blocks]."""
     whole = np.empty(bits.shape, np.float32)
     for place, scales_of_row in enumerate(np.asarray(scales, np.float32)):

@@ -17,7 +17,7 @@ _BIAS = 127
 BLOCK = 32  # numbers that share a scale
 
 
-def dequantised(blocks: npt.NDArray[Any], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def dequantized(blocks: npt.NDArray[Any], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """The matrix [rows, 32 * blocks] of blocks uint8 [rows, blocks, 16] and scales uint8 [rows, blocks]; exact."""
     pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], axis=-1)
     wide = np.ldexp(pairs.reshape(*scales.shape, -1), scales.astype(np.int32)[..., None] - _BIAS)

@@ -6,7 +6,7 @@ from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, Impor
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 
-def test_neighbouring_rows_change_no_bit(shared_executor, examples, forward):
+def test_neighboring_rows_change_no_bit(shared_executor, examples, forward):
     executor = shared_executor
 
     def run(name: str, between) -> list[bytes]:

@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.models.layers import Attention, DecoderLayer, Ex
 from tinkerflow.backend.compute.models.layers.mlp import refuse_other_mlps
 from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 from tinkerflow.backend.compute.weights.files import MadeTensor, Tensor
-from tinkerflow.backend.compute.weights.mxfp4 import BLOCK, dequantised
+from tinkerflow.backend.compute.weights.mxfp4 import BLOCK, dequantized
 
 # Our matrix, its tensor in the files, and the slice of that tensor's outputs.
 _PARTS = (
@@ -49,7 +49,7 @@ def _gpt_oss(fields: ConfigFields) -> ModelConfig:
 
 
 def _unpack(cfg: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors with one matrix and bias for each expert instead of the fused ones, quantised or not."""
+    """The tensors with one matrix and bias for each expert instead of the fused ones, quantized or not."""
     assert cfg.mixture is not None
     width, count = cfg.mixture.width, cfg.mixture.count
     sizes = {"gate_up_proj": (cfg.hidden, 2 * width), "down_proj": (width, cfg.hidden)}  # inputs, outputs
@@ -100,7 +100,7 @@ def _stored(blocks: Tensor, scales: Tensor, expert: int, rows: slice) -> tuple[n
 
 def _of_blocks(stored: Callable[[], tuple[npt.NDArray[Any], npt.NDArray[Any]]], _: Any) -> npt.NDArray[Any]:
     packed, scales = stored()
-    return dequantised(packed.reshape(*scales.shape, -1), scales)
+    return dequantized(packed.reshape(*scales.shape, -1), scales)
 
 
 def _plain(_: ModelConfig, tensors: Tensors) -> Tensors:
@@ -118,7 +118,7 @@ def _plain(_: ModelConfig, tensors: Tensors) -> Tensors:
 def _of_all_blocks(blocks: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     whole = np.empty(shape, dtype)
     for expert, matrix in enumerate(whole):
-        matrix[...] = dequantised(blocks.view(np.uint8)[expert], scales.view(np.uint8)[expert]).T
+        matrix[...] = dequantized(blocks.view(np.uint8)[expert], scales.view(np.uint8)[expert]).T
     return whole
 
 
