@@ -141,7 +141,7 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> str:
-    """The pipeline that parameters belong to, recognised by a parameter that only this pipeline has."""
+    """The pipeline that parameters belong to, recognized by a parameter that only this pipeline has."""
     marks = {"champion": "nightly", "grid": "sweep", "beta": "dpo", "teacher": "distill", "reward": "rl"}
     return next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
 

@@ -167,7 +167,7 @@ def check_store(settings: Settings) -> str:
                 )
         finally:
             blobs.remove(probe)
-    return f"{settings.store_url}: writeable"
+    return f"{settings.store_url}: writable"
 
 
 def check_base_models(settings: Settings) -> str:

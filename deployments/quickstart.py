@@ -43,13 +43,13 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
     data_dir: the service's data; default: a scratch folder. steps: of the optimizer. stay: keep serving after
     the lesson, until Ctrl-C. Returns whether the loss fell and the model then gives every answer exactly.
     """
-    learnt, page = False, ""
+    learned, page = False, ""
     try:
         with ExitStack() as stack:
             with console.status("starting the API, the engine, a worker and Prefect") as status:
                 progress = _progress(status)
                 service = stack.enter_context(running_stack(data_dir, progress, warm_up=False))
-            learnt, page = teach(console, service.api_url, service.prefect, steps)
+            learned, page = teach(console, service.api_url, service.prefect, steps)
             if stay:
                 print_line(console, f"serving until Ctrl-C; from Python: {_client(service.api_url)}")
                 service.keep()
@@ -61,7 +61,7 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
         print_line(console, f"saved in {data_dir}; to go on: tinkerflow up --data-dir {shlex.quote(str(data_dir))}")
         if page:
             print_line(console, f"the run's page: {page_command(page, data_dir)}")
-    return learnt
+    return learned
 
 
 def _progress(status: Status) -> Callable[[str], None]:
@@ -85,7 +85,7 @@ def _client(api_url: str) -> str:
 
 
 def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: int) -> tuple[bool, str]:
-    """Fine-tune at `api_url` for `steps` optimizer steps. Returns whether it learnt, and the path of the run's page.
+    """Fine-tune at `api_url` for `steps` optimizer steps. Returns whether it learned, and the path of the run's page.
 
     prefect: the server that shows the run; None = there is none, and the path is empty.
     """
@@ -120,8 +120,8 @@ def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: 
         after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         saved = trainer.save_weights_for_sampler(SAVED).result()
         page = "" if prefect is None else _flow_run_page(prefect, trainer.model_id)
-    learnt = after == [lesson.pig_latin for lesson in LESSONS]
-    answers = "all three answers learnt" if learnt else "not learnt"
+    learned = after == [lesson.pig_latin for lesson in LESSONS]
+    answers = "all three answers learned" if learned else "not learned"
     fell = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
     print_line(console, f"{EMBEDDED}, {steps} steps, {fell}: {answers}")
     console.print(_table(before, after))
@@ -130,7 +130,7 @@ def teach(console: Console, api_url: str, prefect: PrefectAccess | None, steps: 
     print_line(console, f"talk to it there: {talk}")
     if prefect is not None:
         print_line(console, f"the run in Prefect: {prefect.link(page, time.time())}")
-    return learnt and losses[-1] < losses[0], page
+    return learned and losses[-1] < losses[0], page
 
 
 def _datum(tokenizer: PreTrainedTokenizerBase, lesson: Lesson) -> tinker.Datum:

@@ -2,7 +2,7 @@
 
 `tinkerflow cassette record` runs a program behind a proxy that writes the file (record.py, file.py), or creates the
 file from the history of a run (from_history.py). The command `tinkerflow cassette serve` and the pytest fixture answer
-a program from the file (replay.py, play.py, testing.py). A request is recognised by its meaning, such as the third step
+a program from the file (replay.py, play.py, testing.py). A request is recognized by its meaning, such as the third step
 of a model, and compared by its content (requests.py, content.py). matching.py finds the recorded request, or names the
 first field that differs.
 

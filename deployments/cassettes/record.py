@@ -116,7 +116,7 @@ class Recorder:
         try:
             meaning = asked(request.method, target, body)
         except ValueError:
-            return  # the service refused the request, and no replay could recognise it
+            return  # the service refused the request, and no replay could recognize it
         if meaning.number is not None:
             if (meaning.place, meaning.number) in self._seen:
                 return  # the client retried

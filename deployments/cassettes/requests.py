@@ -6,7 +6,7 @@ does not depend on that order.
 - Requests that train a model are numbered (`seq_id`), and matched by their number.
 - Samples and samplers are numbered, too. A program that waits for several answers may number them differently in each
   run, so equal content is enough.
-- All other requests are recognised by their content. Those that only read may be repeated or left out.
+- All other requests are recognized by their content. Those that only read may be repeated or left out.
 
 Polls, heartbeats, telemetry and the exchange of keys for tokens are not recorded.
 """

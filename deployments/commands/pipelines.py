@@ -33,7 +33,7 @@ def quickstart(
 ) -> None:
     """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK.
 
-    The exit status is 0 only if the loss fell and the model learnt every answer.
+    The exit status is 0 only if the loss fell and the model learned every answer.
     """
     from tinkerflow.deployments.quickstart import STEPS
     from tinkerflow.deployments.quickstart import quickstart as run

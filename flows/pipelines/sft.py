@@ -52,23 +52,23 @@ class SftRecipe:
 
     def lessons(self, rows: Sequence[int]) -> list[TokenizedExample]:
         """The examples with these indices, weighted so that their loss is the mean over their answers' tokens."""
-        learnt = self._learnt(rows)
-        return [self.examples[row].scaled(1 / learnt) for row in rows]
+        learned = self._learned(rows)
+        return [self.examples[row].scaled(1 / learned) for row in rows]
 
-    def _learnt(self, rows: Sequence[int]) -> float:
+    def _learned(self, rows: Sequence[int]) -> float:
         """The number of the answers' tokens in these examples, by their weights."""
         return sum(float(self.examples[row].weights.sum()) for row in rows)
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
         """Learn from the batch of step `step`, without waiting for the step before it."""
         rows = self.batch(step)
-        learnt = self._learnt(rows)
+        learned = self._learned(rows)
         forward = client.forward_backward([lesson.datum() for lesson in self.lessons(rows)], "cross_entropy")
         update = client.optim_step(params)
 
         async def metrics() -> Values:
             loss = (await forward).metrics.get("loss:sum", math.nan)
-            return {"loss": loss, "grad_norm": await grad_norm(update), "trained_tokens": learnt}
+            return {"loss": loss, "grad_norm": await grad_norm(update), "trained_tokens": learned}
 
         return metrics()
 

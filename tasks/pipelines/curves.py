@@ -14,10 +14,10 @@ Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 420, 220
 _LEFT, _RIGHT = 62, WIDTH - 12
 _BOX = (_LEFT, 28, _RIGHT, HEIGHT - 26)
-_COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#0891b2", "#ca8a04", "#db2777", "#475569")  # one of LINES each
+_COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#0891b2", "#ca8a04", "#db2777", "#475569")  # one of LINES each
 _STYLE = (
     "text{fill:#444} .grid{stroke:#ddd} .line{fill:none;stroke:currentcolor;stroke-width:1.5} .dot{fill:currentcolor}"
-    + "".join(f" .line-{i}{{color:{colour}}}" for i, colour in enumerate(_COLOURS))
+    + "".join(f" .line-{i}{{color:{color}}}" for i, color in enumerate(_COLORS))
 )
 _COLUMNS = 2
 

@@ -17,7 +17,7 @@ BATCH = 64  # examples in one request
 
 
 async def mean_loss(client: tinker.TrainingClient, examples: Sequence[TokenizedExample]) -> float:
-    """Mean negative log probability of the examples' learnt tokens."""
+    """Mean negative log probability of the examples' learned tokens."""
     total = sum([output.metrics["loss:sum"] async for _, output in _forward(client, examples)])
     return float(total / sum(float(example.weights.sum()) for example in examples))
 
@@ -25,7 +25,7 @@ async def mean_loss(client: tinker.TrainingClient, examples: Sequence[TokenizedE
 async def answer_logprobs(
     client: tinker.TrainingClient, examples: Sequence[TokenizedExample]
 ) -> npt.NDArray[np.float64]:
-    """The summed log probability of each example's learnt tokens [len(examples)]."""
+    """The summed log probability of each example's learned tokens [len(examples)]."""
     return np.array(
         [
             np.dot(output["logprobs"].to_numpy().astype(np.float64), example.weights[1:])

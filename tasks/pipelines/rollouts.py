@@ -111,7 +111,7 @@ class Trajectory:
     def datum(
         self, advantages_N: npt.NDArray[np.float64], weight: float | None = None, trust_region: float = 0.0
     ) -> tinker.Datum:
-        """The input for a policy's loss, with its provenance. Only sampled tokens are learnt.
+        """The input for a policy's loss, with its provenance. Only sampled tokens are learned.
 
         advantages_N: of sampled tokens. weight: of each of them; None = not sent. trust_region: how far a token's
         probability may move, sent as thresholds of its ratio (Qi et al., 2026, "DPPO-Binary-TV"); 0 = not sent.

@@ -107,14 +107,14 @@ async def score(
 
     futures = [sampler.compute_logprobs(tinker.ModelInput.from_ints(example.tokens.tolist())) for example in examples]
     answers = await greedy_answers(sampler, renderer, rows, max_tokens=max_tokens, max_context=max_context)
-    total, learnt = 0.0, 0.0
+    total, learned = 0.0, 0.0
     for example, future in zip(examples, futures, strict=True):
         for logprob, weight in zip(await future, example.weights.tolist(), strict=True):
             if weight and logprob is not None:  # the first token has no log probability
                 total -= weight * logprob
-                learnt += weight
+                learned += weight
     right = sum(sample.answer == sample.wanted for sample in answers)
-    return Scores(rows=len(rows), loss=total / learnt, exact_match=right / len(answers), samples=answers[:shown])
+    return Scores(rows=len(rows), loss=total / learned, exact_match=right / len(answers), samples=answers[:shown])
 
 
 @task(name="score", task_run_name="score {name}", cache_policy=NO_CACHE)

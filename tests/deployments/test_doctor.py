@@ -104,7 +104,7 @@ def test_doctor_shows_the_compile_status(tmp_path: Path) -> None:
 
 def test_the_store_is_probed_as_checkpoints_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(data_dir=tmp_path)
-    assert doctor.check_store(settings) == f"file://{tmp_path}/store: writeable"
+    assert doctor.check_store(settings) == f"file://{tmp_path}/store: writable"
     assert not list((tmp_path / "store").rglob(".doctor*"))
     with pytest.raises(UserError, match="ftp"):  # fsspec could write there, but no checkpoint can be saved there
         doctor.check_store(Settings(data_dir=tmp_path, store="ftp://somewhere/x"))

@@ -76,7 +76,7 @@ def test_a_file_gets_every_phase_and_no_escaped_characters() -> None:
     assert "a?b" in shown and "ufffd" not in shown
 
 
-def test_interrupted_quickstart_is_not_reported_as_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_quickstart_is_not_reported_as_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

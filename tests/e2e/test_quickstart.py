@@ -81,7 +81,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> I
 def test_quickstart_teaches_pig_latin_and_shows_where_to_open_its_run(kept):
     first, last = map(float, kept.found(r"tinkerflow/tiny, 30 steps, loss ([\d.]+) -> ([\d.]+): ").groups())
     assert last < 0.1 * first
-    assert "all three answers learnt" in kept.said
+    assert "all three answers learned" in kept.said
     progress = re.compile(r"step \d+, loss |(engine|api|prefect): ")
     lines = [line for line in kept.said.splitlines() if line.strip() and not progress.match(line)]
     assert len(lines) <= 10 + 7  # the table has seven
@@ -134,7 +134,7 @@ def test_a_quickstart_ends_at_ctrl_c_and_its_run_can_be_seen_again(kept, start_s
 def test_too_few_steps_do_not_teach_the_lesson(server):
     said = io.StringIO()
     assert teach(Console(file=said, width=200), server.api_url, None, steps=2) == (False, "")
-    assert "not learnt" in said.getvalue() and "Prefect" not in said.getvalue()
+    assert "not learned" in said.getvalue() and "Prefect" not in said.getvalue()
 
 
 @pytest.mark.parametrize("learnt", [True, False])

@@ -156,7 +156,7 @@ def test_stable_reinforce_weighs_by_recorded_sampling_probabilities(server):
     moved = trainer.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
     assert moved.metrics["grad_norm"] > 0
     second, ((g, g_then), (b, b_then)) = loss({"kl_coeff": beta})
-    assert g.sum() > g_then.sum() and b.sum() < b_then.sum(), "it learnt to say the good one and not the bad one"
+    assert g.sum() > g_then.sum() and b.sum() < b_then.sum(), "it learned to say the good one and not the bad one"
     k3 = [float((np.exp(now - then) - 1 - (now - then)).sum()) for now, then in ((g, g_then), (b, b_then))]
     assert drift == pytest.approx([0.0, sum(k3) / 16], rel=1e-3, abs=1e-6), "a mean over what was sampled"
     taper = math.exp(min(0.0, float((b - b_then).sum())))

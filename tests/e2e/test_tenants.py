@@ -116,7 +116,7 @@ def test_exploding_step_is_refused_and_affects_no_other_model(server, service, m
     assert bystander(server, service, make_datum, explode) == undisturbed
 
 
-def test_bad_samples_do_not_fail_their_neighbours(server, service):
+def test_bad_samples_do_not_fail_their_neighbors(server, service):
     sampler = service.create_sampling_client(base_model=server.base_model).result()
     prompt = types.ModelInput.from_ints(TOKENS)
     good = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1, stop=[])

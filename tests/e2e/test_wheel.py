@@ -104,7 +104,7 @@ def test_wheel_installs_only_tinkerflow(project: Project) -> None:
 
 def test_the_quickstart_learns(project: Project) -> None:
     said = project.run("tinkerflow", "quickstart", "--data-dir", "data")
-    assert "all three answers learnt" in said
+    assert "all three answers learned" in said
     assert "tinkerflow up --data-dir data" in said
 
 
