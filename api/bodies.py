@@ -213,14 +213,12 @@ class Body:
         size = content_size(beginning)
         if size > self._most:
             raise BodyTooLargeError(
-                f"the request body has {size} bytes when decompressed: must be at most {self._most} ({self._rule})"
+                f"the request body has {size} bytes when decompressed: must have at most {self._most} ({self._rule})"
             )
         return size
 
     def _too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(
-            f"the request body has more than {self._most} bytes: must be at most that ({self._rule})"
-        )
+        return BodyTooLargeError(f"the request body is too large: must have at most {self._most} bytes ({self._rule})")
 
 
 def content_size(frame: bytes) -> int:
@@ -233,7 +231,7 @@ def content_size(frame: bytes) -> int:
     except zstandard.ZstdError as error:
         raise _broken_frame(error) from error
     if size == zstandard.CONTENTSIZE_UNKNOWN:
-        raise UserError("the request body is a zstd frame without a content size: the frame must declare it")
+        raise UserError("the request body is a zstd frame without a content size: must declare its content size")
     return int(size)
 
 
@@ -247,7 +245,7 @@ def decompressed(frame: bytes, size: int) -> bytes:
 
 
 def _broken_frame(error: Exception) -> UserError:
-    return UserError(f"the request body must be one whole zstd frame, as its Content-Encoding says: {error}")
+    return UserError(f"Content-Encoding is zstd: the request body must be one complete zstd frame: {error}")
 
 
 def check_values(body: bytes, most: int, rule: str) -> None:

@@ -169,7 +169,7 @@ class Call:
         headers. TooManyError: too many large bodies are being read.
         """
         services, setting = self.services, self.services.settings.max_body_bytes
-        rule = "max_body_bytes" if setting <= most else f"the most for {self.request.scope['path']}"
+        rule = "max_body_bytes" if setting <= most else f"the limit of {self.request.scope['path']}"
         body = Body(self.request, min(most, setting), rule, self.owner, services.memories)
         self.request.scope[BODY] = body
         return await body.read(lambda frame, size: self.on_body(size, bodies.decompressed, frame, size))
@@ -202,7 +202,7 @@ class Call:
 
 
 def _read_large(model: type[M], body: bytes) -> M:
-    bodies.check_values(body, MOST_VALUES, "the most for this endpoint")
+    bodies.check_values(body, MOST_VALUES, "the limit of this endpoint")
     return model.from_json(body)
 
 
@@ -216,7 +216,7 @@ async def authorized(request: Request) -> Call:
     accept(request)
     call = Call(request, identity, services)
     if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
-        raise HTTPException(404, "the URL holds a NUL character (%00): the database has no such name")
+        raise HTTPException(404, "the URL contains a NUL character (%00): stored names contain none")
     return call
 
 

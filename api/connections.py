@@ -143,7 +143,7 @@ def close_excess(connections: Iterable[Connection]) -> None:
             strangers[connection.address].append(connection)
     for address, theirs in strangers.items():
         if excess := sorted(theirs, key=lambda one: one.born)[:-STRANGERS]:
-            log.warning("closing %d of %d connections of %s that show no key", len(excess), len(theirs), address)
+            log.warning("closing %d of %d connections from %s that presented no key", len(excess), len(theirs), address)
             for connection in excess:
                 connection.transport.abort()
 

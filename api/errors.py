@@ -153,14 +153,14 @@ def _ours(request: Request, error: Exception) -> JSONResponse:
 
 def _gone(request: Request, error: Exception) -> Response:
     # The client disconnected before its whole request had arrived or was answered. No one reads this response.
-    log.debug("%s %s: the client went away", request.method, request.url.path)
+    log.debug("%s %s: the client disconnected", request.method, request.url.path)
     return Response(status_code=499)
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.detail == HTTPStatus(error.status_code).phrase:  # from the router, without details
-        error.detail = f"{request.method} {request.url.path} is no endpoint of this service; /openapi.json lists them"
+        error.detail = f"{request.method} {request.url.path} is not an endpoint; /openapi.json lists the endpoints"
     if request.url.path.startswith(f"{OPEN_API}/"):
         return error_response(request.url.path, error.status_code, str(error.detail), error.headers)
     return await http_exception_handler(request, error)

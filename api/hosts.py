@@ -61,7 +61,7 @@ class HostGuard:
             rule = "must be a name of this machine, the host of public_url, or one of allowed_hosts"
             return f"the Host header is {shown(', '.join(hosts))}: {rule}"
         if is_open and method not in _READS and not same_site(headers, self._public.netloc):
-            return "this request comes from a web page of another site, and changes nothing here"
+            return "this request comes from a web page of another site, so it is rejected"
         return None
 
     def _answers_to(self, host: str, *, is_open: bool) -> bool:

@@ -183,7 +183,7 @@ class Authenticator:
         row = await self._ask(name, threads, self._journal.keys.verify, key)
         if row is None:
             reason = (
-                "the API key is unknown or revoked; `tinkerflow key create`, with the service's --data-dir, makes one"
+                "the API key is unknown or revoked; `tinkerflow key create`, with the service's --data-dir, creates one"
             )
             raise UnknownKeyError(reason, guess=not recognized)
         if len(self._recognized) < _MOST_REMEMBERED:
@@ -199,7 +199,7 @@ class Authenticator:
         left = min(REMEMBERED_SECONDS, (claims.expires - self._clock.now()).total_seconds())
         if not claims.key_id:
             if not self._open:
-                reason = "the token was made when no key was needed here; a key is needed now"
+                reason = "the token was issued when this server needed no key; it needs a key now"
                 raise UnknownKeyError(reason, headers=_INVALID_TOKEN)
             return replace(LOCAL, expires=claims.expires), left
         sign_in = claims.sign_in
@@ -207,7 +207,7 @@ class Authenticator:
             await self._ask(sign_in, self._threads, self._journal.keys.is_ended, sign_in) if sign_in else False
         )
         if ended:
-            raise UnknownKeyError("the token was signed out", headers=_INVALID_TOKEN)
+            raise UnknownKeyError("the token was signed out, so it is no longer valid", headers=_INVALID_TOKEN)
         row = await self._ask(f"id {claims.key_id}", self._threads, self._journal.keys.usable, claims.key_id)
         if row is None:
             raise UnknownKeyError("the API key of this token was revoked", headers=_INVALID_TOKEN)

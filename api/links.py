@@ -42,7 +42,7 @@ async def linked(request: Request) -> Services:
     services: Services = request.app.state.services
     expires, signature = request.query_params.get("expires", ""), request.query_params.get("signature", "")
     if not _signer(services).verify_signature(f"{expires}\n{request.scope['path']}", signature):
-        raise HTTPException(403, "this link is not one of ours: its signature does not fit")
+        raise HTTPException(403, "this link is not valid: its signature does not match")
     if int(expires) <= services.clock.now().timestamp():
         raise HTTPException(403, "this link has expired; ask for a new one")
     return services

@@ -23,7 +23,7 @@ from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-_FAILED = "Operations whose clients read that they failed in the service, by kind. Wrong requests do not count."
+_FAILED = "Operations that failed in the service and whose error a client read, by kind. Invalid requests do not count."
 _WAITING = {
     "samples": "Sample requests that have no answer yet.",
     "models": "Models with an operation that can be executed now.",
@@ -32,12 +32,12 @@ _OLDEST = "Seconds since the oldest request without an answer was submitted, by 
 _TOKENS = "Tokens of training, of prompts (computed, and found in the cache), and of samples."
 _UNSAVED = "Seconds since the last recovery snapshot of the model whose changes have waited longest for one."
 _GENERATION = "Number of the current worker group, which is one more than the number of earlier groups."
-_STARTS = "Starts of the engine and of the API, restarts by `tinkerflow up` or Kubernetes included."
-_MEMORY = "Bytes of each device that are set aside, by use."
+_STARTS = "Starts of the engine and of the API, including restarts by `tinkerflow up` or Kubernetes."
+_MEMORY = "Reserved bytes of each device, by use."
 # Fields of CompileStatus, counted since the worker group's start.
 _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
     "planned": (GaugeMetricFamily, "Programs that the warm-up compiles before they are needed."),
-    "ready": (GaugeMetricFamily, "Planned programs that the warm-up has finished, failed ones included."),
+    "ready": (GaugeMetricFamily, "Planned programs that the warm-up has finished, including failed ones."),
     "failed": (GaugeMetricFamily, "Planned programs that could not be compiled."),
     "needed": (CounterMetricFamily, "Programs compiled for a waiting request before the warm-up had ended."),
     "late": (CounterMetricFamily, "Programs compiled for a waiting request after the warm-up had ended."),
@@ -119,7 +119,7 @@ def _of_journal(known: Known) -> Iterable[Metric]:
     ages = [(kind, 0.0 if since is None else (known.now - since).total_seconds()) for kind, since in waits]
     yield _gauge("tinkerflow_oldest_wait_seconds", _OLDEST, "kind", ages)
     tokens = CounterMetricFamily("tinkerflow_tokens", _TOKENS, labels=("base_model", "kind"))
-    saved = CounterMetricFamily("tinkerflow_checkpoints_saved", "Checkpoints that were saved.", labels=("base_model",))
+    saved = CounterMetricFamily("tinkerflow_checkpoints_saved", "Saved checkpoints.", labels=("base_model",))
     used = Counter[tuple[str, str]]()  # a moved data dir has its embedded model under several names
     for (base_model, kind), count in observed.used.items():
         used[public_name(base_model), kind] += count
@@ -129,7 +129,7 @@ def _of_journal(known: Known) -> Iterable[Metric]:
         else:
             tokens.add_metric((base_model, kind), count)
     yield from (tokens, saved)
-    yield _by_base_model("tinkerflow_models_live", "Models that take work.", observed.live)
+    yield _by_base_model("tinkerflow_models_live", "Models that accept operations.", observed.live)
     unsaved = {name: (known.now - since).total_seconds() for name, since in observed.unsaved_since.items()}
     yield _by_base_model("tinkerflow_unsaved_seconds", _UNSAVED, unsaved)
     for figure in DRIFT_FIGURES:

@@ -77,7 +77,7 @@ async def _beat(journal: Journal) -> None:
             await asyncio.to_thread(journal.leases.beat, starts=starts)
             starts = False
         except (OperationalError, ServerError):
-            log.warning("the journal cannot be written; trying again in %.0f s", _BEAT_SECONDS, exc_info=True)
+            log.warning("cannot write to the journal; trying again in %.0f s", _BEAT_SECONDS, exc_info=True)
         await asyncio.sleep(_BEAT_SECONDS)
 
 

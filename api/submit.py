@@ -168,7 +168,7 @@ async def prompt_body(call: Call) -> bytes:
     bytes_, values = await asyncio.to_thread(_prompt_bounds, call)
     body = await call.body(bytes_)
     if len(body) > CONTROL_BYTES:
-        await call.on_body(len(body), check_values, body, values, "the most for the models that are served")
+        await call.on_body(len(body), check_values, body, values, "the limit for the served models")
     return body
 
 

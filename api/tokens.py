@@ -68,7 +68,7 @@ def read_token(token: str, secret: bytes, now: datetime) -> Claims:
         if base64url_encode(base64url_decode(signature)).decode() != signature:
             raise jwt.InvalidSignatureError
     except jwt.InvalidTokenError as e:
-        raise BadTokenError("the token is not one of ours: its signature does not fit") from e
+        raise BadTokenError("the token is not valid: its signature does not match") from e
     expires = datetime.fromtimestamp(claims["exp"], now.tzinfo)
     if expires <= now:
         raise BadTokenError("the token has expired; exchange the key for a new one", expired=True)

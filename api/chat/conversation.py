@@ -96,14 +96,14 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     model, tokenizer = target.card.name, target.tokenizer
     template = await asyncio.to_thread(load_template, tokenizer.folder, model)
     if template is None:
-        rule = "must have a chat template to take messages; /v1/completions takes text"
-        raise UserError(f"model is {target.name!r}, and {model} has no chat template: {rule}")
+        rule = "messages need a chat template; /v1/completions accepts text"
+        raise UserError(f"model is {target.name!r}, but {model} has no chat template: {rule}")
     pictures = pictures_of(conversation.messages)
     processor = await asyncio.to_thread(processor_for, target, pictures[0]) if pictures else None
     source = template.with_tools if conversation.tools else template.text
     spec = parser_for(source)
     if conversation.tools and (spec.parse is None or "tools" not in source):
-        raise UserError(f"tools: the chat template of {model} takes none: must be left out")
+        raise UserError(f"tools: the chat template of {model} does not support tools: must be left out")
     control = tokenizer.control_tokens(source)
     text = await target.call.slowly(_rendered, template, spec, conversation, control)
     thinks = spec.thinks(source)

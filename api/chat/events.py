@@ -61,7 +61,7 @@ class ToolCall:
     def values(self) -> dict[str, object]:
         """The arguments, parsed."""
         values = json.loads(self.arguments)
-        assert isinstance(values, dict), "a call that ended has an object for its arguments"
+        assert isinstance(values, dict), "the arguments of a complete call are an object"
         return values
 
 

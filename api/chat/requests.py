@@ -145,10 +145,10 @@ def _conversation(body: AnswerFields, messages: Sequence[Mapping[str, Any]]) -> 
         must_call = [tool for tool in tools if tool.name == choice.function.name]
     if choice not in (None, "none", "auto") and not must_call:
         value = choice if isinstance(choice, str) else choice and choice.function.name
-        raise broken("tool_choice", value, "auto, none, or a call of one of the tools")
+        raise broken("tool_choice", value, "auto, none, or a call to one of the tools")
     schema = None if body.response_format is None else body.response_format.schema_of()
     if schema is not None and must_call:
-        raise UserError("response_format is given: must be left out when a call is required by tool_choice")
+        raise UserError("response_format is given: must be left out when tool_choice requires a call")
     return Chat(
         messages=messages,
         tools=() if choice == "none" else tools,
@@ -213,9 +213,9 @@ def part_of(part: Mapping[str, Any], field: str) -> dict[str, Any]:
 def _text(part: Mapping[str, Any], field: str) -> str:
     kind = part.get("type")
     if kind in IMAGES:
-        raise broken(f"{field}.type", kind, "text; messages of the user alone have images")
+        raise broken(f"{field}.type", kind, "text; only user messages may contain images")
     if kind != "text":
-        raise broken(f"{field}.type", kind, "text; models here take no sounds or files")
+        raise broken(f"{field}.type", kind, "text; audio and files are not supported")
     return string_in(part, "text", field)
 
 
@@ -223,5 +223,5 @@ def string_in(given: Mapping[str, Any], name: str, field: str) -> str:
     """The string `name` of a part or an item. field: its path in the request. UserError: there is no such string."""
     found = given.get(name)
     if not isinstance(found, str):
-        raise broken(f"{field}.{name}", found, "a text")
+        raise broken(f"{field}.{name}", found, "text")
     return found

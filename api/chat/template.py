@@ -47,14 +47,12 @@ class ChatTemplate:
         """
         for name in options:
             if name in OWN:
-                raise broken(
-                    f"chat_template_kwargs[{name!r}]", options[name], "left out, other fields of the request set it"
-                )
+                raise broken(f"chat_template_kwargs[{name!r}]", options[name], "left out, because other fields set it")
         variables = {**self.specials, **options, "messages": messages, "tools": tools or None}
         try:
             return _compiled(self.with_tools if tools else self.text).render(**variables, add_generation_prompt=True)
         except TemplateError as error:
-            raise UserError(f"messages: the chat template of {self.model} refuses them: {error}") from error
+            raise UserError(f"messages: the chat template of {self.model} rejects them: {error}") from error
         except Exception as error:  # templates are programs, which may fail in any way
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"messages: the chat template of {self.model} fails with them: {reason}") from error

@@ -60,13 +60,15 @@ async def _audit(visit: Visit, samples: Sequence[SampleView]) -> None:
 async def _shown(visit: Visit, sample: SampleView, *, shorten: bool) -> ShownSample:
     """A sample's texts. shorten: keep only the end of the prompt and the beginnings of the answers."""
     if sample.size > (_READ_IN_LIST if shorten else _READ):
-        return ShownSample(sample, None, (), f"it is too large to be shown here: {size(sample.size)}")
+        return ShownSample(sample, None, (), f"too large to show here: {size(sample.size)}")
     whole = await asyncio.to_thread(visit.journal.samples.whole, sample.id, visit.owner)
     if not whole.payload:
-        return ShownSample(sample, None, (), "its text was dropped: its client has it, or result_ttl is over")
+        return ShownSample(
+            sample, None, (), "its text was deleted: the client acknowledged it, or result_ttl has passed"
+        )
     tokenizer = await tokenizer_of(visit, sample.base_model)
     if tokenizer is None:
-        return ShownSample(sample, None, (), f"{sample.base_model} is not served any more")
+        return ShownSample(sample, None, (), f"{sample.base_model} is no longer served")
     return await asyncio.to_thread(_read, whole, tokenizer, shorten)
 
 
@@ -86,7 +88,7 @@ def _read(sample: WholeSample, tokenizer: Tokenizer, shorten: bool) -> ShownSamp
         prompt = "".join(_texts(chunks, tokenizer))
         images = [] if shorten else [_url(chunk) for chunk in chunks if _is_image(chunk)]
     except (UserError, AttributeError, KeyError, TypeError, OverflowError, ValueError):
-        return ShownSample(sample, None, (), "it was no good sample request")
+        return ShownSample(sample, None, (), "the sample request was invalid")
     answers = []
     if sample.result is not None and sample.result_type == "proto":
         for sequence in decode_sample(sample.id, sample.result).sequences:

@@ -21,7 +21,7 @@ def upcoming(journal: Journal, run: ModelView, curve: Curve, now: datetime, snap
         newest = snapshots[0]
         at, ago = number(newest.step), seconds(now - newest.created_at)
         parts.append(
-            f"the newest recovery snapshot is of step {at} ({ago} ago), the next one follows by step "
+            f"the newest recovery snapshot is from step {at} ({ago} ago), the next one is due by step "
             f"{number(newest.step + snapshot_steps)}"
         )
     return "; ".join(parts)
@@ -41,7 +41,7 @@ def _planned(journal: Journal, run: ModelView, curve: Curve) -> list[str]:
         return f", in about {seconds(pace * (wanted - run.step))}" if pace and wanted > run.step else ""
 
     end = f"the last of {number(steps)} steps{within(steps)}"
-    return [f"the next checkpoint is of step {number(at)}{within(at)}", *([end] if at < steps else [])]
+    return [f"the next checkpoint is due at step {number(at)}{within(at)}", *([end] if at < steps else [])]
 
 
 def _whole(run: ModelView, name: str) -> int:

@@ -117,14 +117,14 @@ async def visiting(request: Request) -> Visit:
     identity = await _identity(request, services)
     accept(request)
     if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
-        raise HTTPException(404, "the URL holds a NUL character (%00): there is no such page")
+        raise HTTPException(404, "the URL contains a NUL character (%00): no page has such a URL")
     visit = Visit(Call(request, identity, services))
     if request.method == "GET":
         return visit
     fields = await form(visit.call)
     shown = fields.pop(MARK, "") or request.headers.get("x-csrf", "")
     if not hmac.compare_digest(shown.encode(), mark_of(services, identity).encode()):
-        raise HTTPException(403, "this form is not of a page of yours, or it is too old: go back and load it again")
+        raise HTTPException(403, "this form is not from one of your pages, or has expired: go back and reload the page")
     return Visit(visit.call, fields)
 
 
@@ -134,7 +134,7 @@ Visiting = Annotated[Visit, Depends(visiting)]
 async def form(call: Call, most: int = FORM_BYTES) -> FormFields:
     """The fields of a form sent by one of our pages. HTTPException 403: another site sent it."""
     if not same_site(call.request.headers, urlsplit(call.services.settings.public_url).netloc):
-        raise HTTPException(403, "this form comes from another site, and changes nothing here")
+        raise HTTPException(403, "this form comes from another site, so it is rejected")
     body = (await call.body(most)).decode("utf-8", "replace")
     return FormFields([(name, value.replace("\0", "")) for name, value in parse_qsl(body, keep_blank_values=True)])
 

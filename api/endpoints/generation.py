@@ -310,7 +310,7 @@ def _check(target: Target, values: dict[str, Any]) -> None:
 def _read(found: Result, names: Mapping[str, str]) -> SampleResult:
     if found.error is not None:
         raise (UserError if found.category == "user" else ServerError)(renamed(found.error, names))
-    assert found.result is not None, "asked for without a limit"
+    assert found.result is not None, "the result was requested without a size limit"
     return decode_sample(found.request_id, found.result)
 
 

@@ -45,7 +45,7 @@ class Picture:
         source = self.given.get("source")
         if not isinstance(source, Mapping) or source.get("type") != "base64":
             kind = source.get("type") if isinstance(source, Mapping) else source
-            raise broken(f"{self.field}.source.type", kind, "base64; the server fetches no images")
+            raise broken(f"{self.field}.source.type", kind, "base64; the server does not fetch images")
         kind = source.get("media_type")
         if not isinstance(kind, str) or kind not in _MEDIA:
             raise broken(f"{self.field}.source.media_type", kind, " or ".join(_MEDIA))
@@ -56,8 +56,8 @@ class Picture:
         url = given.get("url") if isinstance(given, Mapping) else given
         begins = _DATA.match(url) if isinstance(url, str) else None
         if begins is None or not isinstance(url, str):
-            rule = "a URL that begins with data:image/png;base64, or data:image/jpeg;base64, and holds the file; "
-            raise broken(self.file_field, url, f"{rule}the server fetches no images")
+            rule = "a URL that begins with data:image/png;base64, or data:image/jpeg;base64, and contains the file; "
+            raise broken(self.file_field, url, f"{rule}the server does not fetch images")
         return self._chunk(begins[1].lower(), url[begins.end() :])
 
     def _chunk(self, kind: str, data: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _with_contents(
 def processor_for(target: Target, picture: Picture) -> ImageProcessor:
     """The image processor of the sampled model. UserError: the model takes no images; the error names `picture`."""
     if (processor := image_processor(target.card.path)) is None:
-        raise UserError(f"{picture.field} is an image: must be a text, {target.card.name} takes no images")
+        raise UserError(f"{picture.field} is an image: must be text, because {target.card.name} does not accept images")
     return processor
 
 
@@ -123,8 +123,8 @@ def place_images(
     sign = target.tokenizer.token_text(processor.token)
     if (count := list(tokens).count(processor.token)) != len(pictures):
         raise UserError(
-            f"messages: the prompt has {count} times {sign} for {len(pictures)} images: texts must not hold {sign}, "
-            "and the chat template must write it once for an image"
+            f"messages: the prompt contains {sign} {count} times for {len(pictures)} images: no text may contain it, "
+            "and the chat template must write it once per image"
         )
     made: list[int] = []
     images: list[PromptImage] = []

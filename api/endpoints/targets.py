@@ -173,7 +173,7 @@ def _newest_of_run(call: Call, run_id: str) -> str:
         near = about_id(run_id) or did_you_mean(run_id, stored_cards(call.journal))
         raise NotFoundError(f"model {run_id!r} does not exist: must be {rule}{near}") from error
     if newest is None:
-        raise NotFoundError(f"model {run_id!r} has no weights for samplers yet: save_weights_for_sampler makes them")
+        raise NotFoundError(f"model {run_id!r} has no sampler weights yet: call save_weights_for_sampler")
     return newest.path
 
 

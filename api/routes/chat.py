@@ -95,11 +95,11 @@ def _check_content(message: ChatMessage, field: str) -> None:
     UserError: content is missing or empty.
     """
     if message.content == []:
-        raise broken(field, [], "a text or at least one part")
+        raise broken(field, [], "text or at least one part")
     other = message.tool_calls or message.reasoning_content or message.refusal
     if message.content is None and not (message.role == "assistant" and other):
-        exception = "; only answers that call tools have none" if message.role == "assistant" else ""
-        raise broken(field, None, f"a text or a list of parts{exception}")
+        exception = "; only answers that call tools may omit it" if message.role == "assistant" else ""
+        raise broken(field, None, f"text or a list of parts{exception}")
 
 
 def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ async def _tokens(target: Target, prompt: str | list[Any]) -> list[list[int]]:
     if isinstance(prompt, str):
         return [await target.encode(prompt, "prompt")]
     if not prompt:
-        raise broken("prompt", prompt, "a text, token ids, or a list of either that is not empty")
+        raise broken("prompt", prompt, "text, token ids, or a non-empty list of either")
     if isinstance(prompt[0], int):
         return [prompt]
     check_choices(len(prompt), 1)

@@ -41,8 +41,8 @@ async def external_weights_urls(run_id: str, kind: CheckpointKind, name: str, ca
     path = CheckpointPath(run_id, kind, name)
     if kind is not CheckpointKind.EXTERNAL_WEIGHTS:
         raise UserError(
-            f"checkpoint {path}: only external_weights have URLs; save_weights_external makes them. "
-            "The console downloads the adapter of any checkpoint as a tar"
+            f"checkpoint {path}: only external_weights have URLs; save_weights_external creates them. "
+            "The console offers the adapter of any checkpoint as a tar file"
         )
     return await asyncio.to_thread(_urls, call, path)
 

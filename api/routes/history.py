@@ -174,7 +174,7 @@ def _run(call: Call, run_id: str) -> ModelView:
     """The caller's run. NotFoundError if it has no history."""
     model = call.journal.models.get(run_id, call.owner)
     if not call.journal.histories.exists(run_id):
-        rule = "it is kept for runs that are created with `history: true`, in their metadata or in a pipeline's file"
+        rule = "must be created with `history: true`, in its metadata or in a pipeline's file"
         raise NotFoundError(f"run {run_id!r} has no history: {rule}")
     return model
 

@@ -164,7 +164,7 @@ def _conversation(body: Counting) -> Chat:
     if choice.type in ("any", "tool"):
         must_call = [tool for tool in tools if choice.type == "any" or tool.name == choice.name]
         if not must_call:
-            raise broken("tool_choice", choice.name or choice.type, "a call of one of the tools")
+            raise broken("tool_choice", choice.name or choice.type, "a call to one of the tools")
     given: list[dict[str, Any]] = []
     if body.system:
         given.append({"role": "system", "content": text_of(body.system, "system")})
@@ -213,7 +213,7 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if not message.content:
-        raise broken(field, [], "a text or at least one block")
+        raise broken(field, [], "text or at least one block")
     parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -233,7 +233,7 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
                 parts.append(part_of(block, f"{field}[{i}]"))
             case (role, kind):
                 takes_too = "thinking or tool_use" if role == "assistant" else "image or tool_result"
-                raise broken(f"{field}[{i}].type", kind, f"text, {takes_too}; models here take no files")
+                raise broken(f"{field}[{i}].type", kind, f"text, {takes_too}; files are not supported")
     if results and not parts:
         return results
     made: dict[str, Any] = {"role": message.role, "content": joined(parts)}
@@ -254,7 +254,7 @@ def _call(block: Mapping[str, Any], field: str) -> dict[str, Any]:
 def _result(block: Mapping[str, Any], field: str, called: Mapping[str, str]) -> dict[str, Any]:
     wanted, content = string_in(block, "tool_use_id", field), block.get("content")
     if content is not None and not isinstance(content, (str, list)):
-        raise broken(f"{field}.content", content, "a text or blocks")
+        raise broken(f"{field}.content", content, "text or blocks")
     if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
         raise broken(f"{field}.content", content, "a list of blocks")
     text = text_of(content, f"{field}.content")

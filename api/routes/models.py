@@ -53,7 +53,7 @@ async def get_model(model: str, call: Authorized) -> ModelShown:
 @router.post("/embeddings")
 async def refuse_embeddings(call: Authorized) -> ModelShown:
     """Refuse the request: the models served here generate text and have no embeddings."""
-    raise UserError("/v1/embeddings is not supported: the models served here generate text, and have no embeddings")
+    raise UserError("/v1/embeddings is not supported: the served models generate text and have no embeddings")
 
 
 def _shown(found: Listed) -> ModelShown:

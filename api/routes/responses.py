@@ -159,7 +159,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     messages += _of_items(items)
     if not messages:
-        raise broken("input", body.input, "a text, or at least one item")
+        raise broken("input", body.input, "text, or at least one item")
     return [{"content": "", **message} for message in messages]
 
 
@@ -211,7 +211,7 @@ def _content(content: Any, field: str, *, images: bool = False) -> str | list[di
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
-        raise broken(field, content, "a text or a list of at least one part")
+        raise broken(field, content, "text or a list of at least one part")
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         if images and part.get("type") == "input_image":
@@ -220,7 +220,9 @@ def _content(content: Any, field: str, *, images: bool = False) -> str | list[di
             continue
         if part.get("type") not in _TEXTS:
             raise broken(
-                f"{field}[{i}].type", part.get("type"), "input_text, or input_image of the user; no sounds or files"
+                f"{field}[{i}].type",
+                part.get("type"),
+                "input_text, or input_image in a user message; audio and files are not supported",
             )
         parts.append({"type": "text", "text": string_in(part, "text", f"{field}[{i}]")})
     return joined(parts)

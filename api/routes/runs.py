@@ -109,7 +109,7 @@ async def record_metrics(run_id: str, call: Authorized) -> RecordedMetrics:
             raise UserError(f"steps: step {one.step} is given twice")
         steps[one.step] = one.values
     if (number := sum(map(len, steps.values()))) > _MOST_VALUES:
-        raise UserError(f"steps: it has {number} values, a request may have {_MOST_VALUES}")
+        raise UserError(f"steps has {number} values: must have at most {_MOST_VALUES}")
     limits = call.limits
     return RecordedMetrics(
         recorded=await asyncio.to_thread(call.journal.run_metrics.record, run_id, call.owner, steps, limits)

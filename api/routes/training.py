@@ -221,7 +221,7 @@ async def unload_model(call: Authorized) -> Response:
     wanted = (await call.parsed(NamedModel)).model_id
     request_id = await asyncio.to_thread(call.journal.models.request_unload, wanted, "by its client", call.owner)
     if request_id is None:
-        raise HTTPException(410, f"model {wanted} has ended already: there is nothing to unload")
+        raise HTTPException(410, f"model {wanted} has already ended: there is nothing to unload")
     return response(request_id, model_id=wanted)
 
 

@@ -72,9 +72,9 @@ async def upload_file(upload_id: str, file: str, services: Linked, request: Requ
     """Receive one file."""
     upload = await asyncio.to_thread(services.journal.uploads.get, upload_id, None)
     if upload.path is not None:
-        raise ConflictError(f"upload {upload_id!r} is finished as {upload.path}: must be a new upload")
+        raise ConflictError(f"upload {upload_id!r} is already finished as {upload.path}: begin another")
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise UserError(f"Content-Encoding is {encoding!r}: must be absent, files are stored unchanged")
+        raise UserError(f"Content-Encoding is {encoding!r}: must be absent, because files are stored unchanged")
     name = f"{file}@{new_id('put')}"
     most = _CONFIG_BYTES if file == ADAPTER_CONFIG else upload.max_bytes
     before = await asyncio.to_thread(services.journal.uploads.begin_file, upload_id, file, name)
@@ -120,7 +120,7 @@ async def _take(services: Services, request: Request, upload: UploadView, file: 
 
 
 def _too_large(file: str, most: int) -> BodyTooLargeError:
-    return BodyTooLargeError(f"{file} has more than {most} bytes: must be at most that for the adapter of this upload")
+    return BodyTooLargeError(f"{file} is too large: must have at most {most} bytes for the adapter of this upload")
 
 
 def _start(call: Call, asked: StartUpload) -> UploadStarted:
@@ -179,5 +179,5 @@ def _finish(call: Call, upload_id: str) -> str:
 def _whole(call: Call, upload: UploadView, file: str) -> bytes:
     name, count = upload.files.get(file, ("", 0))
     if not count:
-        raise UserError(f"upload {upload.id!r}: {file} has not arrived: PUT it to its link, then finish the upload")
+        raise UserError(f"upload {upload.id!r}: {file} was not uploaded: PUT it to its link, then finish the upload")
     return call.services.store.uploads.read_file(upload.id, name, count)

@@ -103,7 +103,7 @@ def test_an_unloaded_model_no_longer_counts(start: Any, engine: Any) -> None:
         done = server.result(asked["request_id"]).json()
         assert tinker.types.UnloadModelResponse.model_validate(done).model_id == training.model_id
         again = server.post("unload_model", {"model_id": training.model_id})
-        assert again.status_code == 410 and "has ended already" in again.json()["detail"]
+        assert again.status_code == 410 and "has already ended" in again.json()["detail"]
         with pytest.raises(tinker.RequestFailedError, match="was unloaded: by its client"):
             training.optim_step(types.AdamParams()).result()
         service.create_training_client_from_state(saved).result()

@@ -85,14 +85,14 @@ def test_an_upload_becomes_a_checkpoint_that_can_be_trained_on(
     load = {"session_id": server.session(), "model_seq_id": 0, "path": path}
     assert server.post("load_weights", load).status_code == 200
     late = httpx.put(upload["urls"][ADAPTER], content=b"x")
-    assert late.status_code == 422 and "is finished as" in late.text
+    assert late.status_code == 422 and "is already finished as" in late.text
 
 
 def test_refused_files_can_be_replaced(server: Running) -> None:
     upload = begun(server)
     body = {"upload_id": upload["upload_id"]}
     early = server.post(FINISH, body)
-    assert early.status_code == 400 and "adapter_config.json has not arrived" in early.text
+    assert early.status_code == 400 and "adapter_config.json was not uploaded" in early.text
     sent(upload, {**FILES, ADAPTER_CONFIG: b'{"r": 4, "use_dora": true}'})
     refused = server.post(FINISH, body)
     assert refused.status_code == 400 and "use_dora is True: must be left out" in refused.text
@@ -128,7 +128,7 @@ def test_upload_link_is_bound_to_one_file_and_its_size(server: Running) -> None:
     assert httpx.put(forged, content=b"x").status_code == 403
     assert httpx.put(first["urls"][ADAPTER].replace(ADAPTER, "other"), content=b"x").status_code == 403
     large = httpx.put(first["urls"][ADAPTER_CONFIG], content=b" " * (2**20 + 1))
-    assert large.status_code == 413 and "adapter_config.json has more than 1048576 bytes" in large.text
+    assert large.status_code == 413 and "adapter_config.json is too large: must have at most 1048576" in large.text
     assert pieces(server, first) == []
     packed = httpx.put(first["urls"][ADAPTER], content=b"x", headers={"content-encoding": "gzip"})
     assert packed.status_code == 400 and "Content-Encoding is 'gzip'" in packed.text

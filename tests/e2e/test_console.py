@@ -27,7 +27,7 @@ def test_the_curve_of_a_run_moves_while_it_trains_and_its_weights_answer(server,
         client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
         assert client.get_console_url() == f"{server.api_url}/training_runs/{client.model_id}"
         page.open(client.get_console_url())
-        page.shows("No step was made yet", "live")
+        page.shows("No steps yet", "live")
         stop = threading.Event()
 
         def train() -> None:

@@ -99,7 +99,7 @@ def test_wheel_installs_only_tinkerflow(project: Project) -> None:
         "print(render('error.html', {'base': '', 'status': 404, 'text': 'no'}), static_file('console.js')[0].decode())"
     )
     drawn = project.run("python", "-c", draw)
-    assert drawn.startswith(str(project.environment)) and "There is no such page" in drawn and '"use strict"' in drawn
+    assert drawn.startswith(str(project.environment)) and "Page not found" in drawn and '"use strict"' in drawn
 
 
 def test_the_quickstart_learns(project: Project) -> None:

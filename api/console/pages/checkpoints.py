@@ -100,7 +100,7 @@ async def set_ttl_from_page(run_id: str, kind: CheckpointKind, name: str, visit:
         seconds = 0.0 if found is None else float(found[1]) * _UNITS[found[2]]
         if not 0 < seconds <= 10 * 365 * _UNITS["d"]:
             raise UserError(
-                f"ttl is {given!r}: must be hours or days, as 12 h or 30 d, at most ten years; empty is never"
+                f"ttl is {given!r}: must be hours or days, such as 12 h or 30 d, at most ten years, or empty for never"
             )
     path, call = CheckpointPath(run_id, kind, name), visit.call
     await asyncio.to_thread(visit.journal.checkpoints.set_ttl, str(path), call.owner, seconds, call.key_id)

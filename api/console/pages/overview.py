@@ -85,7 +85,7 @@ async def sign_in(request: Request) -> Response:
     fields = await form(Call(request, STRANGER, services), SMALL)
     key = fields.get("key", "").strip()
     if not key.startswith(KEY_PREFIX):
-        return sign_in_page(request, 401, f"a key starts with {KEY_PREFIX}")
+        return sign_in_page(request, 401, f"a key must start with {KEY_PREFIX}")
     try:
         identity = await services.auth.identity(key, peer_of(request))
     except HTTPException as error:
@@ -132,9 +132,11 @@ async def prefect(visit: Visiting, flow_run: UUID | None = None) -> Response:
     """
     server = await asyncio.to_thread(find_server, visit.call.services.settings.data_dir)
     if server is None:
-        raise HTTPException(404, "no embedded Prefect server runs here")
+        raise HTTPException(404, "no embedded Prefect server is running here")
     if not (visit.identity.admin and visit.identity.key_id):
-        raise HTTPException(403, "only admin keys open Prefect here; `tinkerflow prefect` prints a link on its machine")
+        raise HTTPException(
+            403, "only admin keys open Prefect here; on the server's machine, `tinkerflow prefect` prints a link"
+        )
     return RedirectResponse(server.link(page_of(str(flow_run or "")), time.time()), 303)
 
 
@@ -142,7 +144,7 @@ async def prefect(visit: Visiting, flow_run: UUID | None = None) -> Response:
 async def static(name: str) -> Response:
     """The style sheet or the script. Their URLs change with their content."""
     if name not in STATIC:
-        raise HTTPException(404, f"there is no file {name!r}")
+        raise HTTPException(404, f"file {name!r} does not exist")
     content, mark = static_file(name)
     headers = {"Cache-Control": "public, max-age=31536000, immutable", "ETag": f'"{mark}"'}
     return Response(content, media_type=STATIC[name], headers=headers)

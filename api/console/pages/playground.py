@@ -28,7 +28,7 @@ from tinkerflow.backend.journal.base_models import BaseModelView
 
 TOP = 5  # most likely alternatives shown for each token
 COMPILES = (
-    "The first answer of its kind waits while its programs are compiled: about a minute, longer for large models."
+    "The first answer of each kind waits until its programs are compiled: about a minute, or longer for large models."
 )
 _MOST_MODELS = 200
 _ROLES = ("system", "user", "assistant")

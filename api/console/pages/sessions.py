@@ -53,5 +53,5 @@ def _cursor(after: str) -> tuple[datetime, str] | None:
         return datetime.fromisoformat(moment).astimezone(UTC), session_id
     except (ValueError, OverflowError):
         raise UserError(
-            f"after is {after!r}: must be a time and a session's id, as the link to the next page has it"
+            f"after is {after!r}: must be a time and a session id, as in the link to the next page"
         ) from None

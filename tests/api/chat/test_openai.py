@@ -267,9 +267,9 @@ def test_body_that_is_not_json_has_an_error_with_the_position(server: Running, s
     error = server.http.post(url, content=b"{no", headers=headers).json()["error"]
     assert error["message"] == "the request body is not JSON: key must be a string at line 1 column 2"
     error = server.http.get(url, headers=headers).json()["error"]
-    assert error["message"] == "GET /v1/chat/completions is no endpoint of this service; /openapi.json lists them"
+    assert error["message"] == "GET /v1/chat/completions is not an endpoint; /openapi.json lists the endpoints"
     detail = server.http.post(f"{server.url}/chat/completions", json={}, headers=headers).json()["detail"]
-    assert detail == "POST /chat/completions is no endpoint of this service; /openapi.json lists them"
+    assert detail == "POST /chat/completions is not an endpoint; /openapi.json lists the endpoints"
 
 
 def test_answer_id_equals_the_request_id_header(gpt: openai.OpenAI, speaker: Speaker) -> None:

@@ -95,12 +95,12 @@ def test_image_has_the_position_that_the_template_gives_it(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ([{"type": "image_url", "image_url": {"url": "https://127.0.0.1/x.png"}}], "the server fetches no images"),
+        ([{"type": "image_url", "image_url": {"url": "https://127.0.0.1/x.png"}}], "the server does not fetch images"),
         ([{"type": "image_url", "image_url": {"url": "data:image/gif;base64,AAAA"}}], "data:image/png;base64,"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "image_url.url is not a png"),
         ([{"type": "text", "text": SIGN}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,PNG"}}],
-         "2 times <|pad|> for 1 images"),
-        ([{"type": "input_audio"}], "sounds"),
+         "contains <|pad|> 2 times for 1 images"),
+        ([{"type": "input_audio"}], "audio and files"),
     ],
 )  # fmt: skip
 def test_invalid_images_are_named_in_the_error(
@@ -208,8 +208,8 @@ def test_image_for_a_text_model_is_refused(
     content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
     answer = post("chat/completions", {"model": BASE, "messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400, answer.text
-    told = f"messages[0].content[0] is an image: must be a text, {BASE} takes no images"
+    told = f"messages[0].content[0] is an image: must be text, because {BASE} does not accept images"
     assert answer.json()["error"]["message"] == told
     system = [{"role": "system", "content": content}, {"role": "user", "content": "?"}]
     answer = post("chat/completions", {"model": BASE, "messages": system})
-    assert "messages of the user alone have images" in answer.json()["error"]["message"]
+    assert "only user messages may contain images" in answer.json()["error"]["message"]

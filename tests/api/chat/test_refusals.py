@@ -33,14 +33,14 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [1]}, "messages[0] is 1: must be a JSON object"),
     ({"messages": [{}]}, "messages[0].role is missing"),
     *(
-        ({"messages": [{"role": role, "tool_call_id": "a", **none}]}, "messages[0].content is None: must be a text or")
+        ({"messages": [{"role": role, "tool_call_id": "a", **none}]}, "messages[0].content is None: must be text or")
         for role in ("system", "developer", "user", "assistant", "tool")
         for none in ({}, {"content": None})
     ),
-    *((content([], role), "messages[0].content is []: must be a text or") for role in ("system", "user", "assistant")),
+    *((content([], role), "messages[0].content is []: must be text or") for role in ("system", "user", "assistant")),
     (content(5), "messages[0].content is 5: must be a string or a list"),
     (content(["x"]), "messages[0].content[0] is 'x': must be a JSON object"),
-    (content([{"type": "text"}]), "messages[0].content[0].text is None: must be a text"),
+    (content([{"type": "text"}]), "messages[0].content[0].text is None: must be text"),
     (content([{"type": "file"}]), "messages[0].content[0].type is 'file': must be text"),
     (content("x", "bot"), "messages[0].role is 'bot': must be 'system'"),
     ({"messages": call(type="custom")}, "messages[1].tool_calls[0].type is 'custom': must be 'function'"),
@@ -60,7 +60,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function is missing"),
     ({"tool_choice": {"type": "mcp"}, "tools": [TOOL]}, "tool_choice.type is 'mcp': must be 'function'"),
     ({"tool_choice": "f"}, "tool_choice is 'f': must be 'none', 'auto' or 'required' or a JSON object"),
-    ({"tool_choice": "required"}, "tool_choice is 'required': must be auto, none, or a call of one of the tools"),
+    ({"tool_choice": "required"}, "tool_choice is 'required': must be auto, none, or a call to one of the tools"),
     ({"response_format": {"type": "xml"}}, "response_format.type is 'xml': must be 'text'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is None: must be given"),
     ({"stop": 5}, "stop is 5: must be a string or a list"),
@@ -78,7 +78,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
 ]
 COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt is None: must be a string or a list"),
-    ({"prompt": []}, "prompt is []: must be a text, token ids, or a list of either that is not empty"),
+    ({"prompt": []}, "prompt is []: must be text, token ids, or a non-empty list of either"),
     ({"prompt": ""}, "prompt has 0 tokens"),
     ({"prompt": ["x", ""]}, "prompt[1] has 0 tokens"),
     ({"prompt": [[]]}, "prompt[0] has 0 tokens"),
@@ -97,7 +97,7 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": ["x"]}, "input[0] is 'x': must be a JSON object"),
     ({"input": [{}]}, "input[0].role is None"),
     *(({"input": [{"role": role}]}, "input[0].content is None") for role in ("system", "user", "assistant")),
-    ({"input": [{"role": "user", "content": []}]}, "input[0].content is []: must be a text or a list of at least one"),
+    ({"input": [{"role": "user", "content": []}]}, "input[0].content is []: must be text or a list of at least one"),
     ({"input": [{"type": "strange"}]}, "input[0].type is 'strange'"),
     ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output is None"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': must be 'function'"),

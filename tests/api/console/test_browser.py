@@ -91,7 +91,7 @@ def test_every_page_of_a_service_in_use(
 def test_curve_of_a_live_run_moves_and_shows_its_values(page: Page, server: Any, engine: Any, put_steps: Any) -> None:
     run = server.model()
     page.open(f"{server.url}/training_runs/{run}")
-    page.shows("No step was made yet")
+    page.shows("No steps yet")
     put_steps(run, 2)
     page.shows("2 steps measured")
     line = "return document.querySelector('.line-0').getAttribute('d')"
@@ -115,8 +115,8 @@ def test_runs_are_picked_and_compared(page: Page, server: Any, engine: Any, put_
     page.open(f"{server.url}/training_runs")
     for run in runs:
         page.click(f"input[value='{run}']")
-    page.press("Compare the picked runs")
-    text = page.shows("Compare runs", *runs, "What differs", "What is equal")
+    page.press("Compare the selected runs")
+    text = page.shows("Compare runs", *runs, "Differences", "Equal in all runs")
     assert "Last loss" in text
     assert page.run("return document.querySelectorAll('path.line.line-1').length") == 5
 
@@ -153,12 +153,12 @@ def test_runs_are_found_sorted_and_archived(page: Page, server: Any, engine: Any
     names = "return [...document.querySelectorAll('td a:first-child')].map((a) => a.textContent).join()"
     wait(lambda: page.run(names).startswith("cherry,banana,apple"))
     page.click(f"input[value='{runs[1]}']")
-    page.press("Archive the picked runs")
+    page.press("Archive the selected runs")
     wait(lambda: page.run(names) == "cherry,apple")
     page.open(f"{server.url}/training_runs?archived=yes")
     page.click(f"input[value='{runs[1]}']")
-    page.press("Bring the picked runs back")
-    page.shows("No archived run is found")
+    page.press("Restore the selected runs")
+    page.shows("No archived runs")
 
 
 def test_archived_runs_are_deleted_after_a_confirmation(page: Page, server: Any, furnish: Any) -> None:
@@ -172,11 +172,11 @@ def test_archived_runs_are_deleted_after_a_confirmation(page: Page, server: Any,
     page.click("p.empty a")
     page.shows("Archived training runs")
     page.click(f"input[value='{things.run}']")
-    page.press("Delete the picked runs")
+    page.press("Delete the selected runs")
     page.shows("Delete this run?", "1 of the checkpoints is published", "cannot be undone")
     assert page.barriers() == [] and page.complaints() == []
     page.press("Delete for good")
-    page.shows("No archived run is found")
+    page.shows("No archived runs")
     assert server.get(f"training_runs/{things.run}").status_code == 404
     assert dict(journal.upkeep.unpurged()).keys() <= {things.weights, things.sampler_weights}
 

@@ -80,7 +80,7 @@ def test_table_links_keep_the_search(browser: Any, server: Any, engine: Any) -> 
     assert "pig" in page and "pipeline: sft" in page
     assert 'href="/training_runs?q=pipeline%3Dsft&amp;columns=reward&amp;group=pipeline&amp;sort=name"' in page
     assert 'q=pipeline%3Dsft&amp;columns=reward&amp;group=pipeline&amp;up=yes"' in page, "the other way round"
-    assert "No run is found" in browser.get("/training_runs?q=cow").text
+    assert "No run matches" in browser.get("/training_runs?q=cow").text
     wrong = browser.get("/training_runs?sort=lost")
     assert wrong.status_code == 400 and "did you mean" in wrong.text
 

@@ -105,7 +105,7 @@ def test_the_next_checkpoint_of_a_pipeline_and_of_recovery(server: Any, journal:
         run = journal.models.get(server.model(**metadata), None)
         told[name] = upcoming(journal, run, points(2, 4), NOW, 50)
     assert told == {
-        "plan": "the next checkpoint is of step 40, in about 40 min; the last of 50 steps, in about 50 min",
+        "plan": "the next checkpoint is due at step 40, in about 40 min; the last of 50 steps, in about 50 min",
         "rerun": "",
         "client": "",
         "text": "",
@@ -114,4 +114,4 @@ def test_the_next_checkpoint_of_a_pipeline_and_of_recovery(server: Any, journal:
     with journal.models._write() as connection:
         connection.execute(sa.insert(RecoverySnapshot), [row | {"size_bytes": 10, "created_at": NOW}])
     line = upcoming(journal, run, points(), NOW + timedelta(seconds=20), 50)
-    assert line == "the newest recovery snapshot is of step 120 (20 s ago), the next one follows by step 170"
+    assert line == "the newest recovery snapshot is from step 120 (20 s ago), the next one is due by step 170"

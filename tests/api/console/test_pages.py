@@ -21,15 +21,15 @@ from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 EMPTY = {
-    "/": "What to do next",
+    "/": "Next steps",
     "/sessions": "No session yet",
     "/training_runs": "No training run yet",
-    "/compare": "Pick two or more runs",
-    "/samples": "Nothing was sampled yet",
-    "/checkpoints": "No checkpoint yet",
+    "/compare": "Select two to",
+    "/samples": "No samples yet",
+    "/checkpoints": "No checkpoints yet",
     "/pool": "No engine has run on this database yet",
-    "/usage": "Nothing was used yet",
-    "/keys": "No key has been made",
+    "/usage": "No usage yet",
+    "/keys": "No key exists",
 }
 
 
@@ -80,7 +80,7 @@ def test_a_sample_is_shown_as_text_until_its_bytes_are_dropped(browser: Any, fur
     assert "bc" in browser.get(f"/training_runs/{things.run}").text
     for _ in range(2):
         browser.server.journal.results.expire(-1)
-    assert "its text was dropped" in browser.get(f"/samples/{things.sample}").text
+    assert "its text was deleted" in browser.get(f"/samples/{things.sample}").text
 
 
 def test_the_rows_of_examined_steps_are_on_the_page_of_their_run(
@@ -119,13 +119,13 @@ def test_prompt_images_are_placeholders_in_lists_and_shown_with_their_sample(
 def test_lists_do_not_read_large_samples(browser: Any, furnish: Any, lettered: Any, monkeypatch: Any) -> None:
     things = furnish()
     monkeypatch.setattr("tinkerflow.api.console.samples._READ_IN_LIST", 10)
-    assert "too large to be shown here" in browser.get("/samples").text
+    assert "too large to show here" in browser.get("/samples").text
     assert "<pre>bc</pre>" in browser.get(f"/samples/{things.sample}").text
 
 
 def test_curves_change_only_with_new_steps(browser: Any, server: Any, engine: Any, put_steps: Any) -> None:
     run = server.model()
-    assert "No step was made yet" in browser.get(f"/training_runs/{run}").text
+    assert "No steps yet" in browser.get(f"/training_runs/{run}").text
     put_steps(run, 5)
     page = browser.get(f"/training_runs/{run}").text
     for title in ("Loss per weight", "Gradient norm", "Learning rate", "KL(sampler, trainer)", "Tokens per second"):
@@ -145,7 +145,7 @@ def test_runs_are_compared_in_the_same_charts(browser: Any, server: Any, engine:
     assert all(f"twin ({run})" in twins for run in runs[1:]) and f"one ({runs[0]})" not in twins
     runs = runs[:2]
     page = browser.get("/compare", params={"run": runs}).text
-    equal = page.partition("What is equal")[2]
+    equal = page.partition("Equal in all runs")[2]
     assert "<dt>corpus</dt><dd>b</dd>" in equal and "<dt>parent" not in equal and "<dt>step" not in equal
     assert page.count("<figure") == 5 and page.count('class="line line-1"') == 5
     assert all(f"/training_runs/{run}" in page for run in runs)
