@@ -201,7 +201,7 @@ class Dispatcher:
         observers = self._observer.observe_training_run(
             model_id, model.base_model, label, adopted, trained, model.step, model.created_at
         )
-        verb = "is created" if model.state is ModelState.CREATING else "continues"
+        verb = "was created" if model.state is ModelState.CREATING else "continues"
         for observer in observers:
             observer.log(f"model {model_id} of {public_name(model.base_model)} {verb} at optimizer step {model.step}")
         paused = model.paused is not None and bool(observers)  # without Prefect, no one can end a pause
@@ -241,7 +241,7 @@ class Dispatcher:
     async def retry(self, model_id: str, flow_run: UUID) -> None:
         """Resume a model that no runner serves, in this flow run. UserError: the model cannot be resumed."""
         if model_id in self._runners:
-            raise UserError(f"model {model_id} is served already")
+            raise UserError(f"model {model_id} is already being served")
         model = await asyncio.to_thread(self._journal.models.get, model_id, None)
         if model.base_model not in self._served:
             raise self._not_served(model.base_model)

@@ -86,7 +86,7 @@ async def _run(
     tracing.export("engine")
     make_folder(settings.data_dir)
     async with AsyncExitStack() as stack:
-        _run_beside(stack, every_second(on_turn), "signs of life")
+        _run_beside(stack, every_second(on_turn), "heartbeats")
         journal, cards, lease = await _open_journal(settings, stack)
         store = Store.open(settings.store_url, clock=SystemClock())
         hosts = await _listen(settings, on_progress)
@@ -208,7 +208,7 @@ async def _serve_until(
         dispatcher.stop()
         await asyncio.wait((serving,), timeout=DRAIN_SECONDS)
         if not serving.done():
-            log.warning("stopping although requests are in flight: they stay pending in the journal")
+            log.warning("stopping while requests are in flight: they stay pending in the journal")
             serving.cancel()
             await asyncio.wait((serving,))
     if not serving.cancelled():
@@ -249,7 +249,7 @@ async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
     try:
         hosts = await Hosts.listen(host, port, secret, settings.heartbeat_timeout)
     except OSError as error:
-        raise UserError(f"group is {settings.group!r}, where nothing can listen: {error}") from error
+        raise UserError(f"group is {settings.group!r}: cannot listen at this address: {error}") from error
     if not await _is_joined(hosts, within=_LOCAL_JOIN_SECONDS if host.startswith("127.") else 0):
         on_progress(f"hosts join at {host}:{hosts.port}: tinkerflow worker --group {host}:{hosts.port}")
     return hosts

@@ -51,7 +51,7 @@ class GroupWatch:
                 if model.pool.resting:  # expected: the group was released on purpose
                     log.info("%s: %s", public_name(name), text)
                 else:
-                    text += "; another one is being started"
+                    text += "; a new one is being started"
                     log.error("%s: %s", public_name(name), text)
                     await model.context.read(self._journal.base_models.note_progress, name, text)
                 self._observer.emit("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
@@ -65,7 +65,9 @@ class GroupWatch:
         model, name = self._model, self._model.card.name
         generation = await model.pool.serving()
         await model.context.read(self._journal.base_models.note_progress, name, None)
-        log.info("%s: worker group %d serves; models are restored as they are needed", public_name(name), generation)
+        log.info(
+            "%s: worker group %d is ready; models are restored when they are needed", public_name(name), generation
+        )
         self._observer.emit("tinkerflow.group.serves", name, generation=generation)
         for runner in self._runners():
             runner.wake()
@@ -74,7 +76,7 @@ class GroupWatch:
     async def _watch_notices(self) -> None:
         """When a worker group is about to end, save its models as time permits, so that little is replayed."""
         async for cause in self._model.pool.notices():
-            log.warning("%s: %s; snapshots are taken", public_name(self._model.card.name), cause)
+            log.warning("%s: %s; taking snapshots", public_name(self._model.card.name), cause)
             with suppress(TimeoutError):
                 async with asyncio.timeout(SAVING_SECONDS):
                     await asyncio.gather(*(runner.save_now() for runner in self._runners()))

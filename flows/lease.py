@@ -27,7 +27,7 @@ async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
         if force := is_alive(holder) is False:
             continue
         if not waiting:
-            log.warning("another engine (%s) works on this journal: waiting until it ends", holder)
+            log.warning("another engine (%s) uses this journal; waiting until it ends", holder)
             waiting = True
         await asyncio.sleep(ACQUIRE_SECONDS)
     renewing = asyncio.create_task(_renew(journal), name="lease")

@@ -17,7 +17,7 @@ from tinkerflow.backend.spec.outliers import UsualSteps
 from tinkerflow.tasks.execution.restore import Restored
 
 LINE_SECONDS = 1.0  # between two lines about steps
-INTERRUPTED = "its worker group ended; what was in flight is executed again by the next one"
+INTERRUPTED = "its worker group ended; the next one executes the operations in flight again"
 
 Say = Callable[[str, int], None]
 Tell = Callable[..., None]

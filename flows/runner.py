@@ -34,24 +34,24 @@ _PAGE = 2 * IN_FLIGHT  # requests to read from the journal, which include those 
 class RunnerState(Enum):
     """The state of a runner."""
 
-    IDLE = "it is not known to be in the worker group that serves"
-    RESTORING = "it is being restored in the worker group that serves"
-    SERVING = "its operations are executed in the worker group that serves"
-    PAUSED = "a person has paused it: only saves that wait for the store are executed"
-    DRAINING = "its worker group ended: it takes nothing until the operations in flight have ended, too"
-    DRAINING_PAUSED = "as in DRAINING, and it is paused after that"
-    ENDED = "it takes nothing more"
+    IDLE = "the current worker group may not have the model"
+    RESTORING = "the model is being restored in the current worker group"
+    SERVING = "operations are executed in the current worker group"
+    PAUSED = "a person paused the run: only saves that wait for the store are executed"
+    DRAINING = "the worker group ended: no new operations begin until those in flight have ended"
+    DRAINING_PAUSED = "as in DRAINING, then PAUSED"
+    ENDED = "no operations are executed any more"
 
 
 class RunnerEvent(Enum):
     """An event that changes a runner's state."""
 
     RESTORE = "a restore begins"
-    READY = "the model is in the worker group that serves"
-    NOT_READY = "the restore has failed, and is tried again"
+    READY = "the current worker group has the model"
+    NOT_READY = "the restore failed, and is tried again"
     PAUSE = "a person pauses the run"
-    RESUME = "a person lets the run continue, or cancels it"
-    INTERRUPT = "an operation was interrupted by the end of its worker group"
+    RESUME = "a person resumes or cancels the run"
+    INTERRUPT = "an operation was interrupted because its worker group ended"
     DRAINED = "the last interrupted operation has ended"
     STOP = "the engine stops, or the model has ended"
 
@@ -84,9 +84,9 @@ class Why(StrEnum):
     """Why serving ended."""
 
     DONE = "the model was unloaded"
-    FAILED = "the model was lost, or could not be made"
+    FAILED = "the model was lost, or could not be created"
     STOPPED = "the engine was stopped"
-    CANCELLED = "somebody cancelled it"
+    CANCELLED = "someone cancelled it"
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class ModelBinding:
         except GroupFailedError as error:
             self._crashes += isinstance(error, SuspectError) and error.crashed
             if self._crashes >= MOST_CRASHES:
-                await self._fail(f"worker groups crash while they restore it: {error}")
+                await self._fail(f"restoring it crashes worker groups: {error}")
         except AWAY:
             raise  # the engine ends, and the next engine restores the model
         except Exception as error:

@@ -23,7 +23,7 @@ from tinkerflow.tasks.execution.state_transfers import drop
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 5.0
-OVER = "its session is over"
+OVER = "its session has ended"
 _EXPIRED_AT_ONCE = 500
 _MOST_SEGMENTS = 4  # of each history in one sweep
 
@@ -90,7 +90,7 @@ def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
     for path in journal.upkeep.delete_expired():
         log.info("checkpoint %s expired", path)
     for path in journal.upkeep.delete_retired(keep):
-        log.info("checkpoint %s is not kept: %s", path, keep)
+        log.info("checkpoint %s is deleted by the retention rule: %s", path, keep)
     for path, attempt in journal.upkeep.unpurged():
         with _tried_again(f"checkpoint {path} is deleted, but its files cannot be removed now"):
             store.delete(path, attempt)

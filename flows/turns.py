@@ -30,7 +30,7 @@ IDLE_SECONDS = 5.0  # without work before a group ends for another one, since cl
 TURN_SECONDS = 300.0  # of a group that always has work, while others wait
 STARTS = 3  # that must fail in a row before requests fail
 _AT_ONCE = 256
-RESTING = "no worker group runs for this base model: one is started for it"
+RESTING = "no worker group runs this base model: one will be started"
 
 
 @dataclass
@@ -141,14 +141,14 @@ class GroupTurns:
         for name in begin:
             pools[name].begin()
         for name in idle:
-            log.info("%s: its worker group is unused, and ends", name)
+            log.info("%s: stopping its unused worker group", name)
             pools[name].release("its worker group was unused")
         for name in busy:
-            log.info("%s: its worker group ends when what it runs is done: others wait", name)
+            log.info("%s: its worker group stops after its current operations, because other base models wait", name)
             pools[name].drain()
         for name in turns.held:
             if pools[name].draining and not self._is_busy(name):
-                pools[name].release("other base models have their turn")
+                pools[name].release("other base models take their turn")
         for name in pools:
             await self._tell(name, self._waits_for(name, ready))
 
@@ -158,16 +158,16 @@ class GroupTurns:
         first, count = self._failures.get(name, (now, 0))
         self._failures[name] = first, count + 1
         if count + 1 >= STARTS and now - first >= self._patience:
-            error = ServerError(f"base model {name!r} cannot be served, its worker group does not start: {trouble}")
+            error = ServerError(f"base model {name!r} cannot be served: its worker group does not start: {trouble}")
             failed = await asyncio.to_thread(fail_waiting, self._journal, name, error)
-            log.error("%s: %d requests that waited have failed: %s", name, failed, trouble)
+            log.error("%s: %d waiting requests failed: %s", name, failed, trouble)
 
     def _waits_for(self, name: str, ready: Collection[str]) -> str | None:
         """The reason why requests for a base model wait, other than earlier requests; None if there is none."""
         turns, pool = self._turns, self._pools[name]
         if name in turns.held and name in ready:
             others = f"{len(turns.line)} other base model(s) wait"
-            return f"its worker group takes nothing new: {others}" if pool.draining else None
+            return f"its worker group accepts no new operations: {others}" if pool.draining else None
         if name in turns.held:
             lacking = "waits for room on a host" if pool.lacks_capacity else "is being started"
             text = f"its worker group {lacking}"

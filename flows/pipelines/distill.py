@@ -114,7 +114,7 @@ async def _teacher(wanted: TeacherParameters, run: PreparedRun) -> AsyncIterator
             teacher = await server.service.create_sampling_client(base_model=model.name)
         if Renderer(teacher.get_tokenizer(), "text").vocabulary != run.renderer.vocabulary:
             name = wanted.weights or wanted.base_model or wanted.connection
-            raise UserError(f"teacher {name!r}: its tokenizer is not the student's")
+            raise UserError(f"teacher {name!r}: its tokenizer differs from the student's")
         yield teacher
 
 

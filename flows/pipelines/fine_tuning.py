@@ -80,7 +80,7 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
     @wraps(work)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T | State[None]:
         try:
-            async with stoppable("stopped on request, and no step was being made"):
+            async with stoppable("stopped on request, while no step was running"):
                 return await work(*args, **kwargs)
         except StoppedError as stopped:
             log_line(str(stopped))

@@ -83,7 +83,7 @@ async def _approved(question: str, scores: Mapping[str, Scores], hours: float) -
     table = [" | ".join(("prompt", *scores)), "|".join(["---"] * (len(scores) + 1)), *rows]
     answer = await approval("\n".join([question, "", *(f"| {row} |" for row in table)]), hours)
     if answer is None:
-        return False, f"; nobody approved it within {hours:g} hours"
+        return False, f"; no one approved it within {hours:g} hours"
     said = "approved" if answer.approve else "refused"
     return answer.approve, f"; {said} by a person{': ' if answer.reason else ''}{answer.reason}"
 

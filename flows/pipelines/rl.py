@@ -184,7 +184,7 @@ class RlRecipe:
         if self.flat_steps == _FLAT_STEPS:
             log_line(
                 f"{_FLAT_STEPS} steps learned nothing, because all advantages are 0: answers to a prompt have equal "
-                "rewards; change the reward, or take prompts that the model sometimes answers well",
+                "rewards; change the reward, or use prompts that the model sometimes answers well",
                 logging.WARNING,
             )
 

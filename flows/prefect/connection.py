@@ -101,9 +101,11 @@ class PrefectConnection:
     def note_reachable(self, reachable: bool, why: str) -> None:
         """Note whether Prefect answered, and `why` it did not. Calls the `on_reachable` callbacks when it is back."""
         if self.reachable and not reachable:
-            log.warning("Prefect at %s cannot be reached (%s): work goes on untracked", self.api_url, why)
+            log.warning("Prefect at %s cannot be reached (%s): operations continue untracked", self.api_url, why)
         if not self.reachable and reachable:
-            log.warning("Prefect at %s is back; %d operations went untracked", self.api_url, self.untracked)
+            log.warning(
+                "Prefect at %s can be reached again; %d operations were not tracked", self.api_url, self.untracked
+            )
             self._reachable.set()
             for callback in list(self._on_reachable):
                 callback()
@@ -283,7 +285,7 @@ async def _keep_server(
             began = clock()
             try:
                 ending = await server.ended()
-                log.error("the Prefect server %s: it is started again", ending)
+                log.error("the Prefect server %s: starting it again", ending)
                 connection.note_reachable(False, ending)
                 steady = clock() - began > STEADY_SECONDS
             finally:

@@ -29,7 +29,7 @@ POLL_SECONDS = 2.0
 _ASKED = ("CANCELLING", "PAUSED", "SCHEDULED")
 PAUSED = "the run was paused in Prefect"
 CANCELLED = "the run was cancelled in Prefect"
-_UNCHANGED = "; Retry has changed nothing"
+_UNCHANGED = "; Retry changed nothing"
 
 
 class ControlsWatch:
@@ -79,12 +79,12 @@ class ControlsWatch:
                     await _set_state(client, run, Cancelled(message=CANCELLED))
             case StateType.PAUSED if now_shown:
                 if _is_over(run.state):
-                    await _set_state(client, run, Running(message="its pause was over"))
+                    await _set_state(client, run, Running(message="its pause has ended"))
                     await self._go_on(run.id, model_id)
                 elif not paused:
                     self._paused[run.id] = model_id
                     log.info("model %s: %s", model_id, PAUSED)
-                    await self._controls.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume lets it go on")
+                    await self._controls.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume continues it")
             case StateType.SCHEDULED if paused and now_shown:  # a suspended run that is resumed
                 await _set_state(client, run, Running(message="resumed"))
                 await self._go_on(run.id, model_id)
@@ -95,13 +95,13 @@ class ControlsWatch:
 
     async def _go_on(self, flow_run: UUID, model_id: str) -> None:
         self._paused.pop(flow_run, None)
-        log.info("model %s is resumed", model_id)
+        log.info("model %s was resumed", model_id)
         await self._controls.pause(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
         """Resume the model. If Retry is impossible, the run gets its previous state back."""
         if (shown := self._controls.shown_in(model_id)) is not None:
-            await _restore_state(client, run, f"the model is served already, in flow run {shown}")
+            await _restore_state(client, run, f"the model is already being served, in flow run {shown}")
             return
         state = run.state.id if run.state is not None else run.id
         if self._retried.get(run.id) == state:

@@ -201,7 +201,7 @@ class FlowRunRecord:
             try:
                 await asyncio.to_thread(self._note, self.id)
             except AWAY as error:  # the next engine that executes the run stores it
-                log.info("flow run %s: the journal does not have its id: %s", self._heading.name, error)
+                log.info("flow run %s: its id is not stored in the journal: %s", self._heading.name, error)
 
     async def _create(self, client: PrefectClient) -> UUID:
         heading = self._heading

@@ -42,7 +42,7 @@ _PAGE = """\
     })
     .catch(() => {
       document.getElementById("text").textContent =
-        "This link is not valid, or not any more. `tinkerflow prefect` prints a new one.";
+        "This link is invalid or has expired. `tinkerflow prefect` prints a new one.";
     });
 </script>
 """
@@ -72,14 +72,14 @@ class GuardedApp:
         """Why a request is refused; empty if it is not."""
         hosts, origins = _header(scope, b"host"), _header(scope, b"origin")
         if len(hosts) != 1 or not self._is_ours(host_name(hosts[0])):
-            return f"Host is {', '.join(hosts)!r}: this server answers under names of its own machine only"
+            return f"Host is {', '.join(hosts)!r}: must be a name of this server's machine"
         for origin in origins:
             try:
                 authority = urlsplit(origin).netloc.lower()
             except ValueError:
                 authority = ""
             if authority != hosts[0].lower() and not (self._public_host and host_name(authority) == self._public_host):
-                return f"Origin is {origin!r}: pages of another origin may not use this server"
+                return f"Origin is {origin!r}: must be this server's own origin"
         return ""
 
     def _is_ours(self, host: str) -> bool:
@@ -104,7 +104,7 @@ class GuardedApp:
         if is_valid_ticket(self._credential, body.decode("latin-1"), time.time()):
             await _answer(send, 200, base64.b64encode(self._credential.encode()).decode(), "text/plain")
         else:
-            await _answer(send, 403, "this ticket is not valid, or not any more", "text/plain")
+            await _answer(send, 403, "this ticket is invalid or has expired", "text/plain")
 
 
 def _header(scope: Message, name: bytes) -> list[str]:

@@ -115,7 +115,7 @@ class Mirror:
     def _state_in_journal(self, model_id: str) -> State[Any]:
         """The state of a run that no engine executes."""
         if self._journal is None or not model_id:
-            return Crashed(message="the engine that ran this ended without a word")
+            return Crashed(message="the engine that executed this run ended unexpectedly")
         try:
             model = self._journal.models.get(model_id, None)
         except NotFoundError as error:

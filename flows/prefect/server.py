@@ -80,7 +80,7 @@ async def listen(*ports: int) -> socket.socket:
                 break
             await asyncio.sleep(0.1)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    log.warning("port %d is in use: the Prefect server listens on port %d", port, listener.getsockname()[1])
+    log.warning("port %d is in use: the Prefect server listens on port %d instead", port, listener.getsockname()[1])
     return listener
 
 

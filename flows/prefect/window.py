@@ -78,7 +78,7 @@ class Window:
         if answered.cancelled() or answered.exception() is not None:
             self._errors.append("not answered: the engine stopped")
         elif (outcome := answered.result()) is None:
-            self._errors.append("interrupted by the end of its worker group: it is executed again")
+            self._errors.append("interrupted because its worker group ended: it is executed again")
         elif outcome.error is not None:
             self._errors.append(outcome.error)
         if not self.open:

@@ -22,9 +22,9 @@ from tests.benchmarks.service import datum, server, step
 ROUNDS = 3
 STEPS = 12
 _MARKS = {
-    "noticed": re.compile(r"flows\.dispatch: .*another one is being started"),
-    "group serves": re.compile(r"flows\.dispatch: .*serves; models are restored"),
-    "model restored": re.compile(r"tasks\.restore: model \S+ is restored"),
+    "noticed": re.compile(r"flows\.group_watch: .*a new one is being started"),
+    "group serves": re.compile(r"flows\.group_watch: .*is ready; models are restored"),
+    "model restored": re.compile(r"execution\.restore: model \S+ is restored"),
 }
 
 

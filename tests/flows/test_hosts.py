@@ -96,7 +96,7 @@ async def test_an_engine_that_waits_for_hosts_can_be_stopped(settings: Settings,
 
 async def test_unusable_listen_address_is_named(settings: Settings) -> None:
     chosen = Settings(**(settings.model_dump() | {"group": "192.0.2.1:7000"}))
-    with pytest.raises(UserError, match=r"group is '192.0.2.1:7000', where nothing can listen"):
+    with pytest.raises(UserError, match=r"group is '192.0.2.1:7000': cannot listen at this address"):
         await run_engine(chosen, on_ready=lambda: None, on_progress=print)
 
 

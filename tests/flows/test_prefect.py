@@ -93,7 +93,7 @@ async def serve(
     runner = Runner(context, model, mirror)
     serving = asyncio.create_task(runner.serve())
     await client.results(created, *work(model))
-    client.journal.models.request_unload(model, "its session is over")
+    client.journal.models.request_unload(model, "its session has ended")
     runner.wake()
     assert (await asyncio.wait_for(serving, 60)).why is Why.DONE
     return str(model)
@@ -114,7 +114,7 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
     model = await serve(connection, context, client, work)
     (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **tagged(model))
     assert flow_run["state_type"] == "COMPLETED"
-    assert flow_run["state"]["message"] == "unloaded: its session is over"
+    assert flow_run["state"]["message"] == "unloaded: its session has ended"
     assert flow_run["name"] == f"{short_name(model)} unigram"
     assert client.journal.models.get(model, None).flow_run == flow_run["id"]
     assert {"tinkerflow", "unigram"} < set(flow_run["tags"])
@@ -244,7 +244,7 @@ async def test_a_training_run_is_one_flow_run_over_all_engines(
             waiting = await in_state(http, run, "Waiting")
             assert "continues with its next request" in waiting["message"]
         runner = Runner(context, model, Mirror(connection, Pacing(1000.0, SystemClock())), steps=6)
-        client.journal.models.request_unload(model, "its session is over")
+        client.journal.models.request_unload(model, "its session has ended")
         assert (await asyncio.wait_for(runner.serve(), 60)).why is Why.DONE
         await in_state(http, run, "Completed")
     assert len(await runs(connection.api_url, "flow_runs", 1, **tagged(model))) == 1
@@ -474,7 +474,7 @@ async def test_ui_buttons_take_effect(
         await press(http, run, type="PAUSED", name="Suspended", state_details=suspended)
         await until(lambda: client.journal.models.get(model, None).paused is not None)
         request = client.optim_step(model)
-        assert "Resume lets it go on" in client.journal.queue.waits_for(request)
+        assert "Resume continues it" in client.journal.queue.waits_for(request)
         await post(http, f"/flow_runs/{run['id']}/resume")
         assert (await client.result(request)).error is None
         await in_state(http, run, "Running")
@@ -505,7 +505,7 @@ async def test_ui_buttons_take_effect(
         await press(http, run, type="SCHEDULED", name="AwaitingRetry", message="Retry from the UI")
         async with asyncio.timeout(120):
             state: dict[str, Any] = {}
-            while "Retry has changed nothing" not in state.get("message", ""):
+            while "Retry changed nothing" not in state.get("message", ""):
                 state = await in_state(http, run, "Cancelled")
         assert state["message"].startswith(CANCELLED) and "nothing to continue from" in state["message"]
 
@@ -526,7 +526,7 @@ async def test_hold_survives_the_engine_and_ends_with_the_session(
         await in_state(http, run, "Paused")
         assert "OptimStep" not in pool.names
         client.journal.sessions.finish(client.session, "local", "success")
-        assert "its session is over" in (await client.result(request)).error
+        assert "its session has ended" in (await client.result(request)).error
         await in_state(http, run, "Cancelled")
 
 

@@ -691,7 +691,7 @@ async def test_waiting_clients_see_the_reason(serve: Any, client: Any, pool: Any
         pool.die(down=True)
         request = client.optim_step(model)
         await until(lambda: journal.queue.waits_for(request) is not None)
-        assert "another one is being started" in str(journal.queue.waits_for(request))
+        assert "a new one is being started" in str(journal.queue.waits_for(request))
         pool.come_back()
         await answers(client, [request])
         await until(lambda: journal.queue.waits_for(request) is None)

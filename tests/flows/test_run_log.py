@@ -55,7 +55,7 @@ async def test_restores_saves_and_alarms_are_events_but_steps_are_not(client: An
             logging.INFO,
             "restored in worker group 2: 3 requests replayed (1 optimizer steps) after its creation, in 0.25 s",
         ),
-        (logging.WARNING, "its worker group ended; what was in flight is executed again by the next one"),
+        (logging.WARNING, "its worker group ended; the next one executes the operations in flight again"),
         (logging.ERROR, "the loss is nan, not a finite number"),
         (logging.INFO, f"step 1: saved {path} (weights, 1.05 MB)"),
     ]

@@ -191,19 +191,19 @@ async def test_externally_ended_model_is_dropped_before_the_runner_is_notified(
 ) -> None:
     model, _, task = served
     assert (await client.result(client.optim_step(model))).error is None
-    client.journal.models.end(model, ModelState.UNLOADED, "somebody cancelled it")  # its notification wakes the runner
+    client.journal.models.end(model, ModelState.UNLOADED, "someone cancelled it")  # its notification wakes the runner
     end = await asyncio.wait_for(task, 60)
-    assert end.why is Why.CANCELLED and end.text == "somebody cancelled it"
+    assert end.why is Why.CANCELLED and end.text == "someone cancelled it"
     assert pool.names[-1] == "DropAdapter"
 
 
 async def test_a_runner_ends_after_unload(served: Any, client: Any, pool: Any) -> None:
     model, _, task = served
     last = client.optim_step(model)
-    client.journal.models.request_unload(model, "its session is over")
+    client.journal.models.request_unload(model, "its session has ended")
     assert (await client.result(last)).error is None
     end = await asyncio.wait_for(task, 60)
-    assert end.why is Why.DONE and "its session is over" in end.text
+    assert end.why is Why.DONE and "its session has ended" in end.text
     assert pool.names[-1] == "DropAdapter"
     assert (await client.result(client.optim_step(model))).category == "user"
 
@@ -211,11 +211,11 @@ async def test_a_runner_ends_after_unload(served: Any, client: Any, pool: Any) -
 async def test_failed_unload_can_be_requested_again(served: Any, client: Any, pool: Any) -> None:
     model, _, task = served
     pool.failing = RuntimeError("not now")
-    unload = client.journal.models.request_unload(model, "its session is over")
+    unload = client.journal.models.request_unload(model, "its session has ended")
     assert "not now" in (await client.result(unload)).error
     pool.failing = None
     assert (await client.result(client.optim_step(model))).error is None
-    assert client.journal.models.request_unload(model, "its session is over") != unload
+    assert client.journal.models.request_unload(model, "its session has ended") != unload
     assert (await asyncio.wait_for(task, 60)).why is Why.DONE
 
 

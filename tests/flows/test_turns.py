@@ -200,7 +200,7 @@ async def test_failing_group_start_is_retried_later_and_blocks_no_other(monkeypa
     )
     noticed = [began[0] + 120 <= at for at, _, _ in failed]
     assert noticed and all(noticed) and len(failed) < len(began)
-    text = "base model 'c' cannot be served, its worker group does not start: there is no folder"
+    text = "base model 'c' cannot be served: its worker group does not start: there is no folder"
     assert {(name, said) for _, name, said in failed} == {("c", text)}
 
     bench.pools["c"].broken = False
@@ -277,7 +277,7 @@ async def test_five_base_models_share_two_groups(
             """Submit steps without a pause until another base model has had a turn. Returns the number of steps."""
             waiting = [client.forward_backward(model, [7]), client.optim_step(model)]
             steps = 1
-            while steps < 13 or not was_reported("its worker group takes nothing new: "):
+            while steps < 13 or not was_reported("its worker group accepts no new operations: "):
                 waiting += [client.forward_backward(model, [7]), client.optim_step(model)]
                 steps += 1
                 assert [(await client.result(waiting.pop(0))).error for _ in range(2)] == [None, None]

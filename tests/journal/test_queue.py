@@ -61,7 +61,7 @@ def test_wanted_base_models_have_executable_requests(scene, clock):
     scene.submit(gap, 2)
     scene.submit(paused, 1)
     scene.journal.models.pause(paused, "people look at it")
-    scene.journal.models.request_unload(over, "its session is over")
+    scene.journal.models.request_unload(over, "its session has ended")
     assert over in queue.pending_models()
     assert queue.wanted() == ["tiny", "late"]
     scene.journal.models.pause(paused, None)

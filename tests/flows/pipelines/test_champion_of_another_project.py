@@ -62,7 +62,9 @@ async def test_a_champion_of_another_project_fails_the_run_before_it_begins(
     else:
         run = nightly.fn(NightlyParameters.model_validate(values | {"held_out": {"url": "b.jsonl"}}))
     champions.promote.fn(values["work"], "plants", best)
-    reason = r"champion 'plants' is of another project than this key, or tinker://other/.* was deleted: use the key of"
+    reason = (
+        r"champion 'plants' belongs to another project than this key, or tinker://other/.* was deleted: use its project"
+    )
     with pytest.raises(UserError if refused else BegunError, match=reason if refused else None):
         await run
     assert asked == ["theirs"]

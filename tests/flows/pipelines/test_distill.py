@@ -74,7 +74,7 @@ async def test_a_teacher_is_a_model_of_a_server(
 
 
 async def test_teacher_with_a_different_tokenizer_is_refused(closed: list[str]) -> None:
-    with pytest.raises(UserError, match="teacher 'other1': its tokenizer is not the student's"):
+    with pytest.raises(UserError, match="teacher 'other1': its tokenizer differs from the student's"):
         async with distill_module._teacher(TeacherParameters(connection="other1"), RUN):
             pass
 

@@ -49,7 +49,7 @@ async def test_early_signal_cancels_the_run() -> None:
         await asyncio.Event().wait()
 
     state: Any = await work()
-    assert state.is_cancelled() and state.message == "stopped on request, and no step was being made"
+    assert state.is_cancelled() and state.message == "stopped on request, while no step was running"
 
 
 async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch
         (
             EvaluateParameters,
             {"reward": "a:b", "environment": "c:D"},
-            "give either reward or environment, and not both",
+            "give reward or environment, not both",
         ),
         (
             NightlyParameters,

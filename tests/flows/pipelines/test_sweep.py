@@ -44,7 +44,7 @@ def test_parameter_with_one_value_is_no_axis() -> None:
     [
         ({}, "list values for at least one parameter"),
         ({"rank": [0]}, "grid.rank.0\n  Input should be greater than or equal to 1"),
-        ({"rank": list(range(1, 102)), "steps": [1, 2, 3]}, "303 combinations, must be 256 at most"),
+        ({"rank": list(range(1, 102)), "steps": [1, 2, 3]}, "303 combinations: must be at most 256"),
         ({"momentum": [0.9]}, "grid.momentum\n  Extra inputs are not permitted"),
     ],
 )
