@@ -62,11 +62,11 @@ async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping
     if state.step != row.step:
         raise ServerError(f"{row.path}: the replay of its history ends at step {state.step}")
     if (differs := replay.differs) is not None:
-        text = "%s: the result of %s (seq_id %d) is not the recorded one: this worker group computes other bits"
+        text = "%s: the result of %s (seq_id %d) is not the recorded one: this worker group computes different bits"
         log.warning(text, row.path, differs.kind, differs.seq_id)
     await _save(context, row, state, model)
     seconds = context.clock.monotonic() - began
-    text = "%s is made: %d requests executed again after request %d, in %.2f s"
+    text = "created %s: %d requests executed again after request %d, in %.2f s"
     log.info(text, row.path, replay.requests, start, seconds)
 
 
@@ -85,7 +85,7 @@ async def _load(context: ExecutionContext, row: CheckpointView, replay: HistoryR
         try:
             await replay.load(start.path)
         except (StoreError, NotFoundError) as error:
-            log.warning("%s does not begin with %s: %s", row.path, start.path, error)
+            log.warning("cannot begin %s with %s: %s", row.path, start.path, error)
         else:
             return start.seq_id
     return -1

@@ -257,7 +257,7 @@ async def _perform(execute: Execute, execution: Execution) -> Outcome | None:
             except GroupFailedError as error:
                 slot.interrupt()
                 name = f"{request.kind} {request.id} of {request.model_id}"
-                log.info("%s is answered, and was interrupted after that: %s", name, error)
+                log.info("%s was interrupted after its answer: %s", name, error)
                 return None
         return outcome
     finally:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Wrong = Literal["recorded", "repeated", "unknown"]
 _MEANINGS: Mapping[Wrong, str] = {
     "recorded": "the third result equals the second, so the weights of the run are wrong",
-    "repeated": "the third result equals the first, so the run goes on",
+    "repeated": "the third result equals the first, so the run continues",
     "unknown": "no two results are equal, so the weights of the run may be wrong",
 }
 
@@ -49,7 +49,7 @@ class Difference:
     wrong: Wrong
 
     def __str__(self) -> str:
-        what = f"step {self.step}: the result of {self.kind} (request {self.seq_id}) is another one"
+        what = f"step {self.step}: the result of {self.kind} (request {self.seq_id}) differs"
         where = f"{', '.join(self.places)} ({', '.join(self.devices)})"
         return f"{what} when it is computed again, on {where}; {_MEANINGS[self.wrong]}"
 
@@ -73,7 +73,12 @@ async def recheck(
         before = next((view for view in earlier if view.seq_id < taken.seq_id), None)
         replay = await _again(context, model, before, taken.seq_id, execute)
         if (differs := replay.differs) is None:
-            log.info("model %s: %d requests up to request %d are equal again", model_id, replay.requests, taken.seq_id)
+            log.info(
+                "model %s: %d requests up to request %d have equal results when executed again",
+                model_id,
+                replay.requests,
+                taken.seq_id,
+            )
             return None
         steps = await context.read(journal.histories.steps, model_id)
         step = next((step for seq_id, step in steps.items() if seq_id >= differs.seq_id), taken.step)
@@ -103,7 +108,7 @@ async def take_out(context: ExecutionContext, model_id: str, difference: Differe
     try:
         if difference.wrong != "repeated":
             text = (
-                f"{difference}. The run is stopped. To train on from the step before: "
+                f"{difference}. The run is stopped. To continue from the step before: "
                 f"tinkerflow rerun {model_id} --from {difference.step}, or load "
                 f"tinker://{model_id}/weights/@{difference.step - 1}"
             )

@@ -74,11 +74,11 @@ async def restore(
         try:
             return await _restore(context, model_id, operations, detached)
         except AllocationError as error:
-            await _note_progress(context, model_id, f"waiting for memory of the devices ({error})")
+            await _note_progress(context, model_id, f"waiting for device memory ({error})")
             await context.send(DropAdapter(model_id), Done)  # other models may need the memory
             raise
 
-    what = f"model {model_id} waits for memory of the devices"
+    what = f"model {model_id} waits for device memory"
     return await retry(attempt, on=AllocationError, pauses=_PAUSES, what=what, log=log)
 
 
@@ -100,7 +100,7 @@ async def _restore(
         replay.requests,
         ended - loaded,
         loaded - began,
-        f"its snapshot at request {snapshot.seq_id}" if snapshot else "a look for snapshots: none",
+        f"its snapshot at request {snapshot.seq_id}" if snapshot else "a search that found no snapshot",
     )
     return Restored(snapshot, replay.requests, replay.steps, replay.after, ended - began, unreadable, replay.copies)
 
@@ -217,7 +217,7 @@ class _Replay:
             outcome = await self._operations.execute[request.kind](execution)
             if executed.succeeded is False and outcome.error is None:  # its answer was not stored, or came too late
                 log.error(
-                    "%s (seq_id %s) of model %s is answered as failed, and succeeds when it is replayed",
+                    "%s (seq_id %s) of model %s was answered as failed, but succeeds when it is replayed",
                     request.kind,
                     request.seq_id,
                     request.model_id,

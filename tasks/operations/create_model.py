@@ -15,9 +15,7 @@ async def execute(execution: Execution) -> Outcome:
     async with execution.slot:
         model = await context.read(context.journal.models.get, execution.model_id, None)
         if model.seed is None:
-            raise ServerError(
-                f"model {model.id} has no seed in the journal: the API must draw one where none was given"
-            )
+            raise ServerError(f"model {model.id} has no seed in the journal: the API must draw one if none was given")
         reply = execution.send(CreateAdapter(execution.adapter_id, spec_of(model), model.seed, model.optimizer), Done)
     await reply
     return request.done(encode_model_created(model.id), "json", ModelLive(model.id))

@@ -60,7 +60,7 @@ from tinkerflow.tasks.operations.load_weights import check_readable, gone
 
 log = logging.getLogger(__name__)
 
-_CANCELLED = "sampling was stopped: the request was answered already"
+_CANCELLED = "sampling was stopped: the request has already been answered"
 _IDLE_SECONDS = 0.05  # without requests and training, before a piece of an answer is prefilled
 _POLL_SECONDS = 0.1  # between checks whether published weights are in the store
 
@@ -170,7 +170,7 @@ class SampleRequests:
             try:
                 outcome = await operation.execute()
             except GroupFailedError as error:
-                log.info("sample %s is taken again: %s", request.id, error)
+                log.info("sample %s is executed again: %s", request.id, error)
                 batch.context = batch.context.bound_to(await batch.context.pool.serving())
                 return None
             except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
@@ -482,7 +482,9 @@ class SampleBatch:
                 await asyncio.to_thread(self.context.journal.streams.write, tokens)
             except (ServerError, *AWAY):
                 # Listeners get the rest with the result.
-                log.warning("tokens of %d samples were not streamed: the journal is away", len(tokens), exc_info=True)
+                log.warning(
+                    "tokens of %d samples were not streamed: the journal is unavailable", len(tokens), exc_info=True
+                )
 
 
 # ------------------------------------------------------------------ weights and outcomes

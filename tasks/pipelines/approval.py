@@ -24,8 +24,8 @@ LOOK_SECONDS = 2  # between two checks for an answer
 class Approval(RunInput):
     """The form that Resume opens."""
 
-    approve: bool = Field(False, description="Whether to do what is asked.")
-    reason: str = Field("", max_length=1000, description="Why; it goes into the report.")
+    approve: bool = Field(False, description="Whether to approve.")
+    reason: str = Field("", max_length=1000, description="The reason, which the report shows.")
 
 
 async def approval(question: str, hours: float) -> Approval | None:
@@ -46,6 +46,6 @@ async def _ask(question: str, hours: float, asker: str) -> Approval | None:
         return await apause_flow_run(form, timeout=seconds, poll_interval=LOOK_SECONDS, key=key)
     except FlowPauseTimeout:
         async with get_client() as client:  # otherwise Prefect would fail a run whose pause has expired
-            state: State[None] = Running(message=f"nobody answered within {hours:g} hours")
+            state: State[None] = Running(message=f"no one answered within {hours:g} hours")
             await client.set_flow_run_state(str(flow_run.id), state, force=True)
         return None

@@ -115,7 +115,7 @@ class RunArtifacts:
         await self.pictures("curves", panels, "curves over steps")
         every = max(1, -(-len(steps) // MOST_ROWS))
         rows = [{"step": m.step} | m.values for i, m in enumerate(steps) if i % every == 0 or m is steps[-1]]
-        await self.table("steps", rows, f"every {every}. step" if every > 1 else "all steps")
+        await self.table("steps", rows, f"one of every {every} steps" if every > 1 else "all steps")
 
     async def pictures(self, kind: str, panels: Mapping[str, Mapping[str, Points]], title: str) -> None:
         """Show a picture. panels: title of a panel -> name of a line -> its points."""

@@ -48,8 +48,8 @@ async def check_readable(name: str, best: Champion, connection: str) -> None:
             await server.rest.get_weights_info_by_tinker_path(best.weights)
         except NotFoundError:
             raise UserError(
-                f"champion {name!r} is of another project than this key, or {best.weights} was deleted: use the key of "
-                "its project, or another name for `champion`"
+                f"champion {name!r} belongs to another project than this key, or {best.weights} was deleted: use its "
+                "project's key, or another name for `champion`"
             ) from None
 
 

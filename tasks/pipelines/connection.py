@@ -35,8 +35,8 @@ class TinkerflowConnection(Block):
     _block_type_name = "Tinkerflow Connection"
     _block_type_slug = "tinkerflow-connection"
 
-    base_url: str = Field(description="URL of the API, as `tinkerflow up` prints it.")
-    api_key: SecretStr = Field(description="A key that `tinkerflow key create` made.")
+    base_url: str = Field(description="URL of the API, which `tinkerflow up` prints.")
+    api_key: SecretStr = Field(description="A key that `tinkerflow key create` created.")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ServerClients:
         except (httpx.HTTPError, TimeoutError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            log.warning("model %s stays until its session ends: %s", model_id, problem)
+            log.warning("model %s was not unloaded, and stays until its session ends: %s", model_id, problem)
 
     async def sampler_weights(self, wanted: str) -> str:
         """The path of sampler weights. wanted: this path (tinker://…), or a training run's id for its newest weights.

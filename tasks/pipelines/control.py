@@ -215,7 +215,11 @@ async def _watch(control: Control, flow_runs: set[UUID]) -> None:
             try:
                 states = [run.state for run in [await client.read_flow_run(id_) for id_ in flow_runs] if run.state]
             except (httpx.HTTPError, PrefectException) as error:
-                log.warning("the run's state cannot be read, so its buttons wait: %s: %s", type(error).__name__, error)
+                log.warning(
+                    "the run's state cannot be read, so its buttons have no effect yet: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
             else:
                 obey(control, states)
             await asyncio.sleep(LOOK_SECONDS)

@@ -421,7 +421,7 @@ def _notes(row: Row, use: Use) -> Iterator[str]:
     if not use.learns and row.chosen and use.extra is not None:
         yield f"{use.name} uses the prompt, not the answer"
     elif use.learns and row.chosen and row.chosen[-1]["role"] != "assistant":
-        yield "the messages behind the last answer are not trained on"
+        yield "the messages after the last answer are not trained on"
     linked = any("id" in call for message in messages for call in message.get("tool_calls", ()))
     if not linked and any("tool_call_id" in message for message in messages):
         yield "tool_call_id names no tool call of the row"

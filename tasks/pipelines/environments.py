@@ -177,5 +177,5 @@ def checked_reward(value: object, what: str = "reward") -> float:
     """The reward as a number. what: name of the value for the error. UserError: it is not a finite number."""
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
-    hint = "; does the function return its value?" if value is None else ""
+    hint = "; does the function return a value?" if value is None else ""
     raise UserError(f"its {what} is {value!r}: must be a finite number{hint}")

@@ -55,8 +55,8 @@ class Matches:
 
 
 _NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
-_NAME_RULE = "must be small letters and digits, with dashes between them, as in my-run"
-_PATH_RULE = "must be the tinker:// path of a checkpoint, as `tinkerflow checkpoint list` shows it"
+_NAME_RULE = "must be lowercase letters and digits, with dashes between them, as in my-run"
+_PATH_RULE = "must be the tinker:// path of a checkpoint, which `tinkerflow checkpoint list` shows"
 _RESUME_RULE = "must be at most 128 letters, digits, dots, dashes and underscores, with a letter or a digit first"
 Name: TypeAlias = Annotated[str, Matches(_NAME, _NAME_RULE)]
 NameOrEmpty: TypeAlias = Annotated[str, Matches(f"({_NAME})?", _NAME_RULE)]
@@ -95,33 +95,37 @@ class ModelParameters(Parameters):
     """The base model and the adapter that is trained on it."""
 
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
-    start_from: Path = Field("", description="A training checkpoint whose weights are trained on; empty = none.")
+    start_from: Path = Field("", description="A training checkpoint to start from; empty = a new adapter.")
     rank: int = Field(32, ge=1, le=512, description="Rank of the LoRA adapter.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the adapter's first weights and of the order of rows.")
-    format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
+    format: Format = Field(
+        "chat", description="chat: rendered by the model's chat template. text: texts joined without a template."
+    )
 
 
 class TrainingParameters(Parameters):
     """How long and how fast to train."""
 
     steps: int = Field(100, ge=1, le=1_000_000, description="Optimizer steps.")
-    batch_size: int = Field(8, ge=1, le=65536, description="Rows of a step: answers, pairs or prompts.")
+    batch_size: int = Field(8, ge=1, le=65536, description="Rows per step: answers, pairs or prompts.")
     learning_rate: float = Field(1e-3, gt=0, le=1, description="The highest learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "linear", description="How the learning rate falls to zero; constant: it does not fall."
+        "linear", description="How the learning rate falls to zero; constant: it does not."
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises from zero.")
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from zero.")
     weight_decay: float = Field(0.0, ge=0, le=1, description="Weight decay of AdamW.")
     grad_clip: float = Field(1.0, ge=0, description="Largest norm of a step's mean gradient; 0 = no limit.")
     max_tokens: int = Field(2048, ge=8, description="Longest sequence in tokens; longer ones are left out.")
     segment_steps: int = Field(50, ge=1, description="Steps between two saved states; a retry resumes from the last.")
-    state_days: int = Field(7, ge=1, le=3650, description="Days that the saved states in between are kept.")
+    state_days: int = Field(7, ge=1, le=3650, description="Days for which intermediate saved states are kept.")
 
 
 class SampleParameters(Parameters):
     """Samples after each segment, for people to read."""
 
-    rows: int = Field(4, ge=0, le=32, description="Prompts: the first of the held-out data, or else of the data.")
+    rows: int = Field(
+        4, ge=0, le=32, description="Number of prompts: the first ones of the held-out data, or else of the data."
+    )
     max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
 
 
@@ -131,8 +135,8 @@ class RunParameters(Parameters):
     pipeline: ClassVar[str]
 
     name: Name = Field(
-        "default", max_length=40, description="Name of this line of runs: their artifacts follow one "
-        "another. Small letters, digits and dashes."
+        "default", max_length=40, description="Name of a series of runs, whose artifacts are versions of each "
+        "other. Lowercase letters, digits and dashes."
     )  # fmt: skip
     connection: str = Field(
         "", description="Name of a Tinkerflow Connection block; empty = TINKER_BASE_URL and TINKER_API_KEY."
@@ -168,20 +172,22 @@ class PipelineParameters(RunParameters):
 
     resume: Resume = Field(
         "",
-        description="A run resumes where the last run with the same value here ended; empty = only retries resume.",
+        description="A run resumes where the last run with the same value ended; empty = only retries resume.",
     )
     data: DataSource = Field(description="Rows to learn from.")
-    held_out: HeldOutSource | None = Field(None, description="Rows that are measured after each segment.")
+    held_out: HeldOutSource | None = Field(None, description="Rows that are evaluated after each segment.")
     tracking: Annotated[list[str], BeforeValidator(_tracker_names)] = Field(
-        [], description="Trackers that show the run, such as mlflow or wandb: one or a list."
+        [], description="Trackers that show the run, such as mlflow or wandb: one name or a list."
     )
     history: bool = Field(
         False,
         description="Whether the server keeps the requests of the run, so that steps can be forked and run again.",
     )
     model: ModelParameters = Field(default_factory=ModelParameters, description="The model that is trained.")
-    training: TrainingParameters = Field(default_factory=TrainingParameters, description="How long and how fast.")
-    samples: SampleParameters = Field(default_factory=SampleParameters, description="Samples on the way.")
+    training: TrainingParameters = Field(
+        default_factory=TrainingParameters, description="The length and speed of training."
+    )
+    samples: SampleParameters = Field(default_factory=SampleParameters, description="Samples during training.")
 
 
 class SftParameters(PipelineParameters):
@@ -191,8 +197,8 @@ class SftParameters(PipelineParameters):
     data: DataSource = Field(description="Rows with answers (chat, ShareGPT, Alpaca, prompt/completion), or texts.")
     held_out: HeldOutSource | None = Field(None, description="Rows whose loss is measured after each segment.")
     on_outlier: Literal["report", "skip"] = Field(
-        "report", description="After a step with an unusual gradient norm or loss. report: train on. skip: go back to "
-        "the state before, and train on without the rows that caused it; the run then keeps a history."
+        "report", description="After a step with an unusual gradient norm or loss. report: continue. skip: go back to "
+        "the state before, and continue without the rows that caused it; the run then keeps a history."
     )  # fmt: skip
 
 
@@ -201,12 +207,12 @@ class DpoParameters(PipelineParameters):
 
     pipeline = "dpo"
     data: DataSource = Field(description="Preferences: a prompt, the chosen and the rejected answer.")
-    held_out: HeldOutSource | None = Field(None, description="Preferences that are measured after each segment.")
+    held_out: HeldOutSource | None = Field(None, description="Preferences that are evaluated after each segment.")
     beta: float = Field(
         0.1,
         gt=0,
         le=10,
-        description="Penalty for leaving the model that the run begins with: higher values stay nearer to it.",
+        description="Penalty for diverging from the initial model: higher values keep the weights closer to it.",
     )
 
     def use(self) -> Use:
@@ -237,8 +243,8 @@ class SamplingParameters(PipelineParameters):
         0,
         ge=0,
         le=16,
-        description="How many optimizer steps older than the trained weights the sampled weights may be: so many steps "
-        "sample while others are trained. A segment begins with fresh samples. 0 = a step samples, then trains.",
+        description="How many optimizer steps the sampled weights may lag behind the trained weights: as many steps "
+        "sample while others train. A segment begins with fresh samples. 0 = each step samples, then trains.",
     )
     uses_fields: ClassVar[frozenset[str] | None]  # in addition to those of the row's form; None = all
 
@@ -273,16 +279,18 @@ class JudgeParameters(Parameters):
         "harbor:FOLDER; instead of reward.",
     )
     group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt, to reward them.")
-    max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
+    max_turns: int = Field(
+        1, ge=1, le=1000, description="Maximum number of answers in a conversation with an environment."
+    )
     environment_seconds: float = Field(
-        600.0, gt=0, le=86400, description="Longest time of a call of the reward or environment."
+        600.0, gt=0, le=86400, description="Maximum duration of a call to the reward or environment."
     )
     environment_retries: int = Field(
         2,
         ge=0,
         le=16,
-        description="How many times a conversation is begun again whose environment was not available or took too "
-        "long; then it is left out of its group.",
+        description="How many times a conversation is restarted if its environment was unavailable or too slow; "
+        "after that, it is left out of its group.",
     )
 
     @property
@@ -294,7 +302,7 @@ class JudgeParameters(Parameters):
     def _one_judge(self) -> Self:
         if self.reward and self.environment:
             fix = "`--set reward=` leaves out the reward of the file"
-            raise ValueError(f"give either reward or environment, and not both; {fix}")
+            raise ValueError(f"give reward or environment, not both; {fix}")
         return self
 
 
@@ -302,7 +310,7 @@ class CurriculumParameters(Parameters):
     """Easy rows first. Steps pick from a pool of the easiest rows, which grows until it contains all."""
 
     by: str = Field(min_length=1, description="A row's field with its difficulty, a number.")
-    first: float = Field(0.2, gt=0, le=1, description="Share of the rows, the easiest, with which training begins.")
+    first: float = Field(0.2, gt=0, le=1, description="Share of the rows, the easiest ones, that training begins with.")
     until: float = Field(0.5, ge=0, le=1, description="Share of the steps after which all rows are in the pool.")
 
 
@@ -318,9 +326,9 @@ class RlParameters(JudgeParameters, SamplingParameters):
         "group_mean", "group_deviation", "leave_one_out", "batch_deviation", "group_mean_batch_deviation"
     ] = Field(
         "group_mean",
-        description="How rewards become advantages: less the group's mean (Dr. GRPO); that by the group's deviation "
-        "(GRPO); less the mean of the others (RLOO); by the batch's mean and deviation (REINFORCE++); less the group's "
-        "mean, by the batch's deviation.",
+        description="How rewards become advantages: minus the group's mean (Dr. GRPO); also divided by the group's "
+        "deviation (GRPO); minus the mean of the others (RLOO); normalized by the batch's mean and deviation "
+        "(REINFORCE++); minus the group's mean, divided by the batch's deviation.",
     )
     resample: int = Field(
         0,
@@ -338,7 +346,7 @@ class RlParameters(JudgeParameters, SamplingParameters):
         "DAPO; 0 = none.",
     )
     kl_coefficient: float = Field(
-        0.0, ge=0, le=100, description="Penalty for leaving the base model; 0 = the divergence is only measured."
+        0.0, ge=0, le=100, description="Penalty for diverging from the base model; 0 = the divergence is only measured."
     )
 
     @model_validator(mode="after")
@@ -383,8 +391,10 @@ class DistillParameters(SamplingParameters):
 
     pipeline = "distill"
     uses_fields = frozenset({"answer"})
-    data: DataSource = Field(description="Prompts, or rows of which only the prompts are used.")
-    held_out: HeldOutSource | None = Field(None, description="Prompts on which the divergence is measured, too.")
+    data: DataSource = Field(description="Prompts, or other rows, whose prompts alone are used.")
+    held_out: HeldOutSource | None = Field(
+        None, description="Prompts on which the divergence is evaluated after each segment."
+    )
     teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="The model to learn from.")
 
     def use(self) -> Use:
@@ -407,7 +417,9 @@ class EvaluateParameters(JudgeParameters, RunParameters):
     data: DataSource = Field(
         description="Rows with answers: chat or prompt/completion. With a reward or environment: prompts, as in `rl`."
     )
-    format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
+    format: Format = Field(
+        "chat", description="chat: rendered by the model's chat template. text: texts joined without a template."
+    )
     max_tokens: int = Field(48, ge=1, le=65536, description="Longest answer, in tokens.")
     rows_at_once: int = Field(
         64, ge=1, le=65536, description="Rows whose answers are sampled and rewarded at the same time."
@@ -454,8 +466,8 @@ class NightlyParameters(ComparedParameters):
     champion: Name = Field(max_length=40, description="The name under which the best weights are kept.")
     margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
     approval_hours: float = Field(
-        0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of the "
-        "run `approval of nightly NAME`; after them the champion stays. 0 = nobody is asked."
+        0.0, ge=0, le=720, description="Hours within which a person must approve a better result, on the page of "
+        "the run `approval of nightly NAME`; after that, the champion stays. 0 = no one is asked."
     )  # fmt: skip
 
 
@@ -464,7 +476,7 @@ class GridParameters(Parameters):
 
     learning_rate: list[Annotated[float, Field(gt=0, le=1)]] = Field([], description="Highest learning rates.")
     rank: list[Annotated[int, Field(ge=1, le=512)]] = Field([], description="Ranks of the adapter.")
-    batch_size: list[Annotated[int, Field(ge=1, le=65536)]] = Field([], description="Rows of a step.")
+    batch_size: list[Annotated[int, Field(ge=1, le=65536)]] = Field([], description="Rows per step.")
     steps: list[Annotated[int, Field(ge=1, le=1_000_000)]] = Field([], description="Optimizer steps.")
     seed: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field([], description="Seeds.")
 
@@ -474,7 +486,7 @@ class GridParameters(Parameters):
         if not any(self.model_dump().values()):
             raise ValueError("list values for at least one parameter")
         if size > MOST_POINTS:
-            raise ValueError(f"{size} combinations, must be {MOST_POINTS} at most")
+            raise ValueError(f"{size} combinations: must be at most {MOST_POINTS}")
         return self
 
 

@@ -85,7 +85,7 @@ class RunProgress:
             ]
             facts = f" ({', '.join(changed)})" if changed else ""
             raise UserError(
-                f"resume {run!r}: this run was begun with other parameters or data{facts}; give it another name"
+                f"resume {run!r}: this run was started with different parameters or data{facts}; give it another name"
             ) from None
 
     def segments(self) -> list[SegmentRecord]:

@@ -74,7 +74,7 @@ def _parse(url: str) -> tuple[str, datetime | None]:
     if parts.path.strip("/") or set(given) - {"rated", "since"}:
         raise broken("data.url", url, "journal://[BLOCK]?rated=true[&since=TIME]")
     if given.get("rated") != "true":
-        raise broken("data.url", url, "journal://…?rated=true: only answers that were rated are data")
+        raise broken("data.url", url, "journal://…?rated=true: only rated answers are data")
     return parts.netloc, _time(given["since"], url) if "since" in given else None
 
 
@@ -95,7 +95,7 @@ def _read(base_url: str, key: str, since: datetime | None) -> Iterator[dict[str,
         while True:
             answer = http.get("v1/feedback", params=asked)
             if answer.status_code != 200:
-                raise UserError(f"data.url: {base_url} answers {answer.status_code}: {answer.text[:200]}")
+                raise UserError(f"data.url: {base_url} answered {answer.status_code}: {answer.text[:200]}")
             page = answer.json()["data"]
             if not page:  # a page of long rows is shorter than _PAGE
                 return

@@ -135,7 +135,7 @@ class Renderer:
     def prompt_example(self, row: Row) -> TokenizedExample:
         """The row's prompt as a sequence with weights of 0. RowError: of `prompt`, or the row is a plain text."""
         if not row.prompt:
-            raise RowError("text", row.text, "is no prompt")
+            raise RowError("text", row.text, "is not a prompt")
         tokens = self.prompt(row.prompt, row.tools)
         return TokenizedExample(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
 
@@ -174,7 +174,9 @@ class Renderer:
         for i, before, after in zip(turns, asked, answered, strict=True):
             name = f"messages[{len(prompt) + i}]"
             if not after.startswith(before):
-                raise RowError(name, after[-200:], "the chat template writes an answer otherwise than it asks for it")
+                raise RowError(
+                    name, after[-200:], "the chat template renders this answer differently from its generation prompt"
+                )
             if not holds_text(after[len(before) :], self._escaped(answer[i]["content"]).strip()):
                 raise RowError(f"{name}.content", answer[i]["content"], "the chat template drops a part of it")
         self._check_fields([*prompt, *answer[: turns[-1] + 1]], tools)
@@ -221,7 +223,7 @@ class Renderer:
             )
         except Exception as error:  # noqa: BLE001  a template is a program, which can fail in any way
             raise RowError(
-                "messages", [m["role"] for m in messages], f"the chat template refuses them: {error}"
+                "messages", [m["role"] for m in messages], f"the chat template rejects them: {error}"
             ) from None
         return str(text)
 

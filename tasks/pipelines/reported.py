@@ -67,7 +67,7 @@ class ReportedMetrics:
                 self._warn(f"{type(error).__name__}: {error}")
                 return
             if answer.status_code != 200:
-                self._warn(f"the server answers {answer.status_code}: {answer.text[:200]}")
+                self._warn(f"the server answered {answer.status_code}: {answer.text[:200]}")
             if answer.status_code >= 500 or answer.status_code == 429:
                 return  # the server may take the values later
             for step in some:

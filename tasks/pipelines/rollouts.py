@@ -290,10 +290,12 @@ class Rollouts:
         groups = [result for result in results if isinstance(result, list) and len(result) >= min(2, self.group_size)]
         if not groups and failed:
             prompt, error = failed[0]
-            raise UserError(f"all {len(rows)} rows of this step failed; first: {prompt!r}: {error}")
+            raise UserError(f"all {len(rows)} rows of this step failed; the first one: {prompt!r}: {error}")
         if not groups:
             reason = lost[-1].reason
-            raise EnvironmentUnavailableError(f"all conversations of this step were interrupted; last: {reason}")
+            raise EnvironmentUnavailableError(
+                f"all conversations of this step were interrupted; the last one: {reason}"
+            )
         return groups
 
     def refuse_failures(self, rows: int) -> None:

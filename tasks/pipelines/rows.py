@@ -52,12 +52,12 @@ _OPTIONAL: Mapping[Form, tuple[str, ...]] = {
 }
 _IN_WORDS: Mapping[Form, str] = {
     "chat": "a chat",
-    "sharegpt": "a chat of ShareGPT",
-    "alpaca": "a row of Alpaca",
+    "sharegpt": "a ShareGPT chat",
+    "alpaca": "an Alpaca row",
     "preference": "a preference",
     "prompt_completion": "a question with its answer",
     "prompt": "a prompt",
-    "text": "a text",
+    "text": "plain text",
 }
 _EXAMPLES: tuple[Form, ...] = ("prompt_completion", "preference", "prompt", "text")  # their fields contain plain texts
 _WRITTEN_AS_JSON = ("messages", "conversations", "tools", "history")  # files without lists store them as JSON texts
@@ -186,7 +186,7 @@ class RowReader:
         wanted = dict.fromkeys(name for form in forms for name in _REQUIRED[form])
         for name in has:
             if name not in wanted and (near := did_you_mean(name, [name for name in wanted if name not in has])):
-                return RowError(name, None, f"is no field of a row{near}")
+                return RowError(name, None, f"is not a field of a row{near}")
         columns, ignore = {}, []
         example = next((form for form in forms if form in _EXAMPLES), None)
         if example and not self.columns:
@@ -286,7 +286,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = Counter(name for name, _ in pairs)
-        raise ValueError(f"the name {names.most_common(1)[0][0]!r} is there twice")
+        raise ValueError(f"the name {names.most_common(1)[0][0]!r} appears twice")
     return values
 
 
@@ -353,14 +353,14 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
         case dict():
             for key in value:
                 if not isinstance(key, str):
-                    raise RowError(f"{name} (a name in it)", key, "must be a text")
+                    raise RowError(f"{name} (a name in it)", key, "must be text")
                 _plain(f"{name} (a name in it)", key)
             return {key: _plain(f"{name}.{key}", held, depth + 1) for key, held in value.items()}
         case list() | tuple():
             return [_plain(f"{name}[{i}]", held, depth + 1) for i, held in enumerate(value)]
         case datetime() | date() | time():
             return value.isoformat()
-    raise RowError(name, value, f"must be a text, a number, a list or an object, not {type(value).__name__}")
+    raise RowError(name, value, f"must be text, a number, a list or an object, not {type(value).__name__}")
 
 
 def _from_json(name: str, text: str) -> Any:
@@ -372,7 +372,7 @@ def _from_json(name: str, text: str) -> Any:
 
 def _list(name: str, value: object) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise RowError(name, value, "must be a list, not empty")
+        raise RowError(name, value, "must be a non-empty list")
     return value
 
 
@@ -384,7 +384,7 @@ def _object(name: str, value: object, fields: str) -> Json:
 
 def _text(name: str, value: object, *, blank: bool = False) -> str:
     if not isinstance(value, str) or not (blank or value.strip()):
-        raise RowError(name, value, "must be a text" if blank else "must be a text that is not blank")
+        raise RowError(name, value, "must be text" if blank else "must be text that is not blank")
     return value
 
 
@@ -394,7 +394,7 @@ def _messages(name: str, value: object, role: str) -> tuple[Message, ...]:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise RowError(name, value, "must be a text or a list of messages, not empty")
+        raise RowError(name, value, "must be text or a list of messages, and not empty")
     return tuple(_message(f"{name}[{i}]", message) for i, message in enumerate(value))
 
 

@@ -142,7 +142,7 @@ class Sandbox:
                 "set it to a command that starts a container"
             )
         if IMAGE in " ".join(own) and not self._image:
-            raise UserError(f"{COMMAND} {' '.join(own)!r}: {IMAGE} is only for tasks that name an image")
+            raise UserError(f"{COMMAND} {' '.join(own)!r}: {IMAGE} works only for tasks that name an image")
         own = [part.replace(IMAGE, self._image) for part in own]
         try:
             process = await asyncio.create_subprocess_exec(

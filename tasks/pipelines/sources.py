@@ -60,26 +60,30 @@ class DataSource(BaseModel):
         "journal://?rated=true&since=7d: answers that people rated. Or reasoning-gym://TASK?size=500, "
         "verifiers://NAME or harbor:///FOLDER: questions of an environment.",
     )
-    split: str = Field("", description="In a folder: read only what is named for this split, such as 'train'.")
+    split: str = Field("", description="In a folder: read only the files named for this split, such as 'train'.")
     kind: Literal["auto", "chat", "sharegpt", "alpaca", "preference", "prompt_completion", "prompt", "text"] = Field(
-        "auto", title="Form", description="The form of the rows; auto: the form of most of the first 100 rows."
+        "auto", title="Form", description="The form of the rows; auto: the most common form of the first 100 rows."
     )
     columns: dict[str, str] = Field(
-        {}, description="Field of the form: name of the column that holds it, as in {prompt: question}."
+        {}, description="Field of the form: name of the column that contains it, as in {prompt: question}."
     )
     ignore: Annotated[list[str], BeforeValidator(_alone)] = Field(
         [],
-        description="Fields to leave out, such as id or messages.refusal; '*' = all that the form does not have. Other "
+        description="Fields to leave out, such as id or messages.refusal; '*' = all fields that the form lacks. Other "
         "fields that are not used make a row wrong.",
     )
     special_tokens: Literal["text", "tokens"] = Field(
-        "text", description="The tokenizer's special tokens in texts of rows: text = plain text; tokens = themselves."
+        "text",
+        description="Special tokens of the tokenizer that occur in rows: text = plain text; tokens = special tokens.",
     )
-    limit: int = Field(0, ge=0, description="Most rows to read; 0 = all.")
+    limit: int = Field(0, ge=0, description="Maximum number of rows to read; 0 = all.")
     max_bad_fraction: float = Field(
-        0.02, ge=0, le=1, description="Share of rows that may be wrong and are left out; the check fails when more are."
+        0.02,
+        ge=0,
+        le=1,
+        description="Share of rows that may be wrong and are left out; the check fails if more are wrong.",
     )
-    min_rows: int = Field(1, ge=1, description="The check fails when fewer good rows than this are left.")
+    min_rows: int = Field(1, ge=1, description="The check fails if fewer good rows than this are left.")
 
 
 class HeldOutSource(DataSource):

@@ -82,7 +82,7 @@ class TrackedSteps:
                 return
             except TrackerError as error:
                 if not failed:
-                    log.warning("the steps are not shown now, and later if the tracker works: %s", error)
+                    log.warning("the steps are not shown yet; they are sent when the tracker works again: %s", error)
                 failed = True
                 if mirror is not None:
                     with suppress(TrackerError):  # so that no thread of the library keeps writing

@@ -308,7 +308,7 @@ async def make_steps(
             await answered(trainer.recipe.ahead)
         await answered(0)
     except InterruptedCodeError as interrupted:  # before its step trained anything
-        log_line(f"step {first + len(made)} is not made: {interrupted}")
+        log_line(f"step {first + len(made)} was not executed: {interrupted}")
     finally:
         for future in pending:
             future.cancel()

@@ -78,12 +78,12 @@ class Task:
 def read_rows(url: str, split: str) -> Iterator[Json]:
     """The tasks below a folder, by name. UserError: there are none, or one cannot be used."""
     if split:
-        raise UserError(f"data.split {split!r}: {url} has no splits; name a folder of other tasks")
+        raise UserError(f"data.split {split!r}: {url} has no splits; name another folder of tasks")
     folder = Path(url.removeprefix(_SCHEME))
     refuse_code("data.url", f"harbor:{folder}")
     tasks = [folder] if (folder / "task.toml").is_file() else sorted(path.parent for path in folder.glob("*/task.toml"))
     if not folder.is_absolute() or not tasks:
-        raise UserError(f"data.url {url!r}: must be {_SCHEME}/PATH, a folder of tasks of Harbor; {folder} has none")
+        raise UserError(f"data.url {url!r}: must be {_SCHEME}/PATH, a folder of Harbor tasks; {folder} has none")
     for task in tasks:
         yield {"prompt": read_task(task).instruction, "tools": [_BASH], _ENTRY: str(task)}
 
@@ -150,7 +150,7 @@ class _Terminal:
             return f"tool {call['name']!r}: must be bash"
         command = call["arguments"].get("command") if isinstance(call["arguments"], dict) else None
         if not isinstance(command, str):
-            return f"arguments {call['arguments']!r}: must have the text `command`"
+            return f"arguments {call['arguments']!r}: must have the string `command`"
         ran = await self._execute(command)
         text = ran.output + ran.errors
         if len(text) > _SHOWN:
@@ -203,7 +203,7 @@ def read_task(folder: Path) -> Task:
     for field, value, rule in (
         ("steps", config.get("steps"), "tasks of several steps are not supported"),
         ("environment.os", place.get("os", "linux").replace("linux", ""), "must be linux"),
-        ("environment.mcp_servers", place.get("mcp_servers"), "servers of tools are not supported"),
+        ("environment.mcp_servers", place.get("mcp_servers"), "tool servers are not supported"),
         ("environment", compose and "docker-compose.yaml", "several containers are not supported"),
         ("environment.env, verifier.env", from_outside, "variables of the flow are not passed to a sandbox"),
         ("verifier.environment_mode", verifier.get("environment_mode", "").replace("shared", ""), "must be shared"),

@@ -71,7 +71,7 @@ class _Played:
         try:
             action = {self._text_field: text} if self._text_field else json.loads(text)
             if not isinstance(action, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not an object")
             seen = await self._request("step", action)
         except ValueError as error:
             return Reply(0.0, [Message(role="user", content=f"The action must be a JSON object: {error}")])

@@ -146,7 +146,9 @@ class _Rollout:
         if (reply := await self._next()) is not None:
             return reply
         if self._shown[: len(known)] != known or len(self._shown) < len(known) + 2:
-            raise UserError(f"{self._url}: the environment changes messages before the last answer: cannot be trained")
+            raise UserError(
+                f"{self._url}: the environment changes messages before the last answer: must not, for training"
+            )
         return Reply(0.0, self._shown[len(known) + 1 :])
 
     async def stopped(self) -> Reply:

@@ -347,9 +347,7 @@ def test_prompts_have_no_weights_and_other_fields_are_for_the_reward(check: Chec
 
 
 def test_unused_parts_of_good_rows_are_reported(check: Check) -> None:
-    assert check([{"messages": [U, A, U]}]).notes == [
-        "1 row(s): the messages behind the last answer are not trained on"
-    ]
+    assert check([{"messages": [U, A, U]}]).notes == ["1 row(s): the messages after the last answer are not trained on"]
     result = {"role": "tool", "content": "4", "tool_call_id": "c9"}
     assert check([{"messages": [U, A, result, A]}]).notes == ["1 row(s): tool_call_id names no tool call of the row"]
     distill = Use("distill", ("chat",), 64, learns=False)

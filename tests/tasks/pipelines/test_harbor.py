@@ -104,7 +104,7 @@ async def test_plain_commands_and_invalid_calls_are_handled(tokenizer: Any, rend
     episode, _ = await worked(tokenizer, renderer, write_task(tmp_path), *wrong, fenced, "Done.")
     assert contents(episode, "tool") == [
         "tool 'python': must be bash",
-        "arguments {'code': 'ls'}: must have the text `command`",
+        "arguments {'code': 'ls'}: must have the string `command`",
     ]
     shown = contents(episode, "user")[1]
     assert "No such file" in shown and shown.endswith("[exit status 2]") and episode.reward == 1.0
@@ -221,7 +221,7 @@ async def test_image_placeholder_is_refused_for_plain_programs(monkeypatch: pyte
 
 
 def test_invalid_folders_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"must be harbor:///PATH, a folder of tasks of Harbor; .* has none"):
+    with pytest.raises(UserError, match=r"must be harbor:///PATH, a folder of Harbor tasks; .* has none"):
         rows_of(tmp_path)
     with pytest.raises(UserError, match=r"data\.split 'eval': "):
         [*harbor.read_rows(f"harbor://{write_task(tmp_path)}", "eval")]

@@ -130,7 +130,7 @@ async def test_action_with_several_fields_is_json(renderer: Renderer, tokenizer:
                          '{"x": 0, "y": 5}')  # fmt: skip
     assert episode.reward == 8.0
     moved, left, listed, wrong = (message["content"] for message in episode.messages[2::2])
-    assert moved == '{"text": "moved", "x": 2}' and listed.endswith("it is no object")
+    assert moved == '{"text": "moved", "x": 2}' and listed.endswith("it is not an object")
     assert left.startswith("The action must be a JSON object: ") and "x" in wrong and "y" in wrong
 
 

@@ -32,10 +32,10 @@ def test_one_of_two_processes_continues_a_run(work: str) -> None:
 
 def test_different_plan_or_invalid_name_is_refused(work: str) -> None:
     RunProgress(work, "run", "plan")
-    with pytest.raises(UserError, match="resume 'run': this run was begun with other parameters or data"):
+    with pytest.raises(UserError, match="resume 'run': this run was started with different parameters or data"):
         RunProgress(work, "run", "other plan")
     RunProgress(work, "told", "plan", {"training.steps": 40, "reward": "m:f"})
-    fact = r"other parameters or data \(reward was 'm:f' and is None, training.steps was 40 and is 12\); give it"
+    fact = r"different parameters or data \(reward was 'm:f' and is None, training.steps was 40 and is 12\); give it"
     with pytest.raises(UserError, match=fact):
         RunProgress(work, "told", "other plan", {"training.steps": 12})
     with pytest.raises(UserError, match=r"run '\.\./x': must be 1 to 128 of"):

@@ -51,5 +51,5 @@ def test_all_pages_are_read_and_a_refusal_is_raised(monkeypatch: pytest.MonkeyPa
     }
     monkeypatch.setattr(httpx, "Client", lambda **more: real(
         transport=httpx.MockTransport(lambda request: httpx.Response(401, text="who are you?")), **more))  # fmt: skip
-    with pytest.raises(UserError, match="answers 401: who are you"):
+    with pytest.raises(UserError, match="answered 401: who are you"):
         list(rated_rows("journal://?rated=true", "auto"))

@@ -274,7 +274,7 @@ async def test_failing_row_is_left_out_while_the_data_allows_it(tokenizer: Any, 
     with pytest.raises(UserError, match=few):
         Rollouts(renderer, Failing, 2, 4, failures=many).refuse_failures(9)
     earlier = {"Worse": "a row that failed in another step"}
-    with pytest.raises(UserError, match="all 1 rows of this step failed; first: 'Bad': "):
+    with pytest.raises(UserError, match="all 1 rows of this step failed; the first one: 'Bad': "):
         await Rollouts(renderer, Failing, 2, 4, failures=earlier).groups(Echo(tokenizer), [bad], [1])
 
 
@@ -298,7 +298,7 @@ async def test_reward_error_names_its_place_and_the_answer(
     place = f"{__file__}:{missing.__code__.co_firstlineno + 1}"
     line = f"reward {__name__}:missing: KeyError: 'missing' ({place}); answer: '0'"
     rollouts = Rollouts(renderer, **scored_by(missing), group_size=2, max_tokens=4)
-    with pytest.raises(UserError, match=rf"of this step failed; first: 'Which .*': {re.escape(line)}$"):
+    with pytest.raises(UserError, match=rf"of this step failed; the first one: 'Which .*': {re.escape(line)}$"):
         await rollouts.groups(Echo(tokenizer), [ROW], [1])
     assert line in caplog.text and "return float(facts[" in lines[0]
     rollouts = Rollouts(renderer, **scored_by(not_a_number), group_size=2, max_tokens=4)

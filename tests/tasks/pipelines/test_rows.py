@@ -108,7 +108,7 @@ def test_a_misspelled_field_gets_a_suggestion_and_a_star_ignores_all_of_a_row() 
 
 def test_a_misspelled_required_field_gets_a_suggestion() -> None:
     for forms in ((), ("chat", "text")):
-        with pytest.raises(RowError, match=r"massages: is no field of a row \(did you mean 'messages'\?\)"):
+        with pytest.raises(RowError, match=r"massages: is not a field of a row \(did you mean 'messages'\?\)"):
             read({"massages": [U, A]}, "chat", forms=forms)
 
 
@@ -172,11 +172,11 @@ def test_a_result_of_an_unknown_call_is_refused() -> None:
 WRONG: list[tuple[Any, str, str]] = [
     ([1], "chat", "row: [1]: must be an object"),
     ({"prompt": "hi"}, "prompt_completion", "completion: is missing; a question with its"),
-    ({"messages": []}, "chat", "messages: []: must be a text or a list of messages, not empty"),
+    ({"messages": []}, "chat", "messages: []: must be text or a list of messages, and not empty"),
     ({"messages": [U]}, "chat", "messages: ['user']: must contain an assistant message"),
     ({"messages": [A]}, "chat", "messages[0].role: 'assistant': must be another role"),
     ({"messages": [U, {**A, "role": "bot"}]}, "chat", "messages[1].role: 'bot': must be one of"),
-    ({"messages": [U, {"role": "assistant"}]}, "chat", "messages[1].content: must be a text"),
+    ({"messages": [U, {"role": "assistant"}]}, "chat", "messages[1].content: must be text"),
     ({"messages": [U, "hello"]}, "chat", "messages[1]: 'hello': must be an object with role and content"),
     ({"messages": "[{"}, "chat", "messages: '[{': must be a list, or a list as JSON"),
     ({"messages": [{**U, "tool_calls": [CALL]}, A]}, "chat", "messages[0].tool_calls: "),
@@ -188,23 +188,23 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"messages": [U, {**A, "tool_calls": [{**CALL, "type": "x"}]}]}, "chat", "messages[1].tool_calls[0].type: 'x'"),
     ({"messages": [{**U, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, A]}, "chat",
      "messages[0].content[0].type: 'image_url': must be 'text'"),
-    ({"messages": [U, A], "tools": [{"type": "retrieval"}]}, "chat", "tools[0].name: must be a text"),
-    ({"prompt": "  ", "completion": "x"}, "prompt_completion", "prompt: '  ': must be a text that is not blank"),
+    ({"messages": [U, A], "tools": [{"type": "retrieval"}]}, "chat", "tools[0].name: must be text"),
+    ({"prompt": "  ", "completion": "x"}, "prompt_completion", "prompt: '  ': must be text that is not blank"),
     ({"prompt": "hi", "completion": [U]}, "prompt_completion", "completion[0].role: 'user': must be assistant"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "preference", "rejected: 'b': must differ from chosen"),
     ({"chosen": "b", "rejected": "c"}, "preference", "prompt: is missing, and chosen and rejected do not"),
     ({"conversations": [{"from": "me", "value": "x"}]}, "sharegpt", "conversations[0].from: 'me': must be one of"),
     ({"instruction": "a", "output": "b", "history": [["a"]]}, "alpaca", "history[0]: ['a']: must be a pair"),
     ({"instruction": "a", "output": "b", "history": 0}, "alpaca", "history: 0: must be a list"),
-    ({"messages": [U, A], "tools": [{"type": "function", "function": None}]}, "chat", "tools[0].name: must be a text"),
+    ({"messages": [U, A], "tools": [{"type": "function", "function": None}]}, "chat", "tools[0].name: must be text"),
     ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}]}, "chat",
      "messages[1].tool_calls[0].arguments: "),
     ({"prompt": "a", "chosen": [CALLS, RESULT, A], "rejected": [CALLS, {**RESULT, "tool_call_id": "c2"}, A]},
      "preference", "messages[2].tool_call_id: 'c2'"),
-    ({"text": 7}, "text", "text: 7: must be a text"),
+    ({"text": 7}, "text", "text: 7: must be text"),
     ({"prompt": "a", "n": float("nan")}, "prompt", "n: nan: must be a finite number"),
     ({"prompt": "a", "n": 2**70}, "prompt", "n: 1180591620717411303424: must be a finite number of at most 64 bits"),
-    ({"prompt": "a", "n": b"x"}, "prompt", "n: b'x': must be a text, a number, a list or an object, not bytes"),
+    ({"prompt": "a", "n": b"x"}, "prompt", "n: b'x': must be text, a number, a list or an object, not bytes"),
     ({"prompt": "a\ud800"}, "prompt", "prompt: 'a\\ud800': must be valid Unicode"),
 ]  # fmt: skip
 

@@ -177,7 +177,9 @@ async def test_conversation_with_a_killed_sandbox_is_restarted(tokenizer: Any, r
         assert [(each.reward, each.attempt) for each in group] == [(1.5, 0), (1.5, 1), (1.5, 1)]
         assert [each.repeated for each in lost] == [True, True]
     else:
-        with pytest.raises(EnvironmentUnavailableError, match="conversations of this step were interrupted; last: "):
+        with pytest.raises(
+            EnvironmentUnavailableError, match="conversations of this step were interrupted; the last one: "
+        ):
             await conversations
         assert [each.repeated for each in lost] == [True] * 3 + [False] * 3
     assert all("the sandbox ended before its program" in each.reason for each in lost) and not rollouts.failures
