@@ -36,7 +36,7 @@ def write_backup(settings: Settings, file: Path) -> Iterator[str]:
     UserError: the file exists or cannot be written, or there is no data dir with a database.
     """
     if file.exists():
-        raise UserError(f"backup {file}: exists; give a new name")
+        raise UserError(f"backup {file}: already exists; give a new name")
     existing(settings, settings.data_dir.as_uri())
     if not settings.has_journal:
         raise UserError(f"data dir {settings.data_dir}: has no database {settings.journal_file}: check --data-dir")

@@ -24,9 +24,9 @@ def _mapping(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
             continue
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str | int | float | None):
-            raise yaml.MarkedYAMLError(problem=f"the name {key!r} is no text", problem_mark=key_node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"the name {key!r} is not a string", problem_mark=key_node.start_mark)
         if key in seen:
-            raise yaml.MarkedYAMLError(problem=f"the name {key!r} stands twice", problem_mark=key_node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"the name {key!r} appears twice", problem_mark=key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
     return dict(loader.construct_mapping(node, deep=True))
@@ -51,8 +51,8 @@ _HINTS = {  # the parser's problem: its usual cause
     "could not find expected ':'": "a name and its value are written as `name: value`",
     "expected <block end>": "names of one section must begin in one column",
     "cannot start any token": "indent with spaces; a value that begins with @, ` or % needs quotes",
-    "expected ',' or": "a bracket is opened and not closed, or a value between brackets needs quotes",
-    "unexpected end of stream": "a quote is opened and not closed",
+    "expected ',' or": "a bracket is not closed, or a value between brackets needs quotes",
+    "unexpected end of stream": "a quote is not closed",
 }
 
 
@@ -83,7 +83,7 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"config {file}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise UserError(f"config {file}: must hold names and values")
+        raise UserError(f"config {file}: must contain names and values")
     for change in changes:
         names, separator, value = change.partition("=")
         if not separator:
@@ -93,7 +93,7 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
         for name in outer:
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
-                raise UserError(f"--set {change!r}: {name} holds no other names")
+                raise UserError(f"--set {change!r}: {name} is not a section with names")
         try:
             section[last] = read_yaml(value)
             if section[last] is None:

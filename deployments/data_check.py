@@ -212,7 +212,7 @@ def _compare(
     comparison, trained = Comparison(rows), 0
 
     def unknown(path: str) -> None:
-        text = f"note   {against} began with {path}, and no history has the rows of that checkpoint"
+        text = f"note   {against} began with {path}, whose rows are in no history"
         console.print(Text(text, "yellow"), soft_wrap=True)
 
     with Api(*server_from_environment(settings)) as api:
@@ -224,7 +224,7 @@ def _compare(
     bad = sum(overlap.contaminated for overlap, _ in found)
     console.print(f"{against} was trained on {trained} different rows", highlight=False, soft_wrap=True)
     text = (
-        f"{exact} of {len(rows)} rows are among them word for word; of {bad - exact} others, {CONTAMINATED:.0%} or more"
+        f"{exact} of {len(rows)} rows are identical to one of them; of {bad - exact} others, {CONTAMINATED:.0%} or more"
     )
     console.print(Text(f"{text} of the tokens are in {NGRAM}-grams of them", "red" if bad else ""), soft_wrap=True)
     if any(overlap.nearest for overlap, _ in found):

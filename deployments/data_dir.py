@@ -87,7 +87,7 @@ def _locks(lock: IO[str]) -> bool:
 
 
 def _served(data_dir: Path, by: str) -> UserError:
-    return UserError(f"data_dir '{data_dir}': is served already by {by}; stop it, or choose another --data-dir")
+    return UserError(f"data_dir '{data_dir}': is already served by {by}; stop it, or choose another --data-dir")
 
 
 def _unusable(data_dir: Path, error: OSError) -> UserError:

@@ -35,7 +35,7 @@ from tinkerflow.deployments.options import database_of, minute
 from tinkerflow.deployments.status import ended
 
 _PLUGINS = {"cuda": ("gpu", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "tpu": ("tpu", ("libtpu",))}  # by platform
-_NO_DATABASE = "there is no database yet; `tinkerflow up` makes it"
+_NO_DATABASE = "there is no database yet; `tinkerflow up` creates it"
 
 
 def examine(settings: Settings, console: Console) -> bool:
@@ -68,7 +68,7 @@ def check_data_dir(settings: Settings) -> str:
         above = next(path for path in folder.parents if path.exists())
         if not os.access(above, os.W_OK | os.X_OK):
             raise UserError(f"{folder}: {above} cannot be written: choose another --data-dir")
-        return f"{folder}: `tinkerflow up` makes it"
+        return f"{folder}: `tinkerflow up` creates it"
     if readable := open_to_others(folder):
         count = f"{len(readable)} files and folders, such as {readable[0]}"
         fix = f"run `tinkerflow up`, or chmod -R go= {shlex.quote(str(folder))}"
@@ -127,10 +127,10 @@ def check_processes(settings: Settings, clock: Clock | None = None) -> str:
     ages = {part: max(0.0, (now - at).total_seconds()) for part, at in sorted(found.beats.items())}
     if owner is None and ages.get("engine") is None and ages.get("api", 0.0) > PAUSE_SECONDS:
         ages = {}  # the service was stopped, as only the engine's lease shows
-    lines = [f"{part} beat {age:.0f} s ago" for part, age in ages.items()]
+    lines = [f"{part}: last heartbeat {age:.0f} s ago" for part, age in ages.items()]
     if any(age > PAUSE_SECONDS for age in ages.values()):
         raise UserError(
-            f"{'; '.join(lines)}: silent for more than {PAUSE_SECONDS:.0f} s; start it again, or see its log"
+            f"{'; '.join(lines)}: must be at most {PAUSE_SECONDS:.0f} s; start the part again, or see its log"
         )
     lines += [f"{model} waits: {reason}" for model, reason in sorted(found.waits.items())]
     if found.suspects:
@@ -163,7 +163,7 @@ def check_store(settings: Settings) -> str:
         try:
             if blobs.read(probe) != content:
                 raise StoreError(
-                    f"{settings.store_url}: other bytes were read than written; is it shared with a cache?"
+                    f"{settings.store_url}: the bytes read differ from the bytes written; is it shared with a cache?"
                 )
         finally:
             blobs.remove(probe)
@@ -179,7 +179,7 @@ def check_base_models(settings: Settings) -> str:
     lines = [
         f"{c.name} ({c.architecture}, {c.parameters / 1e6:.1f} M parameters, context {c.max_context})" for c in cards
     ]
-    return "; ".join(lines) or "the embedded tiny one, made at start"
+    return "; ".join(lines) or "the embedded tiny model, created at start"
 
 
 def check_compiled(settings: Settings) -> str:

@@ -47,9 +47,9 @@ async def keep_while_needed(
 
     while True:
         await _until_either_ends(keep(), until_idle())
-        report(f"no request for {seconds:g} s: worker processes are released until the next one")
+        report(f"no request for {seconds:g} s: worker processes are released until the next request")
         await _until_either_ends(rest(), until_needed())
-        report("a request waits: worker processes are started again")
+        report("a request is waiting: worker processes are started again")
 
 
 async def _until_either_ends(*works: Coroutine[None, None, None]) -> None:

@@ -84,7 +84,7 @@ class Part:
         try:
             monitor = HeartbeatMonitor(self.silence, lambda: self._lines, is_starting=lambda: not self._lines)
             if (silent := await watch(process, monitor)) is not None:
-                self.report(f"{self.name} was silent for {silent:.0f} s (stopped?): killed")
+                self.report(f"{self.name} sent no heartbeat for {silent:.0f} s (stopped?): killed")
                 process.signal(signal.SIGKILL)
                 await process.ended()
         finally:

@@ -8,7 +8,7 @@ ABOUT = "Self-hosted fine-tuning with the tinker SDK: JAX workers on your machin
 # Group -> command -> its module in `commands`, and a summary. Tests compare it with the commands of these modules.
 OVERVIEW = {
     "Start here": {
-        "quickstart": ("pipelines", "teach the embedded model three phrases, and go on serving"),
+        "quickstart": ("pipelines", "teach the embedded model three phrases, and keep serving"),
         "run": ("pipelines", "run a fine-tuning pipeline now"),
         "data": ("data", "check data before training, without a server"),
         "cassette": ("cassette", "record a program's requests, and replay them without a model"),
@@ -17,26 +17,26 @@ OVERVIEW = {
         "up": ("service", "start the API, the engine, the workers and Prefect"),
         "status": ("service", "show what is running"),
         "doctor": ("service", "check this machine and the settings, and name fixes"),
-        "plan": ("service", "tell whether a model fits a machine, and how fast it can be"),
+        "plan": ("service", "show whether a model fits a machine, and its speed"),
         "prefect": ("service", "print a link that signs a browser in to Prefect"),
         "serve": ("pipelines", "run scheduled pipelines on this machine"),
         "backup": ("backups", "copy the data dir into one file, also while the service runs"),
         "restore": ("backups", "unpack a backup into a new data dir"),
     },
-    "Question a run": {
-        "rerun": ("history", "train a run again, as it was or with changes"),
+    "Examine a run": {
+        "rerun": ("history", "train a run again, unchanged or with changes"),
         "blame": ("history", "find the rows that spoiled a step"),
         "fork": ("history", "save the state of a run after one of its steps"),
-        "explain": ("history", "show the data and the checkpoints that a checkpoint comes from"),
+        "explain": ("history", "show the data and the checkpoints behind a checkpoint"),
         "receipt": ("history", "write a signed statement of a run's inputs and results"),
         "verify": ("history", "compare a run with its receipt, and execute it again"),
     },
     "Manage": {
         "key": ("key", "create, list and revoke API keys"),
-        "limit": ("limit", "give projects limits of their own"),
+        "limit": ("limit", "set limits of single projects"),
         "checkpoint": ("checkpoint", "list, verify, import, merge and share checkpoints"),
         "champion": ("champion", "list the best weights of pipelines, and roll one back"),
-        "models": ("models", "make or download base models"),
+        "models": ("models", "create or download base models"),
     },
     "Parts, for several hosts": {
         "api": ("service", "run the API alone"),

@@ -115,7 +115,7 @@ def with_base_models(settings: Settings) -> Settings:
 
     folder = embedded_model(settings)
     if not (folder / "config.json").exists():
-        say(f"making the embedded tiny model in {folder}")
+        say(f"creating the embedded tiny model in {folder}")
         make_data_dir(settings.data_dir)
         make_folder(folder.parent)
         make_tiny(folder)

@@ -150,7 +150,7 @@ def about_hosts(target: Topology) -> list[str]:
         return [
             "and on each host: tinkerflow worker --group ADDRESS:7000 --secret-file group.secret "
             "(docs/many-hosts.md); ADDRESS is that of the first host",
-            "Links between hosts count as those of one host. The network is often slower, and so are the rates above.",
+            "Links between hosts count as local links. The network is often slower, and so are the rates above.",
         ]
     if target.device.platform is not TPU and target.count > _HOST_GPUS:
         return [f"{target} is one host. Most hosts have at most {_HOST_GPUS} GPUs: {target.device.name}:2x8 is two."]
@@ -260,7 +260,7 @@ def _on_devices(config: GroupConfig, target: Topology) -> GroupConfig:
 def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
     """Whether all parameters can be trained, and how much memory that takes."""
     needed = adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER)
-    left = f"{plan.full / GB:.1f} GB are left" if plan.full > 0 else "none are left beside the base model"
+    left = f"{plan.full / GB:.1f} GB are left" if plan.full > 0 else "none are left next to the base model"
     facts = f"it needs {needed / GB:.1f} GB of each device, and {left}"
     if needed > plan.full:
         return f"does not fit: {facts}"

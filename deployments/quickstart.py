@@ -56,9 +56,9 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
     except KeyboardInterrupt:
         console.print("stopped")
     if data_dir is None:
-        print_line(console, "all of it was in a scratch folder; to keep it: tinkerflow quickstart --data-dir DIR")
+        print_line(console, "everything was in a scratch folder; to keep it: tinkerflow quickstart --data-dir DIR")
     else:
-        print_line(console, f"saved in {data_dir}; to go on: tinkerflow up --data-dir {shlex.quote(str(data_dir))}")
+        print_line(console, f"saved in {data_dir}; to continue: tinkerflow up --data-dir {shlex.quote(str(data_dir))}")
         if page:
             print_line(console, f"the run's page: {page_command(page, data_dir)}")
     return learned

@@ -38,8 +38,8 @@ from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 _LABELS = {"first": "first tenth", "last": "last tenth"}  # of the steps; a result contains their means
 _EXAMPLE_MODEL = (
-    "the example's model is tiny and began with random weights: it learns the words of the training rows, and not to\n"
-    "generalize. The samples are its answers to held-out rows, which ask in other words: most of them are wrong"
+    "the example's model is tiny and began with random weights: it learns the training rows by heart, but does not\n"
+    "generalize. The samples are its answers to held-out rows, which are worded differently: most of them are wrong"
 )
 LINE_SECONDS = 10.0  # between lines of progress without a terminal
 
@@ -110,7 +110,7 @@ def other_data_dir(parameters: AnyParameters, settings: Settings, url: str) -> s
     if not local or parameters.work or settings.pipelines or (own is not None and own.port == address.port):
         return ""
     return (
-        f"warning: the service at {url} is not that of the data dir {settings.data_dir}, so its console does not show "
+        f"warning: the service at {url} does not use the data dir {settings.data_dir}, so its console does not show "
         "the rollouts of this run: give the --data-dir of its `tinkerflow up`"
     )
 
@@ -221,7 +221,7 @@ def wait_for_prefect(find: Callable[[], PrefectAccess | None], seconds: float) -
     while (prefect := find()) is None or not answers(prefect.api_url):
         if time.monotonic() > deadline:
             where = "" if prefect is None else f" at {prefect.api_url}"
-            raise ServerError(f"run: Prefect{where} does not answer, waited {seconds:.0f} s (start_deadline)")
+            raise ServerError(f"run: Prefect{where} did not answer within {seconds:.0f} s (start_deadline)")
         time.sleep(0.2)
     return prefect
 
@@ -286,7 +286,7 @@ def run_and_show(
     else:
         show_failure(console, pipeline.name, state)
         if again and state.is_cancelled():
-            print_line(console, f"to go on: {again}{values.get('resume') or state.state_details.flow_run_id}")
+            print_line(console, f"to continue: {again}{values.get('resume') or state.state_details.flow_run_id}")
     if server and newest:
         print_line(console, f"see it in the console: {server}/training_runs/{newest}")
     return f"/runs/flow-run/{state.state_details.flow_run_id}", state.is_completed()
@@ -343,7 +343,7 @@ def _run(
         def show_phase(text: str) -> None:
             nonlocal begun
             if again and not begun:
-                print_line(console, f"to go on if it is interrupted: {again}{values.get('resume') or flow_run.id}")
+                print_line(console, f"to continue if it is interrupted: {again}{values.get('resume') or flow_run.id}")
             begun = True
             bar.update(shown, description=f"{pipeline.name}: {text}")
             if bar.disable:

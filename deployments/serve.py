@@ -65,7 +65,7 @@ class Deployment(BaseModel):
     tags: list[str] = []
     schedules: list[dict[str, Any]] = []
     concurrency_limit: int | dict[str, Any] | None = None
-    paused: bool = Field(False, description="whether the schedules wait until somebody resumes them")
+    paused: bool = Field(False, description="whether the schedules are paused until someone resumes them")
     for_work_pools: dict[str, Any] = {}
 
 
@@ -102,7 +102,7 @@ def _deployments(file: Path, entries: Sequence[object]) -> list[Deployment]:
     deployments = []
     for i, entry in enumerate(entries):
         if not isinstance(entry, dict):
-            raise UserError(f"serve {file}: deployments[{i}]: {entry!r}: must hold names and values")
+            raise UserError(f"serve {file}: deployments[{i}]: {entry!r}: must contain names and values")
         pools = {name: entry[name] for name in FOR_WORK_POOLS if name in entry}
         used = {name: value for name, value in entry.items() if name not in pools}
         try:
@@ -222,7 +222,7 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
             if not is_away and not is_refused:
                 raise
             if is_away:
-                report(f"Prefect was away at the end: {type(error).__name__}")
+                report(f"Prefect could not be reached at the end: {type(error).__name__}")
         if is_refused and not asked.is_set():
             await check_access(prefect, settings.data_dir)
     return asked.is_set()

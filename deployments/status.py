@@ -37,13 +37,13 @@ def show_status(settings: Settings, console: Console) -> bool:
     if owner:
         served_by = f"process {owner.pid} since {owner.since}"
     else:
-        served_by = "no `tinkerflow up` of this data dir" + (f"; {ended(last)}" if last else "")
+        served_by = "no `tinkerflow up` with this data dir" + (f"; {ended(last)}" if last else "")
     show("served by", served_by)
     show("API", problem or f"{url}: answers", "red" if problem else "green")
     try:
         with opened_journal(settings) as journal:
             if journal is None:
-                show("journal", "there is none yet; `tinkerflow up` makes it")
+                show("journal", "there is none yet; `tinkerflow up` creates it")
             else:
                 _show_work(journal, show)
     except (TinkerflowError, *AWAY) as error:

@@ -62,7 +62,7 @@ def make_tiny(folder: str | Path) -> Path:
         except OSError as error:
             # Another process may have been faster; a folder that is not empty is never replaced.
             if not _is_there(target):
-                raise UserError(f"tiny model: cannot make {target} ({error})") from error
+                raise UserError(f"tiny model: cannot create {target} ({error})") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
@@ -74,7 +74,7 @@ def _is_there(target: Path) -> bool:
     config = target / "config.json"
     if config.is_file() and config.read_text(encoding="utf-8") == _json(_config()):
         return True
-    raise UserError(f"tiny model: {target} exists and holds something else; give a folder that is new or empty")
+    raise UserError(f"tiny model: {target} exists and contains something else; give a new or empty folder")
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -179,7 +179,9 @@ class Stack:
                 await asyncio.gather(*(asyncio.wrap_future(part.ready) for part in self._parts))
         except TimeoutError:
             late = ", ".join(part.name for part in self._parts if not part.ready.done())
-            raise ServerError(f"not ready in {self.settings.start_deadline:.0f} s (start_deadline): {late}") from None
+            raise ServerError(
+                f"not ready within {self.settings.start_deadline:.0f} s (start_deadline): {late}"
+            ) from None
 
     async def _keep_workers(self, launcher: Launcher, plan: Plan) -> None:
         """Run the launcher, and restart it when it fails. A UserError before the stack is ready propagates."""
@@ -194,8 +196,8 @@ class Stack:
                 if isinstance(error, UserError) and not self._ready.done():
                     raise
                 pause = restarts.pause(steady=False)
-                log.exception("launcher %s has failed", launcher.name)
-                self._report(f"no workers can be started: {error}; trying again in {pause:.1f} s")
+                log.exception("launcher %s failed", launcher.name)
+                self._report(f"cannot start workers: {error}; trying again in {pause:.1f} s")
                 await asyncio.sleep(pause)
 
     async def _keep_while_needed(self, launcher: Launcher, plan: Plan) -> None:

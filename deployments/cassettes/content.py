@@ -65,7 +65,7 @@ def difference(now: Any, then: Any, path: str = "") -> str | None:
     return (
         None
         if now == then or (_is_nan(now) and _is_nan(then))
-        else f"{path or 'the request'} {_is(now)} and {_was(then)} in the recording"
+        else f"{path or 'the request'} {_is(now)}, but {_was(then)} in the recording"
     )
 
 
@@ -80,7 +80,7 @@ def _of_lists(now: Any, then: Any, path: str) -> str | None:
         found = next((text for i, (a, b) in items if (text := difference(a, b, f"{path}[{i}]")) is not None), None)
     if len(now) == len(then):
         return found
-    text = f"{path} has {_count(now)} and had {len(then)} in the recording"
+    text = f"{path} has {_count(now)}, but had {len(then)} in the recording"
     return text if found is None else f"{text}; {found}"
 
 

@@ -184,8 +184,8 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
         raise UserError(f"cassette {path} is damaged after record {records}: {damage}; record it again")
     if not found.whole and not partial:
         raise UserError(
-            f"cassette {path} has no end: it was cut, or its recorder was killed, behind request "
-            f"{len(found.compared)}; record it again, or replay it up to there with --partial (partial=True)"
+            f"cassette {path} has no end: it was cut, or its recorder was killed, after request "
+            f"{len(found.compared)}; record it again, or replay the requests before that with --partial (partial=True)"
         )
     return found
 

@@ -89,7 +89,7 @@ class _RunWriter:
         samplers = self._api.ask(f"sessions/{session_id}")["sampler_ids"]
         if samplers:
             self._missing.append(
-                f"the samples of {len(samplers)} samplers are not in it, because the history of a run has none: "
+                f"the samples of {len(samplers)} samplers are missing, because the history of a run contains none: "
                 "`tinkerflow cassette record -o FILE -- COMMAND` records them while the program runs"
             )
         return WrittenRun(self._number, self._missing)

@@ -73,7 +73,9 @@ class Script:
             if other is None:
                 return self._unlike(now, place, found)
             if other.used and not now.reads:
-                return f"{self._numbered(now)} is made once more than in the recording, where it is {self.named(other)}"
+                return (
+                    f"{self._numbered(now)} is made more often than in the recording, where it is {self.named(other)}"
+                )
             found = other
         found.used = True
         if key is not None:
@@ -105,7 +107,7 @@ class Script:
         if not left:
             return []
         others = f"; {len(left)} requests of the recording were not made" if len(left) > 1 else ""
-        return [f"{self.named(left[0])} is in the recording and was never made{others}"]
+        return [f"{self.named(left[0])} is in the recording, but was never made{others}"]
 
     def named(self, entry: Recorded) -> str:
         """A recorded request in messages, such as `request 7 (optim_step of model 0)`."""
@@ -130,5 +132,5 @@ class Script:
             return f"{self._numbered(now)} is not in the recording, {which} {len(place.entries)} of its place"
         text = difference(tree_of(now, self._ignore), tree_of(then.asked, self._ignore))
         if now.operation != then.asked.operation:
-            text = f"the operation is {now.operation} and was {then.asked.operation} in the recording"
+            text = f"the operation is {now.operation}, but was {then.asked.operation} in the recording"
         return f"{self.named(then)}: {text}"

@@ -44,14 +44,14 @@ def record_program(command: Sequence[str], output: Path, server: str, *, report:
                 "gives the SDK a base_url must take it from there"
             )
         if status == _STOPPED:
-            report(f"interrupted: {writer.part} holds {recorder.requests} requests")
+            report(f"interrupted: {writer.part} contains {recorder.requests} requests")
             return status
         digest = writer.close()
     report(_recorded(recorder.requests, output, digest))
     if recorder.unanswered:
         report(f"{recorder.unanswered} of them had no result when the program ended")
     if status:
-        report(f"the program ended with status {status}: so will its replay")
+        report(f"the program ended with status {status}, as its replay will")
     return status
 
 

@@ -44,7 +44,7 @@ class Replay:
         self._folders: dict[str, str] = {}  # of tokenizers: when recorded -> on this machine
         for entry in self.script.entries:
             if entry.asked.is_future and (request_id := future_of(entry.exchange.answer)):
-                text = f"{self.script.named(entry)} has no result in the recording: the program ended before it came"
+                text = f"{self.script.named(entry)} has no result in the recording: the program ended before it arrived"
                 self._results.setdefault(request_id, (_JSON, _failure(text)))
 
     def app(self) -> Starlette:
@@ -122,7 +122,7 @@ class Replay:
                 media, content = self._results.get(request_id, unknown)
                 return Response(content, media_type=media)
             case "retrieve_futures":
-                text = "retrieve_futures: a cassette has no such poll; client/config turns it off"
+                text = "retrieve_futures: a replay does not support this poll; client/config turns it off"
                 return Response(msgspec.json.encode({"detail": text}), 400, media_type=_JSON)
             case "auth/token":
                 return Response(msgspec.json.encode({"jwt": _token()}), media_type=_JSON)

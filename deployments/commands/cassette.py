@@ -33,11 +33,11 @@ class _RunOrProgram(typer.core.TyperCommand):
 def record(
     command: Annotated[
         list[str],
-        typer.Argument(help="program to run, with its arguments, behind --; or the id of a run with a history"),
+        typer.Argument(help="program to run, with its arguments, after --; or the id of a run with a history"),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="file to write")],
     server: Annotated[
-        str | None, typer.Option(help="service that answers (default: TINKER_BASE_URL, or the service of the data dir)")
+        str | None, typer.Option(help="service to record (default: TINKER_BASE_URL, or the service of the data dir)")
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -65,7 +65,7 @@ def serve(
     file: Annotated[Path, typer.Argument(help="cassette to replay")],
     command: Annotated[
         list[str] | None,
-        typer.Argument(help="program to run and its arguments, behind -- (default: serve until Ctrl-C)"),
+        typer.Argument(help="program to run and its arguments, after -- (default: serve until Ctrl-C)"),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0 = a free one")] = 0,
     ignore: Annotated[

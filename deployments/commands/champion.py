@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List the best weights of pipelines, and roll one back.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="name of the champion, as `champion list` shows it")]
+Name = Annotated[str, typer.Argument(help="name of the champion, which `champion list` shows")]
 
 
 @app.command("list")
@@ -57,7 +57,7 @@ def rollback(
     try:
         create_json(work, champion_key(name, after["number"]), after)
     except FileExistsError as error:
-        raise ConflictError(f"champion {name!r}: another one was promoted meanwhile; try again") from error
+        raise ConflictError(f"champion {name!r}: another champion was promoted meanwhile; try again") from error
     print(f"champion/{name} is number {after['number']} now: {after['weights']}")
 
 

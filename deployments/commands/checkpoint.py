@@ -93,7 +93,7 @@ def verify(
 @app.command()
 def gc(
     older_than: Annotated[
-        float, typer.Option(min=1, help="hours without a write after which an uncommitted save counts as dead")
+        float, typer.Option(min=1, help="hours without a write after which an uncommitted save is considered abandoned")
     ] = 24,
     yes: Annotated[bool, typer.Option("--yes", help="remove the files; without it, they are only listed")] = False,
     store: StoreUrl = None,
@@ -118,14 +118,14 @@ def gc(
         print(f"{snapshot.path}: recovery snapshot of {whose}, written {minute(snapshot.written_at)}")
         dropped += yes and opened.delete(snapshot.path)
     if not yes:
-        print("nothing was removed: give --yes to remove it")
+        print("nothing was removed: give --yes to remove the files")
         return
     drafts = opened.upkeep.clear_drafts(before)
     print(f"removed {removed} attempt(s), {dropped} recovery snapshot(s) and {drafts} draft(s)")
 
 
 def _missing(path: str, settings: Settings) -> NotFoundError:
-    fix = "name the one that has it by --store or --data-dir"
+    fix = "name its store with --store or --data-dir"
     return NotFoundError(f"checkpoint {path}: it is not in the store {settings.store_url}; {fix}")
 
 
@@ -141,9 +141,7 @@ def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapsho
 
 @app.command("rebuild-index")
 def rebuild_index(
-    project: Annotated[
-        str, typer.Option(help="project of the checkpoints that were saved without a key")
-    ] = LOCAL_OWNER,
+    project: Annotated[str, typer.Option(help="project of checkpoints that were saved without a key")] = LOCAL_OWNER,
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -263,7 +261,7 @@ def export(
     if saved is None:
         raise _missing(path, settings)
     if to.exists():
-        raise UserError(f"to {to}: is there already; name a folder that does not exist")
+        raise UserError(f"to {to}: already exists; name a new folder")
     text = _card(opened, saved, find_model(saved.meta.base_model), settings)
     to.mkdir(parents=True)
     for name, digest in saved.files.items():
@@ -337,7 +335,7 @@ def _named_database(settings: Settings) -> Iterator[None]:
     try:
         yield
     except NotFoundError as error:
-        where = f"in the database {database_of(settings)}; name the right one by --data-dir"
+        where = f"in the database {database_of(settings)}; name the right data dir with --data-dir"
         raise NotFoundError(f"{error.message} {where}") from error
 
 
@@ -357,7 +355,7 @@ def shares(
     for shared in found:
         times = (shared.created_at, shared.expires_at, shared.revoked_at)
         table.add_row(shared.id, shared.path, *map(minute, times))
-    print_wide(table, empty="no tokens: `tinkerflow checkpoint share PATH` makes one")
+    print_wide(table, empty="no tokens: `tinkerflow checkpoint share PATH` creates one")
 
 
 @app.command()

@@ -30,9 +30,9 @@ def check(
     format_: Annotated[Literal["chat", "text"], typer.Option("--format", help="as model.format")] = "chat",
     max_tokens: Annotated[int, typer.Option(min=8, help="longest sequence, as training.max_tokens")] = 2048,
     against: Annotated[
-        str, typer.Option(help="run or checkpoint with a history: which rows was it trained on already?")
+        str, typer.Option(help="run or checkpoint with a history: shows which rows it was already trained on")
     ] = "",
-    show: Annotated[int, typer.Option(min=0, help="rows to show as the model reads them")] = 2,
+    show: Annotated[int, typer.Option(min=0, help="number of rows to show as the model reads them")] = 2,
     data_dir: DataDir = None,
 ) -> None:
     """Show how a pipeline reads data: its form, tokens, lengths, trained tokens, duplicates and problems.

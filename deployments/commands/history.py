@@ -29,7 +29,7 @@ def rerun(
         list[str] | None, typer.Option("--set", help="optimizer parameter, as learning_rate=1e-5 or learning_rate=*0.5")
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(help="STEP to leave out, or STEP:ROW for a row of its data; may be repeated")
+        list[str] | None, typer.Option(help="STEP to leave out, or STEP:ROW for one row of its data; may be repeated")
     ] = None,
     save: Annotated[str, typer.Option(help="name under which the new run saves its state at the end")] = "",
     data_dir: DataDir = None,
@@ -65,7 +65,7 @@ def rerun(
 @app.command()
 def blame(
     run: Run,
-    step: Annotated[int, typer.Option(min=1, help="optimizer step whose data are examined")],
+    step: Annotated[int, typer.Option(min=1, help="optimizer step whose rows are examined")],
     back: Annotated[
         int, typer.Option(min=0, help="steps before it that are searched by bisection if none of its rows is to blame")
     ] = 16,
@@ -90,7 +90,7 @@ def blame(
             print(f"step {earlier} made the data of step {step} unlikely; these are the rows of step {earlier}")
             step, rows = earlier, compute(recorded, earlier)
         if not rows[0].reason:
-            print(f"no row of step {step} is unlike the others; the first has the largest part in the step")
+            print(f"no row of step {step} is unlike the others; the first one contributes most to the step")
         table = Table(*COLUMNS)
         for row in rows[:show]:
             table.add_row(*cells(row))

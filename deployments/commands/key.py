@@ -22,7 +22,7 @@ app = typer.Typer(
 
 @app.command("create")
 def create_key(
-    name: Annotated[str, typer.Argument(help="what the key is for")],
+    name: Annotated[str, typer.Argument(help="name of the key, such as its user or purpose")],
     project: Annotated[
         str, typer.Option(help="project whose runs and checkpoints the key reads and writes")
     ] = "default",
@@ -43,7 +43,7 @@ def create_key(
         print(f"{key.id}: {secret}")
         typer.echo(f"stored in {database_of(settings)}, for services that use this database", err=True)
         if local and key.project != LOCAL_OWNER:
-            note = f"project {key.project} takes over {local} training run(s) that were made without a key"
+            note = f"project {key.project} takes over {local} training run(s) that were created without a key"
             typer.echo(note, err=True)
 
 
@@ -62,12 +62,12 @@ def list_keys(
     for key in (key for key in keys if project in (None, key.project)):
         times = (key.created_at, key.last_used_at, key.revoked_at)
         table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, *map(minute, times))
-    print_wide(table, empty="no keys: `tinkerflow key create NAME` makes one")
+    print_wide(table, empty="no keys: `tinkerflow key create NAME` creates one")
 
 
 @app.command("revoke")
 def revoke_key(
-    key: Annotated[str, typer.Argument(help="the key's id or name, as `key list` shows them")], data_dir: DataDir = None
+    key: Annotated[str, typer.Argument(help="the key's id or name, which `key list` shows")], data_dir: DataDir = None
 ) -> None:
     """Revoke an API key."""
     from tinkerflow.backend.journal import command_line_actor

@@ -12,14 +12,14 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.deployments.options import DataDir, print_wide, settings_with
 
 app = typer.Typer(
-    help="Give projects limits of their own, in the place of those of the settings (docs/keys-and-limits.md).",
+    help="Set limits of single projects, in place of the limits of the settings (docs/keys-and-limits.md).",
     no_args_is_help=True,
 )
 
 
 @app.command("set")
 def set_limits(
-    project: Annotated[str, typer.Argument(help="the project, as `key list` shows it")],
+    project: Annotated[str, typer.Argument(help="the project, which `key list` shows")],
     limits: Annotated[
         list[str],
         typer.Argument(
@@ -55,7 +55,7 @@ def list_limits(data_dir: DataDir = None) -> None:
         known = {key.project for key in journal.keys.all()}
         for project, own in journal.project_limits.all().items():
             table.add_row(project if project in known else f"{project} (no such project yet)", _shown(own))
-    print_wide(table, empty="no project has limits of its own: `tinkerflow limit set PROJECT NAME=VALUE` sets one")
+    print_wide(table, empty="no project has its own limits: `tinkerflow limit set PROJECT NAME=VALUE` sets one")
 
 
 def _parsed(limit: str) -> tuple[str, int | None]:

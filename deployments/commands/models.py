@@ -9,7 +9,7 @@ import typer
 
 from tinkerflow.deployments.options import DataDir, setting, settings_with
 
-app = typer.Typer(help="Make or download base models.", no_args_is_help=True)
+app = typer.Typer(help="Create or download base models.", no_args_is_help=True)
 
 
 @app.command("make-tiny")

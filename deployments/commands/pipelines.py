@@ -48,7 +48,7 @@ def run(
     pipeline: Annotated[str, typer.Argument(help=f"one of {', '.join(PIPELINES)}")],
     config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters")] = None,
     example: Annotated[
-        bool, typer.Option("--example", help="use our example data, and start a service for this run")
+        bool, typer.Option("--example", help="use the example data, and start a service for this run")
     ] = False,
     change: Annotated[
         list[str] | None,
@@ -83,7 +83,7 @@ def _exit(good: bool) -> None:
 @app.command()
 def serve(
     file: Annotated[Path, typer.Option(help="a prefect.yaml whose deployments are served")],
-    limit: Annotated[int, typer.Option(min=1, help="most flow runs at the same time")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="maximum number of simultaneous flow runs")] = 2,
     data_dir: DataDir = None,
 ) -> None:
     """Execute flow runs of deployments on this machine: scheduled ones, and those started in the Prefect UI.

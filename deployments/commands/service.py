@@ -183,7 +183,7 @@ def worker(
 
 @app.command()
 def track(
-    once: Annotated[bool, typer.Option("--once", help="write what the journal has, and end")] = False,
+    once: Annotated[bool, typer.Option("--once", help="mirror the runs in the journal, and exit")] = False,
     parent: Parent = 0,
     data_dir: DataDir = None,
 ) -> None:

@@ -82,14 +82,14 @@ def waiting_lines(pods: Sequence[Pod], count: int, warnings: Sequence[Event]) ->
     if len(pods) < count:
         last = max(warnings, key=lambda event: str(event.lastTimestamp or event.eventTime or ""), default=None)
         why = f": {last.reason}: {last.message}" if last else ""
-        lines.append(f"Kubernetes has made {len(pods)} of {count} pods{why}")
+        lines.append(f"Kubernetes has created {len(pods)} of {count} pods{why}")
     return lines
 
 
 def _waits_for(pod: Pod) -> str:
     """Why a pod is not in the group; "" if it is."""
     if pod.metadata and pod.metadata.deletionTimestamp:
-        return "it ends"
+        return "it is being deleted"
     assert pod.status is not None
     conditions = {condition.type: condition for condition in pod.status.conditions or ()}
     if "Ready" in conditions and conditions["Ready"].status == "True":
@@ -100,7 +100,7 @@ def _waits_for(pod: Pod) -> str:
         waiting = container.state and container.state.waiting
         if waiting and waiting.reason != "PodInitializing":
             return f"container {container.name}: {waiting.reason}: {waiting.message or ''}".rstrip(": ")
-    return "it has not joined the group yet" if pod.status.phase == "Running" else "its init containers run"
+    return "it has not joined the group yet" if pod.status.phase == "Running" else "its init containers are running"
 
 
 async def keep(plan: Plan, say: Say, client: AsyncClient, check_seconds: float = CHECK_SECONDS) -> None:
@@ -140,7 +140,7 @@ async def _release(plan: Plan, say: Say, client: AsyncClient) -> None:
     """End the pods. Failures are retried for LEAVE_SECONDS, and then reported."""
     from lightkube.resources.core_v1 import Pod
 
-    why = "they still end"
+    why = "they are still being deleted"
     try:
         async with asyncio.timeout(LEAVE_SECONDS):
             while True:

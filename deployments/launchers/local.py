@@ -43,7 +43,7 @@ async def _keep(plan: Plan, report: Say) -> None:
             log.info("stopped")
             raise
         except Exception:
-            log.exception("the workers' host has failed")
+            log.exception("the workers' host failed")
             raise
 
 

@@ -294,6 +294,6 @@ def test_an_exported_checkpoint_is_an_adapter_of_peft_with_its_card(tmp_path: Pa
     assert card.startswith("---\nlibrary_name: peft\nlicense: mit\ntags:\n- tinkerflow\n---\n")
     assert f"checkpoint `{path}`" in card and card.endswith("Base model: mit (its README.md).\n")
     again = CliRunner().invoke(every_command(), arguments)
-    assert isinstance(again.exception, UserError) and "name a folder that does not exist" in str(again.exception)
+    assert isinstance(again.exception, UserError) and "name a new folder" in str(again.exception)
     arguments[2] = f"{path}b"
     assert isinstance(CliRunner().invoke(every_command(), arguments).exception, NotFoundError)

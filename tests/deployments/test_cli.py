@@ -26,7 +26,7 @@ def test_doctor_finds_a_fresh_machine_healthy(tmp_path):
     ports = {"TINKERFLOW_PORT": "1", "TINKERFLOW_PREFECT_PORT": "1"}
     done = tinkerflow("doctor", "--data-dir", str(tmp_path), COLUMNS="300", **ports)
     assert done.returncode == 0, done.stdout + done.stderr
-    for word in ("cpu", "writable", "there is no database yet", "not running", "embedded tiny one"):
+    for word in ("cpu", "writable", "there is no database yet", "not running", "embedded tiny model"):
         assert word in done.stdout.lower(), word
     assert not (tmp_path / "journal.db").exists()
 

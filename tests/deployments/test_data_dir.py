@@ -66,11 +66,11 @@ def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path) -
     first = context.Process(target=_own, args=(str(tmp_path), owns, ends))
     first.start()
     assert owns.wait(120)
-    message = rf"is served already by process {first.pid} at http://127\.0\.0\.1:1; stop it, or choose another"
+    message = rf"is already served by process {first.pid} at http://127\.0\.0\.1:1; stop it, or choose another"
     with pytest.raises(UserError, match=message), owned(tmp_path, "x"):
         pass
     (tmp_path / LOCK).write_text("")  # as before the first process has written its name
-    with pytest.raises(UserError, match="is served already by another process; stop it"), owned(tmp_path, "x"):
+    with pytest.raises(UserError, match="is already served by another process; stop it"), owned(tmp_path, "x"):
         pass
     first.kill()
     first.join()
@@ -111,7 +111,7 @@ def test_killed_service_is_unhealthy_and_a_stopped_one_is_healthy(tmp_path: Path
     assert check_processes(settings, hour).startswith("none is running")
     with open_journal(settings) as journal:
         journal.leases.acquire("an engine of parts, that is killed")
-    with pytest.raises(UserError, match=r"engine beat \d+ s ago: silent for more than 15 s; start it again"):
+    with pytest.raises(UserError, match=r"engine: last heartbeat \d+ s ago: must be at most 15 s; start the part"):
         check_processes(settings, hour)
 
 
@@ -155,7 +155,7 @@ def test_backup_is_made_during_writes_and_restored_into_a_new_folder(tmp_path: P
         shown = list(write_backup(settings, tmp_path / "b.tar"))
     assert shown[-1].startswith(f"backup: {tmp_path / 'b.tar'}, ")
     assert (tmp_path / "b.tar").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(UserError, match="exists; give a new name"):
+    with pytest.raises(UserError, match="already exists; give a new name"):
         list(write_backup(settings, tmp_path / "b.tar"))
     with pytest.raises(UserError, match="is not empty"):
         list(restore_backup(tmp_path / "b.tar", settings.data_dir))
@@ -241,5 +241,5 @@ def test_keys_are_revoked_by_id_or_by_an_unambiguous_name(tmp_path: Path) -> Non
 def test_the_state_of_a_service_is_shown(tmp_path: Path) -> None:
     settings, shown = filled(tmp_path), io.StringIO()
     assert not show_status(settings, plain_console(file=shown, width=200))
-    for text in ("no `tinkerflow up` of this data dir", "does not answer", "1 usable", "training runs"):
+    for text in ("no `tinkerflow up` with this data dir", "does not answer", "1 usable", "training runs"):
         assert text in shown.getvalue()

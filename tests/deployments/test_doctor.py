@@ -58,7 +58,9 @@ def test_doctor_shows_waiting_parts_and_groups(tmp_path: Path) -> None:
         journal.base_models.register([("m", "{}")])
         journal.base_models.note_progress("m", "worker group 1 ended (rank 0 was killed)")
         said = doctor.check_processes(settings)
-        assert re.fullmatch(r"engine beat \d+ s ago; m waits: worker group 1 ended \(rank 0 was killed\)", said)
+        assert re.fullmatch(
+            r"engine: last heartbeat \d+ s ago; m waits: worker group 1 ended \(rank 0 was killed\)", said
+        )
         journal.leases.release()
         journal.base_models.note_progress("m", None)
         assert doctor.check_processes(settings).startswith("none is running")
@@ -74,7 +76,7 @@ def test_doctor_does_not_create_a_missing_database(tmp_path: Path, check: Callab
     folder = tmp_path / "none"
     for settings in (Settings(data_dir=folder), Settings(data_dir=folder, database_url=f"sqlite:///{folder}/x.db")):
         said = check(settings)
-        assert check is doctor.check_compiled or said.endswith("there is no database yet; `tinkerflow up` makes it")
+        assert check is doctor.check_compiled or said.endswith("there is no database yet; `tinkerflow up` creates it")
     assert not folder.exists()
 
 
@@ -89,7 +91,7 @@ def test_database_of_an_earlier_version_is_left_unchanged(tmp_path: Path, check:
 
 def test_database_without_tables_is_healthy(tmp_path: Path) -> None:
     (tmp_path / "journal.db").touch()
-    assert doctor.check_journal(Settings(data_dir=tmp_path)).endswith("no database yet; `tinkerflow up` makes it")
+    assert doctor.check_journal(Settings(data_dir=tmp_path)).endswith("no database yet; `tinkerflow up` creates it")
 
 
 def test_doctor_shows_the_compile_status(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_the_store_is_probed_as_checkpoints_are_saved(tmp_path: Path, monkeypatc
         doctor.check_store(Settings(data_dir=tmp_path, store=f"file://{tmp_path}/other"))
 
     monkeypatch.setattr(blobs.LocalBlobs, "read", lambda *_: b"something else")
-    with pytest.raises(StoreError, match="other bytes were read than written"):
+    with pytest.raises(StoreError, match="differ from the bytes written"):
         doctor.check_store(settings)
 
 

@@ -60,11 +60,15 @@ async def test_groups_are_released_when_idle_and_return_when_needed() -> None:
     assert (
         kept.resting
         and kept.starts == 1
-        and said == ["no request for 0.02 s: worker processes are released until the next one"]
+        and said == ["no request for 0.02 s: worker processes are released until the next request"]
     )
     kept.demand = True
     await until(kept, True)
-    assert not kept.resting and kept.starts == 2 and said[1:] == ["a request waits: worker processes are started again"]
+    assert (
+        not kept.resting
+        and kept.starts == 2
+        and said[1:] == ["a request is waiting: worker processes are started again"]
+    )
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not kept.running

@@ -192,14 +192,14 @@ STARTING = {"waiting": {"reason": "PodInitializing"}}
                 }
             ],
             1,
-            ["waiting for worker-0: its init containers run"],
+            ["waiting for worker-0: its init containers are running"],
         ),
         (
             [{"phase": "Running", "containerStatuses": [container("worker", {"running": {}})]}],
             1,
             ["waiting for worker-0: it has not joined the group yet"],
         ),
-        ([], 2, ["Kubernetes has made 0 of 2 pods: FailedCreate: exceeded quota"]),
+        ([], 2, ["Kubernetes has created 0 of 2 pods: FailedCreate: exceeded quota"]),
     ],
 )
 def test_reasons_of_waiting_pods_are_reported(statuses: list[dict[str, Any]], count: int, lines: list[str]) -> None:
@@ -224,7 +224,7 @@ async def test_missing_pods_are_reported_with_the_reason_of_kubernetes(
     lines: list[str] = []
     task = asyncio.create_task(keep(plan(tmp_path), lines.append, client, QUICK))
     await until(lambda: lines)
-    assert lines[0] == "Kubernetes has made 0 of 1 pods: FailedCreate: exceeded quota: gpus"
+    assert lines[0] == "Kubernetes has created 0 of 1 pods: FailedCreate: exceeded quota: gpus"
     await end(task)
 
 

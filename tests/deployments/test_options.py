@@ -107,9 +107,9 @@ def test_console_prints_text_without_markup() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("key", "list"), "no keys: `tinkerflow key create NAME` makes one\n"),
+        (("key", "list"), "no keys: `tinkerflow key create NAME` creates one\n"),
         (("champion", "list"), "no champions: the pipeline `nightly` promotes them\n"),
-        (("checkpoint", "shares"), "no tokens: `tinkerflow checkpoint share PATH` makes one\n"),
+        (("checkpoint", "shares"), "no tokens: `tinkerflow checkpoint share PATH` creates one\n"),
     ],
 )
 def test_an_empty_list_is_one_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:

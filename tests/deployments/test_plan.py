@@ -133,7 +133,7 @@ def test_the_command_for_two_hosts_waits_for_both() -> None:
     assert (
         "up --base-model Qwen/Qwen3-8B --processes 2 --group ADDRESS:7000\nand on each host: tinkerflow worker" in two
     )
-    assert "Links between hosts count as those of one host." in two
+    assert "Links between hosts are counted like links within one host." in two
     assert said("Qwen/Qwen3-8B", "--for", "h100:16")[1].endswith(
         "h100:16 is one host. Most hosts have at most 8 GPUs: h100:2x8 is two.\n"
     )

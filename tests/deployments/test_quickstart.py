@@ -61,7 +61,7 @@ def test_quickstart_keeps_serving_on_request_and_names_its_data_dir(tmp_path: Pa
     shown = say(data_dir=tmp_path, stay=True)
     assert stand_in.kept == [tmp_path]
     assert 'serving until Ctrl-C; from Python: tinker.ServiceClient(base_url="http://127.0.0.1:5000"' in shown
-    assert f"saved in {tmp_path}; to go on: tinkerflow up --data-dir {tmp_path}" in shown
+    assert f"saved in {tmp_path}; to continue: tinkerflow up --data-dir {tmp_path}" in shown
     assert f"tinkerflow prefect --page {PAGE} --data-dir {tmp_path}" in shown
 
 

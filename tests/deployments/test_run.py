@@ -84,12 +84,12 @@ def test_paths_of_data_are_relative_to_the_file_and_changes_come_on_top(tmp_path
     ("text", "change", "message"),
     [
         ("a: [", (), "config .*sft.yaml"),
-        ("- a", (), "must hold names and values"),
+        ("- a", (), "must contain names and values"),
         ("a: 1", ("steps",), "must be NAME=VALUE"),
-        ("a: 1", ("a.b=2",), "a holds no other names"),
+        ("a: 1", ("a.b=2",), "a is not a section with names"),
         ("a: 1", ("b=[",), "--set 'b=\\['"),
-        ("b: {a: 1, a: 2}", (), "the name 'a' stands twice"),
-        ("? [a]\n: 1", (), "is no text"),
+        ("b: {a: 1, a: 2}", (), "the name 'a' appears twice"),
+        ("? [a]\n: 1", (), "is not a string"),
         ("a: \xff\x00", (), "config .*sft.yaml"),
     ],
 )
@@ -155,9 +155,9 @@ def test_the_prefect_server_is_the_named_one_that_of_the_data_dir_or_a_new_one(
 
 def test_waiting_for_prefect_times_out() -> None:
     away = PrefectAccess(f"http://127.0.0.1:{free_port()}/api", "", "")
-    with pytest.raises(ServerError, match=r"Prefect at .* does not answer, waited 0 s \(start_deadline\)"):
+    with pytest.raises(ServerError, match=r"Prefect at .* did not answer within 0 s \(start_deadline\)"):
         wait_for_prefect(lambda: away, 0)
-    with pytest.raises(ServerError, match=r"Prefect does not answer, waited 0 s \(start_deadline\)"):
+    with pytest.raises(ServerError, match=r"Prefect did not answer within 0 s \(start_deadline\)"):
         wait_for_prefect(lambda: None, 0)
 
 
@@ -257,7 +257,7 @@ def test_progress_is_logged_as_lines_without_a_terminal(
     module._run(console, Fake(), {"resume": "mine"}, access, "tinkerflow run --set resume=")  # type: ignore[arg-type]
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines == [
-        "to go on if it is interrupted: tinkerflow run --set resume=mine",
+        "to continue if it is interrupted: tinkerflow run --set resume=mine",
         "sft: checking the data",
         "sft: step 1: new shapes are compiled first",
         "sft: step 1 of 3  loss 1",
@@ -305,7 +305,7 @@ def test_a_service_of_another_data_dir_is_warned_about(tmp_path: Path, monkeypat
     parameters = parameters_of("sft", read_config(example_file("sft.yaml")))
     settings = Settings(data_dir=tmp_path)
     url = "http://localhost:8123"
-    assert f"8123 is not that of the data dir {tmp_path}" in other_data_dir(parameters, settings, url)
+    assert f"8123 does not use the data dir {tmp_path}" in other_data_dir(parameters, settings, url)
     with owned(tmp_path, "http://127.0.0.1:8123"):
         assert not other_data_dir(parameters, settings, url)
     with owned(tmp_path, "http://127.0.0.1:8124"):

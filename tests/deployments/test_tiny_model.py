@@ -66,7 +66,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "notes.txt"])
 def test_foreign_folder_is_refused_and_kept(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError, match="exists and holds something else"):
+    with pytest.raises(UserError, match="exists and contains something else"):
         make_tiny(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 

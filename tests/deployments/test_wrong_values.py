@@ -54,7 +54,7 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("sft", "training.learning_rate", 2, "training.learning_rate: 2: "),
     ("sft", "training.schedule", "cosin", "training.schedule: 'cosin': Input should be 'constant', 'linear' or"),
     ("sft", "training", [1], "training: must be a section with names such as steps, batch_size, learning_rate"),
-    ("sft", "name", "My Run", "name: 'My Run': must be small letters and digits, with dashes between them"),
+    ("sft", "name", "My Run", "name: 'My Run': must be lowercase letters and digits, with dashes between them"),
     ("sft", "model.start_from", "a/b", "model.start_from: 'a/b': must be the tinker:// path of a checkpoint"),
     ("sft", "model.format", "chatml", "model.format: 'chatml': Input should be 'chat' or 'text'"),
     ("sft", "resume", "a b", "resume: 'a b': must be at most 128 letters, digits, dots, dashes and underscores"),
@@ -80,12 +80,12 @@ CHANGES: list[tuple[str, str, Any, str]] = [  # pipeline, parameter, value, the 
     ("rl", "reward", "rewardz:vowels", "reward 'rewardz:vowels': there is no module 'rewardz'"),
     ("rl", "reward", "os:getcwdb", "reward 'os:getcwdb': too many positional arguments; it is called with the row's"),
     ("rl", "reward", "math:pi", "reward 'math:pi': must be a function or a class"),
-    ("rl", "environment", "m:E", "parameters of rl: give either reward or environment, and not both; `--set reward=` "),
+    ("rl", "environment", "m:E", "parameters of rl: give reward or environment, not both; `--set reward=` "),
     ("rl", "loss", "cross_entropy", "loss: 'cross_entropy': Input should be 'importance_sampling', 'ppo', 'cispo', "),
     ("distill", "teacher.weight", "x", "teacher.weight: is not a parameter (did you mean 'weights'?)"),
-    ("evaluate", "weights", "a/b", "weights: 'a/b': must be the tinker:// path of a checkpoint, as `tink"),
+    ("evaluate", "weights", "a/b", "weights: 'a/b': must be the tinker:// path of a checkpoint, which `t"),
     ("nightly", "metric", "accuracy", "metric: 'accuracy': Input should be 'loss', 'exact_match' or 'reward'"),
-    ("nightly", "champion", "A B", "champion: 'A B': must be small letters and digits, with dashes"),
+    ("nightly", "champion", "A B", "champion: 'A B': must be lowercase letters and digits, with dashes"),
     ("sweep", "grid.momentum", [0.9], "grid.momentum: is not a parameter"),
     ("sweep", "grid", {}, "grid: list values for at least one parameter"),
 ]  # fmt: skip
@@ -121,11 +121,14 @@ def test_invalid_parameter_path_or_row_of_a_pipeline_is_named(
 
 
 BROKEN: list[tuple[str, str]] = [  # YAML, and the end of the line
-    ("data: {url: x\ntraining:\n  steps: 3", "line 2, column 9: expected ',' or '}', but got ':'; a bracket is opened"),
+    (
+        "data: {url: x\ntraining:\n  steps: 3",
+        "line 2, column 9: expected ',' or '}', but got ':'; a bracket is not closed",
+    ),
     ("name: a: b", "line 1, column 8: mapping values are not allowed here; a value that contains ': ' needs quotes"),
-    ("name: 'a", "line 1, column 9: found unexpected end of stream; a quote is opened and not closed"),
+    ("name: 'a", "line 1, column 9: found unexpected end of stream; a quote is not closed"),
     ("data:\n\turl: x", "line 2, column 1: found character '\\t' that cannot start any token; indent with spaces"),
-    ("name: a\nname: b", "line 2, column 1: the name 'name' stands twice"),
+    ("name: a\nname: b", "line 2, column 1: the name 'name' appears twice"),
 ]
 
 

@@ -34,11 +34,11 @@ def test_model_continues_bit_for_bit_after_its_workers_were_released(
         before = scored(sampler)
         found = steps(other, 0)
         (worker,) = server.workers()
-        released = "no request for 3 s: worker processes are released until the next one"
+        released = "no request for 3 s: worker processes are released until the next request"
         wait_for(lambda: released in (tmp_path / "up.log").read_text() and not server.workers())
 
         found += steps(other, 2)
         assert found == expected
         assert scored(sampler) == before
-        assert "a request waits: worker processes are started again" in (tmp_path / "up.log").read_text()
+        assert "a request is waiting: worker processes are started again" in (tmp_path / "up.log").read_text()
         assert server.workers() != [worker]

@@ -298,4 +298,4 @@ def test_the_launcher_has_pods_while_requests_need_them_and_a_kill_changes_no_bi
     assert engine.drain() == 0
     assert launched.api.replicas == 0 and not launched.api.pods
     assert set(launched.ended) == {0}
-    assert "no request for 3 s: worker processes are released until the next one" in engine.said()
+    assert "no request for 3 s: worker processes are released until the next request" in engine.said()

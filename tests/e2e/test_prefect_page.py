@@ -187,7 +187,7 @@ def test_buttons_hold_resume_and_end_a_training_run(server, make_datum, page, mo
         program.wait_until_idle()
         print(f"\nSuspend: the last step was made {max(0.0, program.last - clicked):.1f} s after the click")
         assert program.error is None
-        wait_for(lambda: any("Resume lets it go on" in str(reason) for reason in told))
+        wait_for(lambda: any("Resume continues it" in str(reason) for reason in told))
 
         made = program.made
         with page.at(url):

@@ -124,7 +124,7 @@ def test_a_quickstart_ends_at_ctrl_c_and_its_run_can_be_seen_again(kept, start_s
     kept.process.send_signal(signal.SIGINT)
     assert kept.process.wait(180) == 0
     shown = f"tinkerflow prefect --page /runs/flow-run/{flow_run} --data-dir {kept.data_dir}\n"
-    again = f"saved in {kept.data_dir}; to go on: tinkerflow up --data-dir {kept.data_dir}\nthe run's page: {shown}"
+    again = f"saved in {kept.data_dir}; to continue: tinkerflow up --data-dir {kept.data_dir}\nthe run's page: {shown}"
     assert again in kept.said
     with start_server(kept.data_dir) as server:
         assert server.ask_prefect(f"/flow_runs/{flow_run}")["id"] == flow_run

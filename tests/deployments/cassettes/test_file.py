@@ -46,7 +46,7 @@ def test_a_killed_recorder_leaves_all_it_wrote(file: Path) -> None:
     writer.discard()
     assert file.read_bytes() == before, "a recording that was interrupted replaces no good one"
     file.write_bytes(part)
-    with pytest.raises(UserError, match=r"a.cassette has no end: .* behind request 1; record it again, or .*--partial"):
+    with pytest.raises(UserError, match=r"a.cassette has no end: .* after request 1; record it again, or .*--partial"):
         read_cassette(file)
     found = read_cassette(file, partial=True)
     assert (found.exchanges, list(found.results), found.whole) == (RECORDS[:2], ["r"], False)

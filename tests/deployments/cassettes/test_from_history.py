@@ -67,7 +67,7 @@ def test_a_run_becomes_a_cassette_that_answers_its_loop(server: Any, command: An
     file = tmp_path / "run.cassette"
     said = command(run_id, "-o", str(file))
     assert said.startswith(f"recorded 18 requests in {file}: ")
-    assert "the samples of 1 samplers are not in it, because the history of a run has none" in said
+    assert "the samples of 1 samplers are missing, because the history of a run contains none" in said
     recording = read_cassette(file)
     with replaying(recording) as (url, replay):
         assert run(url, loop, user_metadata={"who": "me"}, project_id="mine") == (run_id, wanted)

@@ -76,7 +76,7 @@ def test_a_program_is_recorded_and_replayed(service: str, tmp_path: Path, capfd:
 
 def test_recorder_returns_the_exit_status_of_its_program(service: str, tmp_path: Path) -> None:
     status, said = record(service, tmp_path / "a.cassette", *program(end="3"))
-    assert (status, said[-1]) == (3, "the program ended with status 3: so will its replay")
+    assert (status, said[-1]) == (3, "the program ended with status 3, as its replay will")
     assert replay(tmp_path / "a.cassette", *program(end="3"))[0] == 3
 
 

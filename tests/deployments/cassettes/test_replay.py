@@ -144,7 +144,7 @@ def test_surplus_and_missing_requests_are_named(record, recorded) -> None:
     with replaying(recorded()) as (url, replay):
         run(url, steps(0))
     (text,) = replay.script.report()
-    assert "(optim_step of model 0) is in the recording and was never made; 2 requests of the recording were" in text
+    assert "(optim_step of model 0) is in the recording, but was never made; 2 requests of the recording were" in text
 
 
 def test_different_session_is_refused(record, recorded) -> None:
@@ -174,7 +174,7 @@ def test_samples_in_another_order_get_their_own_answers(record, recorded) -> Non
     with replaying(recorded()) as (url, replay):
         assert run(url, sampling([3, 5, 0, 1, 4, 2])) == first
     assert replay.script.report() == []
-    text = r"asample of sampler 0, number \d, is made once more than in the recording, where it is request \d "
+    text = r"asample of sampler 0, number \d, is made more often than in the recording, where it is request \d "
     fails(sampling([3, 5, 0, 1, 4, 2, 0]), recorded(), text)
     text = r"\(asample of sampler 0\): sampling_params.seed is 1 and was 0 in the recording"
     fails(lambda service: _one(service, seed=1), recorded(), text)
