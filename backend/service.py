@@ -100,4 +100,4 @@ def refuse_other_service(settings: Settings, url: str, fix: str = "choose anothe
         return
     with opened_journal(settings) as journal:
         if journal is None or not journal.leases.has_api():
-            raise UserError(f"{url}: serves another data dir than '{settings.data_dir}': {fix}")
+            raise UserError(f"{url}: serves a different data dir than '{settings.data_dir}': {fix}")

@@ -161,7 +161,7 @@ def _usage(saved: Saved, hub: str, *, merged: bool) -> Iterator[str]:
     else:
         yield from (f"{merge_hint(saved)}.", "")
     yield from (
-        *("From a client of OpenAI's API, with the service that has the checkpoint:", "", "```python"),
+        *("From a client of OpenAI's API, with the service that stores the checkpoint:", "", "```python"),
         *("from openai import OpenAI", ""),
         'client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="tml-local")',
         'messages = [{"role": "user", "content": "..."}]',

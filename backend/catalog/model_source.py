@@ -72,7 +72,7 @@ def _from_hub(name: str, repository: str, revision: str, files: Sequence[str]) -
     except LocalEntryNotFoundError as error:
         raise UserError(
             f"base model {name!r}: not a folder, not in the local hub cache, and the hub cannot be reached; "
-            "give a folder, or download it where there is a network"
+            "give a folder, or download it on a machine with a network"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise UserError(f"base model {name!r}: not a folder, and the hub did not provide it ({error})") from error
@@ -125,7 +125,7 @@ def _check_room(url: str, home: Path, needed: int) -> None:
     free = shutil.disk_usage(home).free
     if needed > free:
         raise UserError(
-            f"base model {url!r}: {needed / _GIB:.1f} GiB are to be copied to {home}, where {free / _GIB:.1f} GiB are "
+            f"base model {url!r}: copying needs {needed / _GIB:.1f} GiB in {home}, which has {free / _GIB:.1f} GiB "
             "free; set HF_HOME to a larger disk"
         )
 
@@ -163,4 +163,4 @@ def _check_sum(name: str, draft: Path, stamp: Stamp) -> None:
         md5 = hashlib.file_digest(file, "md5").digest() if stamp.md5 else b""
     if draft.stat().st_size != stamp.size or md5 != stamp.md5:
         said = f"{stamp.size} bytes with MD5 {stamp.md5.hex()}"
-        raise OSError(f"{name} has {draft.stat().st_size} bytes with MD5 {md5.hex()}; the bucket says {said}")
+        raise OSError(f"{name} has {draft.stat().st_size} bytes with MD5 {md5.hex()}; the bucket lists {said}")

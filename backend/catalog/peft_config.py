@@ -40,7 +40,7 @@ def read_fields(config: bytes) -> Mapping[str, Any]:
     except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
         raise wrong_file(ADAPTER_CONFIG, f"it cannot be read as JSON ({error})") from error
     if not isinstance(values, dict):
-        raise wrong_file(ADAPTER_CONFIG, f"it holds a {type(values).__name__}: must be an object")
+        raise wrong_file(ADAPTER_CONFIG, f"it contains a {type(values).__name__}: must be an object")
     for field, wanted in _EXACT.items():
         if values.get(field, wanted) != wanted:
             raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(values[field])}: must be {wanted!r}")
@@ -117,7 +117,7 @@ class Targets:
         for field in ("target_modules", "exclude_modules", "layers_pattern"):
             value = values.get(field)
             if not (value is None or isinstance(value, str) or _is_list_of(value, str)):
-                raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be a text or a list of texts")
+                raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be text or a list of texts")
             self._names[field] = frozenset(value if isinstance(value, list) else ())
         layers = values.get("layers_to_transform")
         if not (layers is None or type(layers) is int or _is_list_of(layers, int)):
@@ -138,7 +138,7 @@ class Targets:
             if left_out is not None:
                 raise wrong_file(
                     ADAPTER_CONFIG,
-                    f"{field} is {shown(value)}, which leaves out {left_out!r}: must not, {ADAPTER} has its tensors",
+                    f"{field} is {shown(value)}, which excludes {left_out!r}: must include it, as {ADAPTER} does",
                 )
 
     def _is_targeted(self, module: str) -> bool:

@@ -52,7 +52,7 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
     unembed = projections(cfg)["unembed"].module
     Targets(values, unembed).check(adapted)
     if surplus := sorted(set(tensors) - set(weights)):
-        raise wrong_file(ADAPTER, f"tensor {surplus[0]!r} is no part of {_called(cfg, spec)}: must not be there")
+        raise wrong_file(ADAPTER, f"tensor {surplus[0]!r} is not part of {_called(cfg, spec)}: must be absent")
     return AdapterState(spec, 0, weights)
 
 
@@ -103,7 +103,7 @@ def _spec(
         if not any(there.values()):
             example = next(iter(modules(cfg, LoraSpec(rank))))
             raise wrong_file(
-                ADAPTER, f"no tensor is that of a matrix of this base model, such as {pair_names(example)[0]!r}"
+                ADAPTER, f"no tensor belongs to a matrix of this base model, such as {pair_names(example)[0]!r}"
             )
         asked = replace(none, **there)
     elif asked.rank != rank:
@@ -125,9 +125,7 @@ def _checked(
     array = tensors.get(name)
     if array is None or array.shape != shape:
         found = "is missing" if array is None else f"has shape {array.shape}"
-        raise wrong_file(
-            ADAPTER, f"tensor {name!r} {found}: must be there with shape {shape}, for {_called(cfg, spec)}"
-        )
+        raise wrong_file(ADAPTER, f"tensor {name!r} {found}: must exist with shape {shape}, for {_called(cfg, spec)}")
     return array
 
 
@@ -136,7 +134,7 @@ def _scaled(array: Floats, scale: float, name: str) -> Floats:
         scaled = array if scale == 1 else array * np.float32(scale)
     if not np.isfinite(scaled).all():
         times = "" if scale == 1 else f", times {scale:g} for its alpha,"
-        raise wrong_file(ADAPTER, f"tensor {name!r}{times} holds a number that is not finite: must be finite")
+        raise wrong_file(ADAPTER, f"tensor {name!r}{times} contains a number that is not finite: must be finite")
     return scaled
 
 

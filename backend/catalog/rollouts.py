@@ -142,7 +142,7 @@ def read_rollouts(work: Blobs, kind: Kind, run_id: str, number: int) -> StepRoll
     """The rollouts of a step or evaluation. FileNotFoundError: there are none. ServerError: the object is damaged."""
     key = _key(kind, run_id, number)
     if (size := work.size(key)) > 2 * MOST_BYTES:
-        raise ServerError(f"{key}: it has {size} bytes, and may have {2 * MOST_BYTES}")
+        raise ServerError(f"{key}: it has {size} bytes: must have at most {2 * MOST_BYTES}")
     try:
         return StepRollouts.model_validate_json(work.read(key))
     except ValueError as error:

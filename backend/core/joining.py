@@ -27,7 +27,7 @@ def read_secret(path: Path) -> bytes:
     except OSError as error:
         raise UserError(f"the group's secret cannot be read ({error}): copy the file from the driver's host") from error
     if len(secret) < _LEAST_BYTES:
-        raise UserError(f"{path} holds {len(secret)} bytes: a group's secret has {_LEAST_BYTES} or more")
+        raise UserError(f"{path} has {len(secret)} bytes: must have at least {_LEAST_BYTES}, as a group's secret")
     return secret
 
 

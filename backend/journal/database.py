@@ -72,7 +72,7 @@ class UtcDateTime(sa.types.TypeDecorator[datetime]):
         if value is None:
             return None
         if value.tzinfo is None:
-            raise ValueError(f"datetime {value!r} has no zone: the journal takes aware datetimes only")
+            raise ValueError(f"datetime {value!r} has no time zone: the journal accepts only aware datetimes")
         try:
             return value.astimezone(UTC)
         except OverflowError:  # the first or the last day of the calendar in another zone
@@ -99,7 +99,7 @@ class Text(sa.types.TypeDecorator[str]):
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         """Check the size."""
         if value is not None and len(value) * 4 > self.most and (size := len(value.encode())) > self.most:
-            raise TooLongError(f"a text has {size} bytes: must have at most {self.most} to be stored")
+            raise TooLongError(f"a string has {size} bytes: must have at most {self.most} to be stored")
         return value
 
 
@@ -241,7 +241,7 @@ class Aggregate:
 def check_lease(connection: sa.Connection, epoch: int) -> None:
     """FencedError unless `epoch` still holds the engine's lease. No one can take it until the transaction ends."""
     if connection.execute(_LEASE).scalar() != epoch:
-        raise FencedError(f"another engine works on this journal: our epoch {epoch} is over, and we may change nothing")
+        raise FencedError(f"another engine has taken over this journal: epoch {epoch} has ended and may not write")
 
 
 def _make_private_file(file: Path) -> None:
@@ -251,7 +251,7 @@ def _make_private_file(file: Path) -> None:
         with suppress(FileExistsError):  # do not open an existing file: closing it would release this process's locks
             open_private(file, "xb").close()
     except FileNotFoundError as error:  # in /proc, for example
-        raise UserError(f"database '{file}': cannot be made ({error.strerror}): choose another folder") from error
+        raise UserError(f"database '{file}': cannot be created ({error.strerror}): choose another folder") from error
     make_private(file, *(file.with_name(f"{file.name}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
 
 
@@ -273,7 +273,7 @@ def _begin_to_write(connection: sa.Connection) -> None:
         _driver(connection).execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
         raise JournalBusyError(
-            f"journal {connection.engine.url.database}: no turn to write within {BUSY_SECONDS:g} s ({error})"
+            f"journal {connection.engine.url.database}: no write lock within {BUSY_SECONDS:g} s ({error})"
         ) from error
 
 

@@ -60,7 +60,7 @@ class FeedbackGiven(Aggregate):
             oldest = connection.execute(latest.order_by(col(FeedbackRow.id).desc()).offset(most - 1).limit(1)).scalar()
         if oldest is not None and oldest > self._now() - timedelta(days=1):
             rule = rule_of("feedback_per_day")
-            raise TooManyError(f"this project has rated {most} answers in 24 hours, as many as it may {rule}")
+            raise TooManyError(f"this project has rated {most} answers in 24 hours, its limit {rule}")
 
     def add(self, new: NewFeedback, limits: Limits = NO_LIMITS) -> int:
         """Store feedback and return its id. The audit log gets the key, not the text. TooManyError as in `check`."""

@@ -43,7 +43,7 @@ class Imports(Aggregate):
         session = NewSession(saved.owner, "", key_id=key_id, project_id=project_id)
         details = {"source_path": source_path}
         with self._write() as connection:
-            event, detail = audit.AuditedEvent.CHECKPOINT_COPIED, f"it holds a copy of {source_path}"
+            event, detail = audit.AuditedEvent.CHECKPOINT_COPIED, f"its checkpoint is a copy of {source_path}"
             record(connection, self._now(), session_id, session, saved, event, detail, details)
         return saved.path
 
@@ -63,7 +63,7 @@ class Imports(Aggregate):
         and sessions are left unchanged. So is the row of a deleted checkpoint, whose files will be removed.
         """
         at = saved.created_at or self._now()
-        detail = "its row was made again from what the store holds"
+        detail = "its row was restored from the store"
         with self._write() as connection:
             of_path = sa.select(col(Checkpoint.attempt)).where(col(Checkpoint.path) == saved.path)
             if connection.execute(of_path).scalar() == saved.attempt:
@@ -81,7 +81,7 @@ def record_import(
 
     connection, now: of that transaction. session_id, session: of the import. saved: the commit in the store.
     """
-    event, detail = audit.AuditedEvent.CHECKPOINT_IMPORTED, "it holds an adapter that was made elsewhere"
+    event, detail = audit.AuditedEvent.CHECKPOINT_IMPORTED, "its checkpoint is an adapter imported from elsewhere"
     record(connection, now, session_id, session, saved, event, detail, {})
 
 

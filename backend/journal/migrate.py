@@ -51,7 +51,7 @@ def check_revision(database: Database) -> None:
         name = database.engine.url.render_as_string(hide_password=True)
         text = f"database {name}: its schema is at revision {found}, this version needs {newest}; "
         if found is None:
-            raise NoTablesError(text + "`tinkerflow up` makes the tables")
+            raise NoTablesError(text + "`tinkerflow up` creates the tables")
         if found in {script.revision for script in scripts.walk_revisions()}:
             raise ServerError(text + "the database is of an earlier version: `tinkerflow up` upgrades it")
         raise ServerError(text + "the database is of a later version: install that version")

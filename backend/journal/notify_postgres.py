@@ -88,7 +88,7 @@ class PostgresTransport:
                     if sender != self._own_name:
                         deliver(tuple(topics))
             except psycopg.OperationalError as error:
-                log.warning("notifications: lost the listening connection to Postgres, connecting again: %s", error)
+                log.warning("notifications: lost the listening connection to Postgres; reconnecting: %s", error)
                 connection.close()
                 connection = self._reconnect(connection)
         connection.close()

@@ -140,7 +140,7 @@ class Queue(Aggregate):
                 return False
             connection.execute(sa.update(Model).where(col(Model.id) == gap.model_id).values(next_seq=gap.first_waiting))
         log.warning(
-            "model %s: %d of the sequence ids %d to %d never arrived: given up, requests wait since %s",
+            "model %s: %d of the sequence ids %d to %d never arrived: skipped, because requests have waited since %s",
             gap.model_id,
             gap.missing,
             gap.next_seq,

@@ -138,7 +138,7 @@ def check_sample(connection: sa.Connection, limits: Limits, owner: str, size: in
     most = limits.sampling_requests
     if most and _count(connection, _COUNT_SAMPLES, owner, at_most=most) >= most:
         rule = rule_of("sampling_requests")
-        raise TooManyError(f"this project has {most} sampling requests waiting, as many as it may {rule}")
+        raise TooManyError(f"this project has {most} waiting sampling requests, its limit {rule}")
     if (failure := _bytes_failure(connection, limits, owner, size)) is not None:
         raise TooManyError(failure)
 
@@ -206,7 +206,7 @@ def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Fa
     if not limits.stored_bytes or (stored := stored_bytes(connection, owner)) < limits.stored_bytes:
         return None
     return refused(
-        f"this project's checkpoints and images have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
+        f"this project's checkpoints and images have {stored} bytes: must be below {limits.stored_bytes} to save more "
         f"{rule_of('stored_bytes')}"
     )
 

@@ -319,7 +319,7 @@ def _submit_to_model(
         failure = session_over(model.session_id, model.session_state, model.session_detail)
     elif request.seq_id is not None and request.seq_id < model.next_seq:
         failure = refused(
-            f"seq_id {request.seq_id} of model {model_id} came too late: it was given up, {model.next_seq} is next"
+            f"seq_id {request.seq_id} of model {model_id} arrived too late: it was skipped; next is {model.next_seq}"
         )
     elif request.error is not None:
         failure = refused(request.error)

@@ -50,7 +50,7 @@ from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 PAGE = 1000
 DROPPED, EXPIRED = "the result was dropped", "the result expired"  # errors of results without bytes begin with these
 FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # how many samples an acknowledgement keeps; the most bytes of each
-_ACKNOWLEDGED = f"{DROPPED}: its client acknowledged that it has it"
+_ACKNOWLEDGED = f"{DROPPED}: its client acknowledged it"
 _SIZE = sa.func.length(col(Request.result))
 STORED_SIZE = sa.func.length(col(Request.payload)) + sa.func.coalesce(_SIZE, 0)  # bytes of the request and its answer
 _AFTER = (
@@ -409,7 +409,7 @@ class Results(Aggregate):
             .order_by(col(Request.finished_at))
             .limit(limit)
         )
-        text = f"{EXPIRED}: it was kept until " + before.isoformat(timespec="seconds") + " and is dropped now"
+        text = f"{EXPIRED}: it was kept until " + before.isoformat(timespec="seconds") + " and has been dropped"
         payload = sa.case((col(Request.replays), col(Request.payload)), else_=b"")
         values = dropped_values(text, payload=payload, dropped_at=self._now())
         with self._write() as connection:

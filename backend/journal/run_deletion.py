@@ -84,7 +84,7 @@ def _ended_run(connection: sa.Connection, run_id: str, owner: str) -> sa.Row[Any
     if run.state in TAKES_WORK:
         raise UserError(f"run {run_id} is {run.state}: only runs that have ended can be deleted")
     if get_owned(connection, Session, run.session_id, None).state == SessionState.ACTIVE:
-        raise UserError(f"run {run_id}: its session {run.session_id} goes on; runs can be deleted after its end")
+        raise UserError(f"run {run_id}: its session {run.session_id} is still active: it must end first")
     return run
 
 

@@ -86,7 +86,7 @@ class RunMetrics(Aggregate):
         sent = {(step, name): float(value) for step, values in steps.items() for name, value in values.items()}
         names = {name for _, name in sent}
         if len(names) > MOST_NAMES:
-            raise UserError(f"values has {len(names)} names: a run may have {MOST_NAMES}")
+            raise UserError(f"values has {len(names)} names: must have at most {MOST_NAMES}")
         with self._write() as connection:
             lock_project(connection, owner)
             get_owned(connection, Model, run_id, owner)
@@ -94,7 +94,7 @@ class RunMetrics(Aggregate):
             for (step, name), value in sent.items():
                 if stored.get((step, name), value) != value:
                     raise UserError(
-                        f"values.{name} {value!r}: step {step} of this run has {stored[step, name]!r} already, and a "
+                        f"values.{name} {value!r}: step {step} of this run already has {stored[step, name]!r}, and a "
                         "stored value never changes"
                     )
             new = {key: value for key, value in sent.items() if key not in stored}
@@ -159,4 +159,4 @@ def _add_names(connection: sa.Connection, run_id: str, new: list[tuple[int, str]
         connection.execute(_ADD_NAME, added)
     names = connection.execute(sa.select(sa.func.count()).where(col(RunMetric.model_id) == run_id)).scalar_one()
     if names > MOST_NAMES:
-        raise UserError(f"values has new names: this run would have {names} names, and may have {MOST_NAMES}")
+        raise UserError(f"values has new names: this run would have {names} names, and must have at most {MOST_NAMES}")

@@ -244,7 +244,7 @@ class Runs(Aggregate):
             if model.state in TAKES_WORK:
                 return
             if model.state not in _REVIVABLE:
-                raise UserError(f"model {model_id} was unloaded ({model.detail}): there is nothing to continue from")
+                raise UserError(f"model {model_id} was unloaded ({model.detail}): nothing to continue from")
             session = get_owned(connection, Session, model.session_id, None)
             if session.state != SessionState.ACTIVE:
                 raise UserError(f"session {session.id} of model {model_id} is {session.state}: no client could use it")
@@ -253,12 +253,10 @@ class Runs(Aggregate):
             )
             replayed = sa.exists().where(col(Request.model_id) == model_id, col(Request.replays))
             if not connection.execute(sa.select(sa.or_(snapshot, replayed))).scalar():
-                raise UserError(f"model {model_id} was never made ({model.detail}): there is nothing to continue from")
+                raise UserError(f"model {model_id} was never created ({model.detail}): nothing to continue from")
             back = {"state": ModelState.LIVE, "detail": None, "paused": None}
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(**back))
-            put_event(
-                connection, model_id, self._now(), f"taken up again; before, it was {model.state}: {model.detail}"
-            )
+            put_event(connection, model_id, self._now(), f"resumed; before that, it was {model.state}: {model.detail}")
 
     def forget_ended(self) -> None:
         """Stop keeping requests for failed and lost models whose session has ended, because they cannot be revived."""

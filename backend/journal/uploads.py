@@ -113,7 +113,7 @@ class Uploads(Aggregate):
                 record_import(connection, self._now(), upload.id, session, saved)
                 return saved.path
             if (path := connection.execute(sa.select(col(UploadRow.path)).where(is_it)).scalar()) is None:
-                raise ConflictError(f"upload {upload.id!r} was removed while it was being finished; begin another one")
+                raise ConflictError(f"upload {upload.id!r} was removed during its completion; begin another upload")
         return str(path)
 
     def over(self) -> list[UploadView]:

@@ -48,9 +48,9 @@ def keep_results(config: GroupConfig, compiled_for: str) -> None:
         return
     results = AutotuningResults(Path(config.compile_cache_dir), blobs, compiled_for)
     try:
-        log.info("fetched %d result(s) of autotuning", results.fetch())
+        log.info("fetched %d autotuning result(s)", results.fetch())
     except OSError as error:
-        log.warning("the store's results of autotuning are not used, so kernels may differ: %r", error)
+        log.warning("the store's autotuning results are not used, so kernels may differ: %r", error)
     results.keep_published()
 
 
@@ -94,7 +94,7 @@ class AutotuningResults:
         while True:
             try:
                 if count := self.publish():
-                    log.info("stored %d result(s) of autotuning", count)
+                    log.info("stored %d autotuning result(s)", count)
             except OSError as error:
-                log.warning("results of autotuning are not stored yet: %r", error)
+                log.warning("autotuning results are not stored yet: %r", error)
             time.sleep(_SECONDS)

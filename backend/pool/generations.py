@@ -130,7 +130,7 @@ class Generations:
     def take_out(self, generation: int, why: str) -> None:
         """See Pool."""
         if (group := self.serving) is not None and group.generation == generation:
-            log.error("the hosts of worker group %d are taken out: %s", generation, why)
+            log.error("taking the hosts of worker group %d out of service: %s", generation, why)
             group.take_out(why)
 
     async def start(self) -> None:
@@ -144,7 +144,7 @@ class Generations:
         while not self._on_demand and not await self._launch():
             failures = self._restarts.failures + 1
             if failures >= FIRST_STARTS or isinstance(self.last_error, UserError):
-                raise self.last_error or GroupFailedError("no worker group came up")
+                raise self.last_error or GroupFailedError("no worker group started")
             self._enter(PoolState.PAUSING)
             await asyncio.sleep(self._restarts.pause(steady=False))
         self._keeper = asyncio.create_task(self._keep(), name="pool")

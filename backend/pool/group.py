@@ -139,7 +139,7 @@ class Group:
                 return await self._rendezvous.meet(slots, plan, self._watch_process, self._serve)
         except TimeoutError:
             late = self._rendezvous.late
-            text = f"worker group {generation} was not ready in {seconds:g} s: no word from rank {late}"
+            text = f"worker group {generation} was not ready within {seconds:g} s: no message from rank {late}"
             self.end(DeadlineError(text))
             raise await self.ended from None
         except TinkerflowError:
@@ -149,7 +149,7 @@ class Group:
             self.end(GroupFailedError(f"worker group {generation} could not be started: {error!r}"))
             raise await self.ended from error
         except asyncio.CancelledError:
-            self.end(GroupFailedError(f"the start of worker group {generation} was given up"))
+            self.end(GroupFailedError(f"the start of worker group {generation} was cancelled"))
             await self.ended
             raise
 
@@ -191,7 +191,7 @@ class Group:
         """End the group for the reason `why`, and start no more processes on its hosts."""
         for slot in self._slots:
             slot.take_out(why)
-        self.end(GroupFailedError(f"worker group {self.generation} is taken out: {why}"))
+        self.end(GroupFailedError(f"worker group {self.generation} was taken out of service: {why}"))
 
     # ------------------------------------------------------------------ messages
     def _send(self, index: int, body: Sequence[codec.Buffer]) -> None:
@@ -208,7 +208,7 @@ class Group:
         try:
             await member.read(link, lambda index, message: self._handle(member, index, message))
         except ValueError as error:
-            self._fail(f"rank {member.rank} sent garbage: {error}")
+            self._fail(f"rank {member.rank} sent an invalid message: {error}")
         else:
             await self._note_lost(member, "closed its connection")
 
@@ -247,7 +247,7 @@ class Group:
 
     async def _watch_silence(self, member: Member, link: LoopLink) -> None:
         seconds = await member.silence(link, self._config.heartbeat_timeout)
-        self._fail(f"rank {member.rank} was silent for {seconds:g} s (stopped?)", crashed=False)
+        self._fail(f"rank {member.rank} sent no heartbeat for {seconds:g} s (stopped?)", crashed=False)
 
     def _watch_process(self, member: Member) -> None:
         async def watch() -> None:
@@ -264,7 +264,7 @@ class Group:
         if error.category == "user" and self._phase is Phase.STARTING:
             self.end(error)  # the configuration is wrong
         else:
-            self._fail(f"rank {rank} ended itself: {failed.message}")
+            self._fail(f"rank {rank} failed: {failed.message}")
 
     async def _note_lost(self, member: Member, how: str) -> None:
         # When a rank dies, the others fail milliseconds later, so only the first loss counts.
@@ -290,7 +290,7 @@ class Group:
                 async with asyncio.timeout(_REAP_SECONDS):
                     await member.process.ended()
             except TimeoutError:
-                log.error("process %d (rank %d) does not end", member.process.pid, member.rank)
+                log.error("process %d (rank %d) has not ended", member.process.pid, member.rank)
         await self._tasks.cancel()
         for member in self._members:
             if member.link is not None:
@@ -307,4 +307,4 @@ class Group:
 
     def _note_fault(self, error: BaseException) -> None:
         log.error("a task of worker group %d failed", self.generation, exc_info=error)
-        self._fail(f"the supervisor itself failed: {error!r}")
+        self._fail(f"the supervisor failed: {error!r}")

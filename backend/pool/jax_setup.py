@@ -193,7 +193,7 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
             )
     if found == "cpu" and config.platform == "auto" and not jax.config.jax_platforms and (unused := devices.seen()):
         text = (
-            f"WARNING: this host has {unused}, but JAX finds only CPUs, so CPUs will serve. Install the extra "
+            f"WARNING: this host has {unused}, but JAX finds only CPUs, so computations run on CPUs. Install the extra "
             "`gpu` or `tpu`, or set TINKERFLOW_PLATFORM=cpu to use CPUs without this warning"
         )
         log.warning(text)

@@ -103,7 +103,7 @@ class OutstandingCommands:
         command = next((each for each in self._commands if rank not in each.answers), None)
         expected = (*_REPLIES, Failed) if rank == 0 else (Ack,)
         if command is None or command.index != index or not isinstance(message, expected):
-            raise ValueError(f"{type(message).__name__} for command {index}, which is not due")
+            raise ValueError(f"{type(message).__name__} for command {index}, which was not expected")
         command.answers[rank] = message
         failed = message.failed if isinstance(message, Ack) else message
         if isinstance(failed, Failed) and failed.error == AllocationError.__name__:
@@ -172,7 +172,7 @@ class OutstandingCommands:
         if command is not self._commands[0]:  # other ranks are busy with an earlier command
             self._loop.call_later(self._config.agreement_seconds, self._require_agreement, command, rank)
         elif silent:
-            text = f"rank {rank} had no memory left for {command.name} ({OUT_OF_MEMORY}), and rank {silent} goes on"
+            text = f"rank {rank} had no memory left for {command.name} ({OUT_OF_MEMORY}), and rank {silent} continues"
             self._fail(text)
 
     def _start_timer(self) -> None:
@@ -191,8 +191,8 @@ class OutstandingCommands:
             return  # the answer has arrived meanwhile
         silent = self._silent(command)
         command.overdue = DeadlineError(
-            f"{command.name} did not answer in {command.deadline:g} s: "
-            f"no word from rank {silent} of worker group {self._generation}"
+            f"{command.name} did not answer within {command.deadline:g} s: "
+            f"no answer from rank {silent} of worker group {self._generation}"
         )
         self._fail(f"rank {silent} missed the deadline of a command")
 

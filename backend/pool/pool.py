@@ -217,7 +217,7 @@ class Pool:
         """
         group = self._generations.serving
         if group is None or generation not in (None, group.generation):
-            raise GroupFailedError(f"worker group {generation or self._generations.number} serves no more")
+            raise GroupFailedError(f"worker group {generation or self._generations.number} no longer serves")
         seconds = self._config.command_deadline
         try:
             async with asyncio.timeout(seconds):
@@ -251,7 +251,7 @@ class Pool:
         group = self._generations.serving
         if group is None or group.generation != generation:
             error = self._generations.last_error
-            raise _NotSentError(f"worker group {generation} serves no more{'' if error is None else f': {error}'}")
+            raise _NotSentError(f"worker group {generation} no longer serves{'' if error is None else f': {error}'}")
         return group.submit(command, deadline, parent)
 
     async def _next_to_serve(self) -> int:

@@ -91,12 +91,12 @@ def reached_store(config: GroupConfig, threads: ThreadPoolExecutor, patience: fl
         blobs = open_blobs(config.store_url)
         return blobs if parts.is_store(blobs, config.store_mark) else None
 
-    why = "this is another store, or there is none"
+    why = "it is another store, or it does not exist"
     try:
         if (blobs := threads.submit(look).result(patience)) is not None:
             return blobs
     except TimeoutError:
-        why = f"no answer in {patience:g} s"
+        why = f"no answer within {patience:g} s"
     except Exception as error:  # noqa: BLE001  after any error of the store's client, the driver sends the states
         why = repr(error)
     log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)

@@ -223,7 +223,7 @@ class Inbox:
             try:
                 frame = link.read()
             except (EOFError, OSError) as error:
-                log.info("the driver is gone (%s)", error)
+                log.info("the connection to the driver ended (%s)", error)
                 break
             if frame.index == 0 and bytes(frame.body) == b"".join(beat):
                 self.send(0, beat, link)

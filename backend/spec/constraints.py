@@ -117,7 +117,7 @@ def _problem_in_process(kind: Kind, text: str) -> str:
 
 def describe_error(text: str) -> str:
     """An error of the library as one readable line."""
-    return "no text fulfils it" if "NoExtension" in text else first_lines(text.removesuffix("<non-verbose/>"))
+    return "no text satisfies it" if "NoExtension" in text else first_lines(text.removesuffix("<non-verbose/>"))
 
 
 def first_lines(text: str) -> str:

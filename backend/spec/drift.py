@@ -141,7 +141,7 @@ DRIFT_FIGURES = (
         falls=True,
         unit="a share of sets of experts",
         event="tinkerflow.run.routing",
-        cause="the routers of the trainer choose other experts than the sampler did",
+        cause="the trainer's routers choose different experts than the sampler's did",
         routed_rise=0.12,  # clean steps reach 0.09
     ),
     DriftFigure(
@@ -151,7 +151,7 @@ DRIFT_FIGURES = (
         falls=True,
         unit="a share of sets of experts in the first layer that has some",
         event="tinkerflow.run.routing",
-        cause="the routers of the trainer's first layer choose other experts than the sampler's did",
+        cause="the trainer's first layer chooses different experts than the sampler's did",
         routed_rise=0.05,
     ),
     DriftFigure(  # tokens without a support may have been drawn without filters, so it has no limit

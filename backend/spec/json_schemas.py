@@ -190,7 +190,7 @@ class _Rewriter:
     def _target(self, here: _Place) -> _Place:
         """The target of a reference."""
         reference = here.schema
-        _check(isinstance(reference, str), here, "a text")
+        _check(isinstance(reference, str), here, "a string")
         resource, _, fragment = reference.partition("#")
         root = self._resources.get(resource) if resource else here.root
         target: Any = root
@@ -220,7 +220,7 @@ class _Rewriter:
                     raise ValueError(f"{here.path} has the number {number}: must be {rule}, to be exact")
             if any(re.search(_CONTROLS, text) for text in _leaves(value, str)):
                 raise ValueError(
-                    f"{here.path} has a text with a control character: must have none but \\b \\f \\n \\r \\t"
+                    f"{here.path} has a string with a control character: must have none but \\b \\f \\n \\r \\t"
                 )
         elif key == "required":
             _check(isinstance(value, list) and all(isinstance(name, str) for name in value), here, "a list of names")
@@ -375,7 +375,7 @@ def _ecma_pattern(pattern: str) -> str:
     ValueError: the three read a part differently, or it matches a control character without a short escape in JSON.
     """
 
-    def refuse(part: str, rule: str = "without what regular expressions read differently") -> NoReturn:
+    def refuse(part: str, rule: str = "without parts that engines interpret differently") -> NoReturn:
         raise ValueError(f"pattern {pattern[:100]!r} has {part!r}: must be {rule}")
 
     result: list[str] = []

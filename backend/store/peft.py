@@ -101,7 +101,7 @@ def encode(tensors: Mapping[str, Floats]) -> bytes:
     """Encode named float32 tensors as a safetensors file. StoreError: names a tensor of another dtype."""
     for name, array in tensors.items():
         if array.dtype != np.float32:
-            raise StoreError(f"tensor {name!r} is {array.dtype}; checkpoints hold float32")
+            raise StoreError(f"tensor {name!r} is {array.dtype}; checkpoints contain float32")
     # safetensors 0.8.0 silently writes wrong bytes for arrays that are not contiguous, such as transposes and slices.
     data: bytes = save_safetensors({k: np.ascontiguousarray(a) for k, a in tensors.items()}, metadata={"format": "pt"})
     return data
@@ -115,7 +115,7 @@ def decode(data: bytes) -> dict[str, Floats]:
         raise StoreError(f"not a safetensors file ({error})") from error
     for name, array in tensors.items():
         if array.dtype != np.float32:
-            raise StoreError(f"not of a checkpoint: tensor {name!r} is {array.dtype}; checkpoints hold float32")
+            raise StoreError(f"not of a checkpoint: tensor {name!r} is {array.dtype}; checkpoints contain float32")
     return tensors
 
 

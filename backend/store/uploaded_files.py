@@ -26,7 +26,7 @@ class UploadedFiles:
             try:
                 return b"".join(self._blobs.read(_key(upload_id, name, number)) for number in range(count))
             except FileNotFoundError as error:
-                raise NotFoundError(f"upload {upload_id!r}: its files no longer exist; begin another upload") from error
+                raise NotFoundError(f"upload {upload_id!r}: its files no longer exist; begin a new upload") from error
 
     def remove_attempt(self, upload_id: str, name: str) -> None:
         """Remove the pieces of one attempt to upload a file."""

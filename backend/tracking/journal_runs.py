@@ -93,7 +93,7 @@ class JournalMirror:
                 self._close(opened)
             except TrackerError as error:
                 self._failing[opened.run_id] = Restarts(), 0.0
-                log.warning("run %s is completed at the next start: %s", opened.run_id, error)
+                log.warning("run %s will be completed at the next start: %s", opened.run_id, error)
 
     def _mirror(self, extent: Extent, now: float) -> None:
         opened = self._open.get(extent.id)

@@ -146,7 +146,7 @@ def _node(node: object, index: int, known: set[str], *, last: bool) -> dict[str,
         case "call_function" | "call_method":
             raise UserError(f"{where}: the {op[5:]} is not supported in custom losses")
         case "get_attr" | "call_module":
-            raise UserError(f"{where}: op {op}: a custom loss cannot hold tensors or modules of its own")
+            raise UserError(f"{where}: op {op}: a custom loss cannot contain its own tensors or modules")
         case _:
             raise UserError(f"{where}: op {shown(op)} is unknown")
     for arg in (*args, *kwargs.values()):

@@ -374,7 +374,7 @@ def _model_input(
             parts.append(chunk.encoded_text.tokens)
         else:
             takes = "encoded_text" if processor is None else "encoded_text or image"
-            raise UserError(f"{here} is {kind}: must be {takes}, the model takes no {kind}s")
+            raise UserError(f"{here} is {kind}: must be {takes}, because the model accepts no {kind}s")
         size += len(parts[-1])
         if images and size > max_context * _TOKEN.itemsize:  # before the next image is decoded
             rule = f"must be 1 to {max_context}, {context_rule}"
@@ -454,7 +454,7 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_si
         for i, (_, inputs) in enumerate(read):
             least, most = inputs.get(lower), inputs.get(upper)
             if least is not None and most is not None and (least > most).any():
-                raise UserError(f"{_name(i, lower)} has values over those of {upper}: must be <=")
+                raise UserError(f"{_name(i, lower)} has values above those of {upper}: must be <=")
 
 
 def _require(

@@ -148,7 +148,7 @@ class _Load(WireModel):
         if path.kind == "external_weights":
             raise broken("path", str(path), "of kind weights or sampler_weights: external weights are for downloads")
         if self.optimizer and path.kind != "weights":
-            raise broken("optimizer", True, f"false, {path.kind} hold no optimizer state")
+            raise broken("optimizer", True, f"false, because {path.kind} contain no optimizer state")
         if self.weights_access_token is not None:  # a string would have been hashed before it was stored
             raise broken("weights_access_token", self.weights_access_token, "a string")
         return self
@@ -181,7 +181,7 @@ class LoadWeights(_Load):
     @model_validator(mode="after")
     def _no_optimizer(self) -> Self:
         if self.optimizer_config is not None:
-            raise UserError("optimizer_config is given: a model that exists keeps the optimizer it was made with")
+            raise UserError("optimizer_config is given: an existing model keeps its optimizer")
         return self
 
 

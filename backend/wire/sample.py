@@ -270,10 +270,10 @@ def _prompt(
             seen += image.pixels_HWC.size
             check_room(seen, "prompt", name)
         else:
-            takes = "encoded_text, the model takes no images"
+            takes = "encoded_text, because the model accepts no images"
             if kind not in ("image", _POINTER):
                 blind = find_processor() is None
-                takes = "encoded_text, the model takes text only" if blind else "encoded_text or image"
+                takes = "encoded_text, because the model accepts only text" if blind else "encoded_text or image"
             raise UserError(f"{name}.type is {shown(kind)}: must be {takes}")
         size += len(parts[-1])
         if images and size > most:  # before the next image is decoded

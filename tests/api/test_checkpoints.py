@@ -187,7 +187,7 @@ def test_own_public_and_shared_checkpoints_can_be_copied(people: Any) -> None:
     assert "checkpoint_copied" in events(bob.server, "team-b")
     body = {"model_id": mine.split("/")[2], "seq_id": 1, "path": "x"}
     request_id = bob.request("POST", "save_weights", json=body).json()["request_id"]
-    assert f"holds a copy of {path}" in bob.server.result(request_id, bob.secret).json()["error"]
+    assert f"is a copy of {path}" in bob.server.result(request_id, bob.secret).json()["error"]
 
 
 def test_access_token_loads_into_a_new_model_and_is_never_stored(people: Any, tmp_path: Any) -> None:

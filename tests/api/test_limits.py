@@ -47,7 +47,7 @@ def test_full_queue_answers_429_with_retry_after_and_the_limit(start: Any, engin
     refused = server.post("asample", body)
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
     assert refused.json()["detail"].endswith(
-        "waiting, as many as it may (max_sampling_requests); wait for answers, or ask the operator "
+        "waiting sampling requests, its limit (max_sampling_requests); wait for answers, or ask the operator "
         "(`tinkerflow limit set PROJECT max_sampling_requests=N`)"
     )
 
@@ -89,7 +89,7 @@ def test_project_limits_override_the_settings(start: Any, engine: Any, monkeypat
     with pytest.raises(tinker.RequestFailedError, match=r"at most 1 \(max_live_models\)"):
         train("small", 2)
     server.journal.project_limits.set("small", {"max_live_models": 0})
-    with pytest.raises(tinker.RequestFailedError, match="nothing is saved from 1 on"):
+    with pytest.raises(tinker.RequestFailedError, match="must be below 1 to save more"):
         train("small", 3)
 
 

@@ -161,7 +161,7 @@ def test_an_image_is_trained_on_where_the_model_sees(model: tinker.TrainingClien
 
 def test_image_is_refused_for_a_model_without_images(model: tinker.TrainingClient) -> None:
     chunks = [types.ImageChunk(data=b"x", format="png", expected_tokens=4)]
-    with pytest.raises(tinker.RequestFailedError, match="the model takes no images"):
+    with pytest.raises(tinker.RequestFailedError, match="the model accepts no images"):
         model.forward(
             [types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={})], "cross_entropy"
         ).result()

@@ -136,7 +136,7 @@ def test_sharded_weights_are_counted(make: Make) -> None:
     [
         ({"model_type": "gpt2"}, {}, "model_type 'gpt2'; supported: "),
         ({}, {"config.json": "{"}, "config.json cannot be read as JSON"),
-        ({}, {"config.json": "[]"}, "holds a list, not an object"),
+        ({}, {"config.json": "[]"}, "contains a list, not an object"),
         ({}, {"config.json": None}, "config.json cannot be read"),
         ({}, {"tokenizer.json": None}, "has no tokenizer.json"),
         ({"eos_token_id": 10}, {}, r"eos_token_id 10 in config.json; must be ids in 0\.\.9"),

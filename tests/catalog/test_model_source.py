@@ -92,7 +92,7 @@ def test_damaged_copy_is_named_and_the_next_start_continues(gcs: FakeGcs) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gcs, "about", lies)
-        with pytest.raises(UserError, match=r"base model 'gs://.*model\.safetensors has .* MD5 .*; the bucket says"):
+        with pytest.raises(UserError, match=r"base model 'gs://.*model\.safetensors has .* MD5 .*; the bucket lists"):
             find_model(URL)
     begun = len(reads(gcs))
     folder = find_model(URL)
@@ -131,7 +131,7 @@ def test_bucket_that_refuses_access_is_named(gcs: FakeGcs) -> None:
 
 def test_full_disk_is_named(gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage)
-    with pytest.raises(UserError, match=r"0\.0 GiB are to be copied to .*, where 0\.0 GiB are free; set HF_HOME"):
+    with pytest.raises(UserError, match=r"copying needs 0\.0 GiB in .*, which has 0\.0 GiB free; set HF_HOME"):
         find_model(URL)
 
 

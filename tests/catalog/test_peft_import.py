@@ -97,7 +97,7 @@ def test_patterns_with_many_keys_do_not_slow_down_modules() -> None:
 
 
 def test_alpha_beyond_float32_is_refused() -> None:
-    with pytest.raises(UserError, match=r"lora_B\.weight', times 3\.125e\+298 for its alpha, holds a number that is"):
+    with pytest.raises(UserError, match=r"lora_B\.weight', times 3\.125e\+298 for its alpha, contains a number that"):
         taken(tensors(), lora_alpha=1e300)
 
 
@@ -185,12 +185,12 @@ def test_malformed_adapter_configs_are_refused(config: bytes) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda all_: all_.pop(Q.format("B")), r"tensor '.*q_proj\.lora_B\.weight' is missing: must be there with"),
-        (lambda all_: all_.update(x=np.zeros(1, np.float32)), "tensor 'x' is no part of an adapter of rank 4"),
-        (lambda all_: all_.update({Q.format("A"): np.zeros((4, 3), np.float32)}), r"has shape \(4, 3\): must be"),
-        (lambda all_: all_[Q.format("A")].__setitem__((0, 0), np.nan), "holds a number that is not finite"),
+        (lambda all_: all_.pop(Q.format("B")), r"tensor '.*q_proj\.lora_B\.weight' is missing: must exist with"),
+        (lambda all_: all_.update(x=np.zeros(1, np.float32)), "tensor 'x' is not part of an adapter of rank 4"),
+        (lambda all_: all_.update({Q.format("A"): np.zeros((4, 3), np.float32)}), r"has shape \(4, 3\): must exist"),
+        (lambda all_: all_[Q.format("A")].__setitem__((0, 0), np.nan), "contains a number that is not finite"),
         (lambda all_: all_.update({Q.format("A"): np.zeros((4, 16), np.int8)}), "is I8; it must be F32, F16 or BF16"),
-        (lambda all_: all_.update({Q.format("A"): np.zeros((), np.float32)}), r"has shape \(\): must be"),
+        (lambda all_: all_.update({Q.format("A"): np.zeros((), np.float32)}), r"has shape \(\): must exist"),
         (dict.clear, "is missing"),
     ],
 )
@@ -202,7 +202,7 @@ def test_tensors_that_are_refused(change: Any, message: str) -> None:
 
 
 def test_files_without_an_adapter_of_this_model_are_refused() -> None:
-    with pytest.raises(UserError, match="no tensor is that of a matrix of this base model"):
+    with pytest.raises(UserError, match="no tensor belongs to a matrix of this base model"):
         taken({"x": np.zeros(1, np.float32)}, None)
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: it is not a safetensors file"):
         import_adapter(DENSE, b'{"r": 4}', b"12345", SPEC)
@@ -232,21 +232,21 @@ def test_a_config_that_targets_its_tensors_is_taken(fields: dict[str, Any]) -> N
     [
         (
             {"target_modules": ["q_proj"]},
-            r"target_modules is \['q_proj'\], which leaves out 'model.layers.0.self_attn.k_pro",
+            r"target_modules is \['q_proj'\], which excludes 'model.layers.0.self_attn.k_pro",
         ),
-        ({"target_modules": "all-linear"}, r"target_modules is 'all-linear', which leaves out 'lm_head'"),
-        ({"target_modules": r".*q_proj"}, r"which leaves out 'model.layers.0.self_attn.k_proj'"),
+        ({"target_modules": "all-linear"}, r"target_modules is 'all-linear', which excludes 'lm_head'"),
+        ({"target_modules": r".*q_proj"}, r"which excludes 'model.layers.0.self_attn.k_proj'"),
         ({"target_modules": r"(a+)+$" + "a" * 40 + "(b|"}, "must be a pattern that can be used"),
-        ({"target_modules": 5}, "target_modules is 5: must be a text or a list of texts"),
-        ({"exclude_modules": ["lm_head"]}, r"exclude_modules is \['lm_head'\], which leaves out 'lm_head'"),
-        ({"exclude_modules": ".*up_proj"}, "which leaves out 'model.layers.0.mlp.up_proj'"),
+        ({"target_modules": 5}, "target_modules is 5: must be text or a list of texts"),
+        ({"exclude_modules": ["lm_head"]}, r"exclude_modules is \['lm_head'\], which excludes 'lm_head'"),
+        ({"exclude_modules": ".*up_proj"}, "which excludes 'model.layers.0.mlp.up_proj'"),
         (
             {"target_modules": ALL, "layers_to_transform": [0]},
-            r"layers_to_transform is \[0\], which leaves out 'model.la",
+            r"layers_to_transform is \[0\], which excludes 'model.la",
         ),
         (
             {"target_modules": ALL, "layers_to_transform": 1, "layers_pattern": "layers"},
-            "which leaves out 'model.layers.0",
+            "which excludes 'model.layers.0",
         ),
         ({"layers_to_transform": "all"}, "layers_to_transform is 'all': must be a whole number"),
         ({"layers_to_transform": [True]}, "layers_to_transform is .True.: must be a whole number"),

@@ -34,5 +34,5 @@ def test_invalid_secret_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"absent'\): copy the file from the driver's host"):
         read_secret(tmp_path / "absent")
     (tmp_path / "short").write_text(" 0123456789\n")
-    with pytest.raises(UserError, match="short holds 10 bytes: a group's secret has 16 or more"):
+    with pytest.raises(UserError, match="short has 10 bytes: must have at least 16"):
         read_secret(tmp_path / "short")

@@ -145,7 +145,7 @@ class Unigram:
         for request in command.admit:
             bias = np.zeros((VOCAB, 1)) if request.snapshot_id is None else self.snapshots.get(request.snapshot_id)
             if bias is None:
-                finished.append(SampleResult(request.request_id, error=f"snapshot {request.snapshot_id!r} is not here"))
+                finished.append(SampleResult(request.request_id, error=f"{request.snapshot_id!r} is not loaded"))
             else:
                 self.batch[request.request_id] = Decoding(request, bias)
         for request_id, decoding in tuple(self.batch.items()):

@@ -39,7 +39,7 @@ def test_copy_has_a_separate_run_without_work(scene, save, as_owner):
     events = [entry.event for entry in scene.journal.audit.entries("team", resource="checkpoint")]
     assert events == ["checkpoint_copied"]
     request = as_owner("team").submit(run, 1)
-    assert "holds a copy" in scene.journal.results.get(request, "team").error
+    assert "is a copy of" in scene.journal.results.get(request, "team").error
     with pytest.raises(NotFoundError):
         scene.journal.checkpoints.get(path, "local")
 

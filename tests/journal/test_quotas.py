@@ -49,7 +49,7 @@ def store(scene, name: str, size: int) -> None:
 def test_samples_beyond_the_limit_are_not_stored(scene, as_owner):
     limits, sampler = Limits(sampling_requests=2), scene.sampler(scene.session())
     first, _ = (scene.journal.requests.submit(a_sample(sampler, seq), limits) for seq in range(2))
-    with pytest.raises(TooManyError, match="2 sampling requests waiting"):
+    with pytest.raises(TooManyError, match="2 waiting sampling requests"):
         scene.journal.requests.submit(a_sample(sampler, 2), limits)
     them = as_owner("them")
     theirs = them.sampler(them.session())
@@ -132,7 +132,7 @@ def test_saves_over_the_storage_limit_are_refused(scene, as_owner):
 
     assert save(1) is None
     store(scene, "tinker://a/weights/2", 1)
-    assert "checkpoints and images have 100 bytes: nothing is saved from 100 on (max_stored_bytes)" in str(save(2))
+    assert "checkpoints and images have 100 bytes: must be below 100 to save more (max_stored_bytes)" in str(save(2))
     assert save(3, stores=False) is None
     scene.journal.checkpoints.delete("tinker://a/weights/2", "local")
     assert save(4) is None
@@ -372,12 +372,12 @@ def test_every_text_and_json_column_has_a_limit():
 
 def test_oversized_texts_are_refused_and_messages_are_truncated(scene):
     assert Text(4).process_bind_param("abcd", None) == "abcd"
-    with pytest.raises(UserError, match="a text has 6 bytes: must have at most 4"):
+    with pytest.raises(UserError, match="a string has 6 bytes: must have at most 4"):
         Text(4).process_bind_param("äöü", None)
     assert CutText(4).process_bind_param("äöü", None) == "äö"
     assert CutText(5).process_bind_param("äöü", None) == "äö"
     with pytest.raises(UserError, match="has 13 bytes as JSON: must have at most 10"):
         Json(10).process_bind_param({"a": "bcde"}, None)
-    with pytest.raises(UserError, match="a text has 5000 bytes: must have at most 4096 to be stored"):
+    with pytest.raises(UserError, match="a string has 5000 bytes: must have at most 4096 to be stored"):
         scene.session(display_name="x" * 5000)  # the limit holds for every caller
     assert Text().process_bind_param(None, None) is Json().process_bind_param(None, None) is None

@@ -125,7 +125,7 @@ def test_only_ended_runs_of_the_owner_are_deleted(scene, as_owner):
             attempt([run], "local")
     scene.journal.models.end(run, ModelState.UNLOADED, "a person wanted it")
     for attempt in (deletions.contents, deletions.delete):
-        with pytest.raises(UserError, match=f"run {run}: its session {session} goes on"):
+        with pytest.raises(UserError, match=f"run {run}: its session {session} is still active"):
             attempt([run], "local")
         with pytest.raises(NotFoundError):
             attempt([run], "stranger")

@@ -78,7 +78,7 @@ def test_finished_upload_is_a_checkpoint_of_a_finished_session(journal, clock):
 def test_removed_upload_creates_no_checkpoint(journal, clock):
     upload = journal.uploads.get(begun(journal, clock).id, None)
     journal.uploads.forget(upload.id)
-    with pytest.raises(ConflictError, match="was removed while it was being finished"):
+    with pytest.raises(ConflictError, match="was removed during its completion"):
         journal.uploads.finish(upload, saved(upload))
     with pytest.raises(NotFoundError):
         journal.checkpoints.get(saved(upload).path, "team")

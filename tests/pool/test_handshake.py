@@ -182,7 +182,7 @@ async def test_closed_connection_is_an_end_of_file(listener: socket.socket) -> N
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        (b"GET / HTTP/1.1\r\nHost: a\r\n", "garbage instead of a frame: b'GET"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", "invalid bytes instead of a frame: b'GET"),
         (header(4, 1, [b""]), "a frame of generation 4 in generation 3"),
         (b"TkF1" + b"\x00\x00\x00\x03" + b"\xff" * 16, f"a frame of {2**64 - 1} bytes is over the limit of"),
     ],

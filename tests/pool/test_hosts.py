@@ -433,10 +433,10 @@ async def test_cut_link_is_detected_at_both_ends_and_recovers(
     (pid,) = pool.pids
     executing = await busy(pool)
     cable.intact.clear()
-    with pytest.raises(errors.SuspectError, match=r"rank 0 was lost with host .+: it was silent for 3 s \(cut off"):
+    with pytest.raises(errors.SuspectError, match=r"rank 0 was lost with host .+: it sent no heartbeat for 3 s \("):
         await executing
     await wait_until(lambda: len(bench.said) == 2)
-    assert "it was silent for 3 s" in bench.said[1]
+    assert "it sent no heartbeat for 3 s" in bench.said[1]
     assert not alive(pid)
     cable.intact.set()
     await serves(pool, 2)
@@ -458,7 +458,7 @@ async def test_lost_connection_is_not_reported_as_a_crash(
 async def test_different_secret_is_refused(
     bench: Bench, caplog: pytest.LogCaptureFixture, wait_until: WaitUntil
 ) -> None:
-    with pytest.raises(errors.UserError, match=r"the group at 127.0.0.1:\d+ has another secret"):
+    with pytest.raises(errors.UserError, match=r"the group at 127.0.0.1:\d+ has a different secret"):
         await bench.join("a", secret=b"some other secret")
     await wait_until(lambda: "an unknown peer connected where hosts join" in caplog.text)
     assert "none has joined" in bench.hosts.missing(1)
@@ -468,7 +468,7 @@ async def test_different_secret_is_refused(
     ("secret", "raw", "error"),
     [
         (b"", b"GET / HTTP/1.1\r\n" + bytes(64), "not a worker of generation 0"),
-        (SECRET, b"GET / HTTP/1.1\r\n" + bytes(64), "garbage instead of a frame"),
+        (SECRET, b"GET / HTTP/1.1\r\n" + bytes(64), "invalid bytes instead of a frame"),
         (
             SECRET,
             b"TkF1" + bytes(12) + (2**36).to_bytes(8, "big"),
@@ -626,7 +626,7 @@ async def test_removed_host_is_replaced_by_another(bench: Bench, wait_until: Wai
     pool.take_out(2, "step 9 was wrong")
     await wait_until(lambda: pool.lacks_capacity)
     assert other.generation == 1 and other.ready, "groups that run go on"
-    why = "taken out: step 9 was wrong; restart its `tinkerflow worker`, or `tinkerflow up`, to use it again"
+    why = "out of service: step 9 was wrong; restart its `tinkerflow worker`, or `tinkerflow up`, to use it again"
     assert "waiting for hosts: 0 of 1 processes (" in bench.waits[-1] and why in bench.waits[-1]
     bench.agents[0].cancel()
     bench.join("a, restarted")

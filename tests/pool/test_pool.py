@@ -106,7 +106,7 @@ async def test_removed_machine_starts_no_group_and_stops(
     assert pool.info.places == ("rank 0 on this machine",)
     pool.take_out(1, "step 5 was wrong")
     await wait_until(lambda: pool.lacks_capacity)
-    assert said[-1] == "this machine is taken out: step 5 was wrong; restart the service to use it again"
+    assert said[-1] == "this machine is out of service: step 5 was wrong; restart the service to use it"
     assert not pool.ready
 
 
@@ -377,7 +377,7 @@ async def test_a_command_for_an_ended_generation_is_not_given_to_the_next(start_
     assert await pool.submit(Ping(), generation=first) == Done()
     os.kill(pool.pids[0], signal.SIGKILL)
     assert await asyncio.wait_for(_next_generation(pool, first), 30) == first + 1
-    with pytest.raises(errors.GroupFailedError, match=f"worker group {first} serves no more"):
+    with pytest.raises(errors.GroupFailedError, match=f"worker group {first} no longer serves"):
         await pool.submit(Ping(), generation=first)
     assert await pool.submit(Ping(), generation=first + 1) == Done()
 
@@ -393,17 +393,17 @@ async def test_group_error_names_the_rank_and_the_cause(start_pool: StartPool, m
     pool = await start_pool(processes=2)
     differ = "rank 1 and rank 0 differ on whether DropAdapter succeeded"
     texts = {
-        "unasked:1": "rank 1 sent garbage: Ack for command 999, which is not due",  # claims to be of generation 1
-        "exit:1": "rank 1 ended itself: SystemExit: 3",
+        "unasked:1": "rank 1 sent an invalid message: Ack for command 999",  # claims to be of generation 1
+        "exit:1": "rank 1 failed: SystemExit: 3",
         "die:1": "rank 1 ended with exit status 9",
-        "thread:1": "rank 1 ended itself: ZeroDivisionError: in a thread",
-        "exit:0": "rank 0 ended itself: SystemExit: 3",
+        "thread:1": "rank 1 failed: ZeroDivisionError: in a thread",
+        "exit:0": "rank 0 failed: SystemExit: 3",
         "user:1": differ,
         "user:0": differ,
         "crash:1": differ,
-        "garbage:0": "rank 0 sent garbage: garbage instead of a frame",
-        "garbage:1": "rank 1 sent garbage: garbage instead of a frame",
-        "generation:1": "rank 1 sent garbage: a frame of generation 77",
+        "garbage:0": "rank 0 sent an invalid message: invalid bytes instead of a frame",
+        "garbage:1": "rank 1 sent an invalid message: invalid bytes instead of a frame",
+        "generation:1": "rank 1 sent an invalid message: a frame of generation 77",
     }
     for generation, (word, text) in enumerate(texts.items(), 1):
         with pytest.raises(errors.GroupFailedError, match=f"^worker group {generation} ended: {text}"):
@@ -415,7 +415,7 @@ async def test_hanging_command_misses_its_deadline(start_pool: StartPool, tmp_pa
     pool = await start_pool(processes=2)
     hanging = asyncio.create_task(pool.submit(order("hang:1"), deadline=1.0))
     behind = asyncio.create_task(pool.submit(Ping()))
-    with pytest.raises(errors.DeadlineError, match=r"DropAdapter did not answer in 1 s: no word from rank \[1\]"):
+    with pytest.raises(errors.DeadlineError, match=r"DropAdapter did not answer within 1 s: no answer from rank \[1\]"):
         await hanging
     with pytest.raises(errors.GroupFailedError, match="missed the deadline of a command") as caught:
         await behind
@@ -464,7 +464,7 @@ async def test_stopped_rank_is_detected_without_commands(start_pool: StartPool, 
     os.kill(pool.pids[1], signal.SIGSTOP)
     async with asyncio.timeout(60):
         lost = await anext(first)
-    assert lost == GroupLost(1, "worker group 1 ended: rank 1 was silent for 3 s (stopped?)")
+    assert lost == GroupLost(1, "worker group 1 ended: rank 1 sent no heartbeat for 3 s (stopped?)")
     await first.aclose()  # type: ignore[attr-defined]
     await serves_again(pool)
 
@@ -524,7 +524,7 @@ async def test_refused_configuration_is_a_user_error(start_pool: StartPool, work
 async def test_a_broken_executor_is_tried_three_times(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
     lines: list[str] = []
     with pytest.raises(
-        errors.GroupFailedError, match="worker group 3 ended: rank 0 ended itself: ZeroDivisionError: while loading"
+        errors.GroupFailedError, match="worker group 3 ended: rank 0 failed: ZeroDivisionError: while loading"
     ):
         await start_pool("Broken", on_progress=lines.append)
     assert [x for x in lines if x.startswith("starting")] == [
@@ -587,7 +587,7 @@ async def test_an_unknown_executor_is_named(start_pool: StartPool) -> None:
 
 
 async def test_a_start_has_a_deadline(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
-    with pytest.raises(errors.DeadlineError, match=r"worker group 3 was not ready in 1 s: no word from rank \[0, 1\]"):
+    with pytest.raises(errors.DeadlineError, match=r"was not ready within 1 s: no message from rank \[0, 1\]"):
         await start_pool("Sleepy", processes=2, start_deadline=1.0)
     assert not workers()
 

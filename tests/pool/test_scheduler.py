@@ -294,13 +294,13 @@ async def test_unsendable_commands_do_not_block_others() -> None:
     devices = Devices()
 
     def no_group() -> asyncio.Future[Reply]:
-        raise GroupFailedError("worker group 1 serves no more")
+        raise GroupFailedError("worker group 1 no longer serves")
 
     failed = [devices.scheduler.submit(command, no_group) for command in (forward(), SampleStep(), forward())]
     devices.submit("T", forward())
     assert await devices.run() == []
     for reply in failed:
-        with pytest.raises(GroupFailedError, match="serves no more"):
+        with pytest.raises(GroupFailedError, match="no longer serves"):
             await reply
     assert await devices.run() == ["T"]
 

@@ -105,7 +105,7 @@ async def test_failed_process_fails_the_transfer_but_not_the_group(
     store.delete(saved.path)
     with pytest.raises(NotFoundError, match="no longer exists"):
         await pool.transfer(FetchState("a", state))
-    with pytest.raises(GroupFailedError, match="serves no more"):
+    with pytest.raises(GroupFailedError, match="no longer serves"):
         await pool.transfer(FetchState("a", state), generation=7)
     assert pool.generation == 1
     await pool.submit(Ping())

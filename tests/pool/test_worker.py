@@ -100,7 +100,7 @@ async def test_worker_ends_with_its_connection(
     link.close()
     assert (await process.ended()).how == "ended with exit status 0"
     assert (
-        "rank 0 generation 5 tinkerflow.backend.pool.worker: the driver is gone"
+        "rank 0 generation 5 tinkerflow.backend.pool.worker: the connection to the driver ended"
         in (tmp_path / "worker-0.log").read_text()
     )
 

@@ -191,7 +191,7 @@ REFUSED = [
     ({"multipleOf": 1e-9}, "multipleOf is 1e-09: must be a decimal of few digits"),
     ({"allOf": [{"multipleOf": 65536}, {"multipleOf": 6561}]}, "multipleOf has the values 6561, 65536: too large"),
     ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "multipleOf has the values 65537, 65539: too large"),
-    ({"const": "\u001b"}, "const has a text with a control character"),
+    ({"const": "\u001b"}, "const has a string with a control character"),
     ({"type": "objct"}, "type is 'objct': must be one of array, boolean,"),
     ({"type": "object", "minProperties": 2}, "minProperties is 2: must be at most one more than"),
     ({"properties": {"a": 3}}, "properties.a is 3: must be a schema"),

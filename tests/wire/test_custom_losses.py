@@ -76,7 +76,7 @@ def deep(levels: int) -> Any:
         (node(3, target="backward"), "graph.nodes[3] 'sum_1' ('backward'): the method is not supported"),
         (node(3, target="__class__"), "the method is not supported"),
         (node(2, target="getattr", args=[{"ref": "adv"}, "__class__"]), "the attribute must be one of T, device"),
-        (node(2, op="call_module"), "op call_module: a custom loss cannot hold tensors or modules"),
+        (node(2, op="call_module"), "op call_module: a custom loss cannot contain its own tensors or modules"),
         (node(2, op="get_attr"), "op get_attr"),
         (node(2, op="exec"), "op 'exec' is unknown"),
         (node(2, args=[{"ref": "sum_1"}]), "refers to 'sum_1', which is not an earlier node"),

@@ -217,7 +217,7 @@ WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
     ("torn tokens", "cross_entropy", lambda m: setattr(one(m).model_input[0].encoded_text, "tokens", bytes(11)),
      "data[1].model_input has 11 bytes of tokens: must be a multiple of 4 (int32)"),
     ("image", "cross_entropy", lambda m: setattr(one(m).model_input.add().image, "format", "png"),
-     "data[1].model_input.chunks[1] is image: must be encoded_text, the model takes no images"),
+     "data[1].model_input.chunks[1] is image: must be encoded_text, because the model accepts no images"),
     ("audio", "cross_entropy", lambda m: setattr(one(m).model_input.add().dmel, "dmel", b"x"),
      "data[1].model_input.chunks[1] is dmel: must be encoded_text"),
     ("empty chunk", "cross_entropy", lambda m: one(m).model_input.add(), "data[1].model_input.chunks[1] is empty"),
@@ -316,7 +316,7 @@ def test_an_image_is_a_run_of_placeholders_and_its_pixels(body: Any) -> None:
     message.data[0].model_input[0].image.ClearField("override_dimensions")
     message.data[0].model_input[1].dmel.dmel = b"x"
     with pytest.raises(
-        UserError, match=r"chunks\[1\] is dmel: must be encoded_text or image, the model takes no dmels"
+        UserError, match=r"chunks\[1\] is dmel: must be encoded_text or image, because the model accepts no dmels"
     ):
         read(message.SerializeToString())
     message.data[0].model_input[1].encoded_text.tokens = b"abc"

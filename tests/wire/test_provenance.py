@@ -147,7 +147,7 @@ def test_invalid_spans_are_named(body: Any, change: Any, told: str) -> None:
     ("loss", "inputs", "config", "told"),
     [
         ("gspo", {"clip_low_threshold": np.float32([-1, 0, 0, 0])}, None, "at position 0 is -1.0: must be >= 0"),
-        ("ppo", {"clip_low_threshold": [0.0, 0, 3, 0], "clip_high_threshold": [1.0] * 4}, None, "over those"),
+        ("ppo", {"clip_low_threshold": [0.0, 0, 3, 0], "clip_high_threshold": [1.0] * 4}, None, "above those"),
         ("gspo", {"sequence_ratio_mask": np.zeros(4, np.float32)}, None, "must not be 0 for at least one token"),
         ("gspo", {"sequence_ratio_mask": np.float32([1, -1, 0, 0])}, None, "at position 1 is -1.0"),
         ("gspo", {"clip_high_threshold": np.float32([1, np.nan, 1, 1])}, None, "at position 1 is nan"),

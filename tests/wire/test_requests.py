@@ -149,7 +149,7 @@ WRONG: list[Wrong] = [
         of(optimizer_params=DIMUON | {"grad_clip_norm": None}),
         "grad_clip_norm is None: must be a finite",
     ),
-    (LoadWeights.decode, of(path=PATH, optimizer_config={"type": "adamw"}), "keeps the optimizer it was made with"),
+    (LoadWeights.decode, of(path=PATH, optimizer_config={"type": "adamw"}), "an existing model keeps its optimizer"),
     (LoadModel.decode, of(path=PATH, optimizer=True, optimizer_config={"type": "adamw"}), "with optimizer true"),
     (
         CreateModel.decode,
@@ -208,7 +208,7 @@ WRONG: list[Wrong] = [
     (
         LoadModel.decode,
         of(path="tinker://a/sampler_weights/b", optimizer=True),
-        "optimizer is True: must be false, sampler_weights hold no optimizer state",
+        "optimizer is True: must be false, because sampler_weights contain no optimizer state",
     ),
     (LoadWeights.decode, of(path="tinker://a/weights/b/c"), "must be tinker://"),
     (LoadWeights.decode, of(path=PATH, optimizer=1), "optimizer is 1: must be true or false"),

@@ -235,8 +235,11 @@ WRONG = [
     (b"{}", "prompt.chunks is None: must be a list of chunks"),
     (b'{"prompt": 3}', "prompt is 3: must be a JSON object"),
     (b'{"prompt": {"chunks": [{"type": "image"}]}}', "prompt.chunks[0].type is 'image': must be encoded_text"),
-    (b'{"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "/etc/passwd"}]}}', "takes no images"),
-    (b'{"prompt": {"chunks": [{"type": "dmel"}]}}', "'dmel': must be encoded_text, the model takes text only"),
+    (b'{"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "/etc/passwd"}]}}', "accepts no images"),
+    (
+        b'{"prompt": {"chunks": [{"type": "dmel"}]}}',
+        "'dmel': must be encoded_text, because the model accepts",
+    ),
     (b'{"prompt": {"chunks": [7]}}', "prompt.chunks[0].type is 7: must be encoded_text"),
     (b'{"prompt": {"chunks": [{}]}}', "prompt.chunks[0].tokens is None: must be a list of token ids"),
 ]

@@ -72,7 +72,7 @@ def renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if found.setdefault(rename(name), tensor) is not tensor:
-            raise UserError(f"tensor {name!r} is in the files twice, under another name as well")
+            raise UserError(f"tensor {name!r} is in the files twice, also under another name")
     return found
 
 

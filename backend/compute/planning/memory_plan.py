@@ -153,7 +153,7 @@ class MemoryPlan:
         """The limit that a longer sequence would exceed, for error messages."""
         if self.limit is None:
             return MODEL_CONTEXT
-        return f"what fits this group's devices with {self.limit / GB:.3g} GB each"
+        return f"the most that fits this group's devices with {self.limit / GB:.3g} GB each"
 
     def by_use(self, cfg: ModelConfig, config: GroupConfig) -> dict[str, int]:
         """Bytes of each device by use. On CPUs only the weights and the KV cache are planned."""

@@ -111,7 +111,7 @@ def parse_topology(text: str) -> Topology:
     if not name:
         near = did_you_mean(given, DEVICES, likeness=0.75)  # an rtx2080ti is not close to an rtx5090
         known = f"{', '.join(DEVICES)}{near}"
-        raise UserError(f"topology {text!r}: device {given!r} is not known: must be one of {known}")
+        raise UserError(f"topology {text!r}: device {given!r} is unknown: must be one of {known}")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1"):
         raise UserError(f"topology {text!r}: shape {shape!r}: must be positive numbers with an x between them")
     device, dims = DEVICES[name], tuple(int(size) for size in (shape or "1").split("x"))

@@ -120,7 +120,7 @@ class FullModelSampler:
         Requests in the batch begin again with the tokens that they have. NotFoundError: there is none to rename.
         """
         if snapshot_id not in self._snapshots:
-            raise NotFoundError(f"snapshot {snapshot_id!r} is not here; publish or load it first")
+            raise NotFoundError(f"snapshot {snapshot_id!r} is not loaded; publish or load it first")
         new, old = self._snapshots.pop(snapshot_id), self._snapshots.get(to_id)
         self._snapshots[to_id] = new
         if old is not None:

@@ -53,7 +53,7 @@ class AdapterTrainer:
         spec = optimizer_of(command.params)
         if spec.name != adapter.optimizer:
             raise UserError(
-                f"optim_step: the parameters are {spec.name}'s, but the model was made with {adapter.optimizer}"
+                f"optim_step: the parameters are {spec.name}'s, but the model was created with {adapter.optimizer}"
             )
         on_devices = put(spec.vector(command.params), replicated(mesh))
         stepped = self._training.steps(adapter.spec).optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
@@ -81,7 +81,7 @@ def _stepped(on_devices: jax.Array, step: int) -> OptimResult:
     norm = float(to_host(on_devices))
     if not np.isfinite(norm):
         raise UserError(
-            f"optim_step: the gradient norm is {norm}: must be finite. The step was not made and the gradients "
-            "are cleared: look at the weights, advantages and logprobs of the last forward_backward"
+            f"optim_step: the gradient norm is {norm}: must be finite. The step was not executed, and the "
+            "gradients are cleared: check the weights, advantages and logprobs of the last forward_backward"
         )
     return OptimResult(grad_norm=norm, step=step)

@@ -217,7 +217,7 @@ def _no_memory(command: Forward, error: Exception) -> AllocationError:
     lengths = [len(example.tokens_T) for example in command.examples]
     return AllocationError(
         f"data of {len(lengths)} examples, the longest of {max(lengths)} tokens: the devices had no memory left for "
-        "them. The model is as it was before. Shorter examples take less; the same request may work when there are "
+        "them. The model is unchanged. Shorter examples take less; the same request may work when there are "
         "fewer models"
     )
 

@@ -42,7 +42,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if OPTIMIZERS[optimizer].of_adapters:
         raise UserError(
             f"lora_config.rank 0 trains all parameters, but {optimizer} steps the matrices of adapters alone: "
-            "lora_config.rank must be 1 or more, or optimizer_config.type another one"
+            "lora_config.rank must be 1 or more, or optimizer_config.type must be another optimizer"
         )
 
 

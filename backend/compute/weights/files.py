@@ -72,7 +72,7 @@ def read_object(path: Path, name: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"base model {name!r}: {path} cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
-        raise UserError(f"base model {name!r}: {path} holds a {type(value).__name__}, not an object")
+        raise UserError(f"base model {name!r}: {path} contains a {type(value).__name__}, not an object")
     return value
 
 

@@ -105,7 +105,7 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
         try:
             link, silence = await _join(config, agent, processes)
         except PermissionError as error:
-            raise UserError(f"the group at {where} has another secret: {error}") from error
+            raise UserError(f"the group at {where} has a different secret: {error}") from error
         except (OSError, EOFError) as error:
             if reached:
                 say(f"the group at {where} cannot be reached ({error}); trying again")
@@ -249,7 +249,7 @@ class HostProcesses:
         a driver if capacity would be missing otherwise. OSError: the start fails.
         """
         if self._leaving:
-            raise OSError("the host is about to end")
+            raise OSError("the host is shutting down")
         old = [worker for worker in self._without_driver() if worker.plan == asked.plan]
         if len(self._watches) - len(old) >= self._config.processes:
             old = self._without_driver()

@@ -110,7 +110,7 @@ class Host:
         return self.site.taken_out.get(self.offer.agent, "")
 
     def __str__(self) -> str:
-        text = f"taken out: {self.taken_out}; restart its `tinkerflow worker`, or `tinkerflow up`, to use it again"
+        text = f"out of service: {self.taken_out}; restart its `tinkerflow worker`, or `tinkerflow up`, to use it again"
         return f"{self.offer.host}: {text if self.taken_out else self.free}"
 
     async def spawn(self, launch: Launch, rank: int, held: OrphanedWorker | None = None) -> WorkerProcess:
@@ -195,7 +195,7 @@ class Hosts:
         self._door.cancel()
         tasks = {self._door, *self._connections}
         for host in self._hosts:
-            host.conversation.end("the group ends")
+            host.conversation.end("the group is ending")
         await asyncio.wait(tasks, timeout=1.0)
         for task in tasks:
             task.cancel()

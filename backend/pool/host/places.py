@@ -165,7 +165,7 @@ class ThisMachine:
 
     def missing(self, processes: int) -> str:
         """Return "", unless the machine was taken out."""
-        return self._taken_out and f"this machine is taken out: {self._taken_out}; restart the service to use it again"
+        return self._taken_out and f"this machine is out of service: {self._taken_out}; restart the service to use it"
 
     async def changed(self) -> None:
         """Wait forever: a machine that was taken out is never used again."""

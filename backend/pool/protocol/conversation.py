@@ -54,7 +54,7 @@ class Conversation:
                     self.end(task.result())
             return await self._over
         finally:
-            self.end("we ended it")
+            self.end("it was closed by this side")
             for task in works:
                 task.cancel()
             try:
@@ -82,10 +82,10 @@ class Conversation:
         except OSError as error:
             return f"its connection broke ({error})"
         except ValueError as error:
-            return f"it sent a wrong message: {error}"
+            return f"it sent an invalid message: {error}"
 
     async def _beat(self) -> None:
         self.send(KeepAlive())
 
     async def _watch_silence(self) -> str:
-        return f"it was silent for {await self._monitor.silence():g} s (cut off, or stopped?)"
+        return f"it sent no heartbeat for {await self._monitor.silence():g} s (unreachable, or stopped?)"

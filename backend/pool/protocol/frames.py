@@ -40,7 +40,7 @@ def header(generation: int, index: int, body: Sequence[Buffer]) -> bytes:
 def _parse(raw: bytes | bytearray, generation: int, largest: int) -> tuple[int, int]:
     magic, theirs, index, length = _HEADER.unpack(raw)
     if magic != MAGIC:
-        raise ValueError(f"garbage instead of a frame: {bytes(raw[:16])!r}")
+        raise ValueError(f"invalid bytes instead of a frame: {bytes(raw[:16])!r}")
     if length > largest:
         raise ValueError(f"a frame of {length} bytes is over the limit of {largest} bytes")
     if theirs != generation:

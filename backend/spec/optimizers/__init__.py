@@ -131,7 +131,7 @@ def check_classes(optimizers: Mapping[str, OptimizerSpec]) -> None:
     owners: dict[str, str] = {}
     for name, spec in optimizers.items():
         if (other := owners.setdefault(spec.params.__name__, name)) != name:
-            raise TypeError(f"optimizer {name}: {spec.params.__name__} is also what {other} calls its parameters")
+            raise TypeError(f"optimizer {name}: {spec.params.__name__} is also the name of {other}'s parameters")
 
 
 check_classes(OPTIMIZERS)

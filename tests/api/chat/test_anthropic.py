@@ -140,7 +140,7 @@ def test_broken_call_is_returned_as_text(claude: anthropic.Anthropic, speaker: S
     [
         ({"frobnicate": 1}, "frobnicate is not supported"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no images"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "does not accept images"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is None"),
         (
             {

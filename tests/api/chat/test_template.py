@@ -96,13 +96,13 @@ def test_broken_template_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "chat template of tiny refuses them: roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", "chat template of tiny rejects them: roles must alternate"),
         ("{{ messages[0].content + 1 }}", "chat template of tiny fails with them: TypeError"),
         (
             "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-            "chat template of tiny refuses them: access to attribute",
+            "chat template of tiny rejects them: access to attribute",
         ),
-        ("{% for %}", "chat template of tiny refuses them: "),
+        ("{% for %}", "chat template of tiny rejects them: "),
     ],
 )
 def test_template_error_is_a_user_error(tmp_path: Path, template: str, says: str) -> None:

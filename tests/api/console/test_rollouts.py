@@ -68,7 +68,7 @@ def test_step_page_shows_its_groups_and_dropped_samples(browser: Any, server: An
         "mean 0, standard deviation 1",
         "tools: adder",
         "form 0.25",
-        "begun again",
+        "restarted",
         "left out",
         "ConnectionError: &lt;gone&gt;",
     ):

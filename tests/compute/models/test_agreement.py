@@ -311,5 +311,5 @@ def test_tensor_under_two_names_is_refused(folder_of: Callable[[str], Path]) -> 
     name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
     other = name.replace("language_model.model.", "model.language_model.").replace("model.model.", "model.")
     other = other if other != name else name.replace("model.language_model.", "language_model.model.")
-    with pytest.raises(UserError, match="is in the files twice, under another name as well"):
+    with pytest.raises(UserError, match="is in the files twice, also under another name"):
         check(cfg, {**tensors, other: like(tensors[name])})  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ def test_plan_can_be_made_for_a_given_memory(qwen3: Reference) -> None:
     config = config_of(dtype="float32", device_memory=0.5, max_context=300)
     plan = memory_plan.plan_group(cfg, config)
     assert plan == memory_plan.plan_memory(cfg, config, GB // 2)
-    assert plan.rule == "what fits this group's devices with 0.5 GB each"
+    assert plan.rule == "the most that fits this group's devices with 0.5 GB each"
 
 
 def test_devices_that_do_not_report_memory_need_the_setting_device_memory(

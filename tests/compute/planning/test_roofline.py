@@ -32,7 +32,7 @@ def test_a_topology_is_a_device_and_a_shape(text: str, name: str, count: int) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("v9:2x2", "topology 'v9:2x2': device 'v9' is not known: must be one of v5e, v5p"),
+        ("v9:2x2", "topology 'v9:2x2': device 'v9' is unknown: must be one of v5e, v5p"),
         ("v6e:2x", "topology 'v6e:2x': shape '2x': must be positive numbers with an x between them"),
         ("h100:0", "topology 'h100:0': shape '0': must be positive"),
         ("h100:2x2x2", "topology 'h100:2x2x2': shape '2x2x2': GPUs have at most two numbers"),

@@ -93,11 +93,11 @@ def test_optimizers_cannot_be_mixed(shared_executor, examples, forward):
     executor.execute(CreateAdapter("d", LoraSpec(4), 3, "dimuon"))
     forward(executor, "d", examples((9,)), backward=True)
     before = executor.execute(ExportAdapter("d", True))
-    with pytest.raises(UserError, match="parameters are adamw's, but the model was made with dimuon"):
+    with pytest.raises(UserError, match="parameters are adamw's, but the model was created with dimuon"):
         executor.execute(OptimStep("d", AdamParams()))
     after = executor.execute(ExportAdapter("d", True))
     assert all((after.moments[n] == m).all() for n, m in before.moments.items())  # gradients are still accumulated
-    with pytest.raises(UserError, match="parameters are dimuon's, but the model was made with adamw"):
+    with pytest.raises(UserError, match="parameters are dimuon's, but the model was created with adamw"):
         executor.execute(OptimStep("a", DimuonParams(1e-3)))
     adamw = executor.execute(ExportAdapter("a", True))
     with pytest.raises(UserError, match=r"\.mu' does not belong to dimuon"):

@@ -100,7 +100,7 @@ def test_adam_parameters_that_divide_by_zero_in_float32_are_refused(params: Adam
 
 def test_optimizers_must_have_distinct_parameter_classes() -> None:
     again = replace(OPTIMIZERS["adamw"], name="again")
-    with pytest.raises(TypeError, match="optimizer again: AdamParams is also what adamw calls its parameters"):
+    with pytest.raises(TypeError, match="optimizer again: AdamParams is also the name of adamw's parameters"):
         check_classes({**OPTIMIZERS, "again": again})
 
 

@@ -109,7 +109,7 @@ def test_a_teacher_sees_more_of_the_row_than_the_student() -> None:
         (
             Row(QUESTION.prompt, QUESTION.chosen),
             100,
-            "of the row 'Which colour has grass.': the row has no field 'why'",
+            "row 'Which colour has grass.': the row has no field 'why'",
         ),
         (QUESTION, 20, "tokens, must be at most 20, so that the context also holds the answer"),
     ],
