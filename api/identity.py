@@ -133,7 +133,7 @@ class Authenticator:
         """
         if not shown or not shown.startswith((KEY_PREFIX, TOKEN_PREFIX)):
             raise HTTPException(
-                401, f"the X-API-Key header, or Authorization: Bearer, must hold a key that starts with {KEY_PREFIX}"
+                401, f"the X-API-Key header, or Authorization: Bearer, must contain a key that starts with {KEY_PREFIX}"
             )
         now = self._clock.monotonic()
         if await self.is_open() and shown.startswith(KEY_PREFIX):

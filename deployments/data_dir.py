@@ -97,7 +97,7 @@ def _unusable(data_dir: Path, error: OSError) -> UserError:
 def fix_of(error: OSError) -> str:
     """Advice for a person after a file of the data dir could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "make space, or choose another --data-dir"
+        return "free some space, or choose another --data-dir"
     if error.errno in (errno.EACCES, errno.EPERM):
         return "run as its owner, or choose another --data-dir"
     return "choose another --data-dir"

@@ -74,7 +74,7 @@ def check_data_dir(settings: Settings) -> str:
         fix = f"run `tinkerflow up`, or chmod -R go= {shlex.quote(str(folder))}"
         raise UserError(f"{count}, can be read by other users: {fix}")
     if (free := shutil.disk_usage(folder).free) < NEEDED_BYTES:
-        raise UserError(f"{folder}: its disk has {free / 2**20:.0f} MiB left: make space, or choose another --data-dir")
+        raise UserError(f"{folder}: its disk has {free / 2**20:.0f} MiB left: free some, or choose another --data-dir")
     return f"{folder}: private, {free / 2**30:.1f} GiB free"
 
 

@@ -46,5 +46,5 @@ def verify_results(run: RecordedRun, last: Mark, sample: int, say: Callable[[str
             parted = report.parted
             return f"step {parted.step}: the result of {parted.kind} (request {parted.seq_id}) differs"
         what = f"steps 1 to {last.step}" if step is None else f"step {step}"
-        say(f"{what}: {report.compared} results are equal when they are computed again")
+        say(f"{what}: {report.compared} results are equal when computed again")
     return None

@@ -40,7 +40,7 @@ class RunnerState(Enum):
     PAUSED = "a person paused the run: only saves that wait for the store are executed"
     DRAINING = "the worker group ended: no new operations begin until those in flight have ended"
     DRAINING_PAUSED = "as in DRAINING, then PAUSED"
-    ENDED = "no operations are executed any more"
+    ENDED = "no more operations are executed"
 
 
 class RunnerEvent(Enum):

@@ -92,7 +92,7 @@ def _open(call: Call, body: CreateSamplingSession) -> str:
             raise UserError(f"model_path is {body.model_path!r}: {saved.unsampled}")
         base_model = base_model or saved.base_model
         if base_model not in (saved.base_model, alias_of(saved.base_model)):
-            raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")
+            raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, as in {body.model_path}")
     card = base_model_card(journal, base_model)
     new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
     new = NewSampler(new_id, body.session_id, owner, card.name, body.model_path)

@@ -168,9 +168,7 @@ def import_folder(
     folder: Annotated[
         Path, typer.Argument(help="folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them")
     ],
-    base_model: Annotated[
-        str, typer.Option(help="folder, hub id or gs:// URL under which the service knows the model")
-    ],
+    base_model: Annotated[str, typer.Option(help="base model's name in the service: a folder, hub id or gs:// URL")],
     project: Annotated[str, typer.Option(help="project that the checkpoint belongs to")] = LOCAL_OWNER,
     name: Annotated[str, typer.Option(help="name of the checkpoint")] = IMPORTED,
     store: StoreUrl = None,

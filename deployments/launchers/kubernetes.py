@@ -153,7 +153,7 @@ async def _release(plan: Plan, say: Say, client: AsyncClient) -> None:
                     why = str(error)
                 await asyncio.sleep(1.0)
     except TimeoutError:
-        say(f"worker pods are not gone after {LEAVE_SECONDS:g} s: {why}")
+        say(f"worker pods still exist after {LEAVE_SECONDS:g} s: {why}")
 
 
 @contextmanager

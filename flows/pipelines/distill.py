@@ -84,8 +84,8 @@ class HintedPrompt:
             else:
                 if tokens <= self.most:
                     continue
-                problem = f"{tokens} tokens, must be at most {self.most}, so that the context also holds the answer"
-            raise UserError(f"teacher.prompt: of the row {row.prompt[-1]['content']!r}: {problem}")
+                problem = f"{tokens} tokens, must be at most {self.most}, so that the answer also fits into the context"
+            raise UserError(f"teacher.prompt: row {row.prompt[-1]['content']!r}: {problem}")
 
     def _tokens(self, facts: Facts) -> list[int]:
         *before, last = facts["prompt"]

@@ -33,8 +33,8 @@ MOST_LINES = 500  # of logs that wait for the server
 
 _ABOUT = """\
 The training runs of a Tinkerflow engine, which executes them itself. They begin when a client creates a model, and not
-by _Run_. _Cancel_ ends a model, _Suspend_ and _Resume_ pause it and let it continue, _Retry_ takes a model that failed
-up again, from the journal."""
+by _Run_. _Cancel_ ends a model, _Suspend_ and _Resume_ pause and continue it, and _Retry_ resumes a failed model from
+the journal."""
 
 
 @flow(name="training_run", persist_result=False)

@@ -34,7 +34,7 @@ async def execute(execution: Execution) -> Outcome:
         )
         spec = spec_of(row)  # checked before the state is read: a full-parameter state is large
         if not creates and replace(spec, expert_rank=model.expert_rank) != spec_of(model):
-            raise UserError(f"path {wanted.path!r} holds {spec}, but model {model_id} has {spec_of(model)}")
+            raise UserError(f"path {wanted.path!r} contains {spec}, but model {model_id} has {spec_of(model)}")
         state = await _load(execution, wanted)
         reply = execution.send(ImportAdapter(execution.adapter_id, _for(model, state, wanted.path)), Done)
     await reply
@@ -52,7 +52,7 @@ def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
     """The state with the optimizer of the model's row. UserError: the state holds moments of another optimizer."""
     if state.moments and state.optimizer != model.optimizer:
         raise UserError(
-            f"path {path!r} holds the state of {state.optimizer}, but model {model.id} was made with "
+            f"path {path!r} contains the state of {state.optimizer}, but model {model.id} was created with "
             f"{model.optimizer}; load it with optimizer false"
         )
     return state.copy_with(optimizer=model.optimizer)
@@ -78,7 +78,7 @@ async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bo
     if not optimizer:
         return state.copy_with(moments={}, step=0), saved
     if not state.moments:
-        raise UserError(f"path {path!r} holds no optimizer state; load it with optimizer false")
+        raise UserError(f"path {path!r} contains no optimizer state; load it with optimizer false")
     return state, saved
 
 

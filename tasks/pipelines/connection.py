@@ -101,9 +101,7 @@ class ServerClients:
             return wanted
         newest = (await self.rest.get_training_run(wanted)).last_sampler_checkpoint
         if newest is None:
-            raise UserError(
-                f"training run {wanted!r}: it has no weights for samplers: save_weights_for_sampler makes them"
-            )
+            raise UserError(f"training run {wanted!r}: it has no sampler weights: call save_weights_for_sampler")
         return str(newest.tinker_path)
 
 

@@ -86,8 +86,8 @@ class OutlierWatch:
             answer = await http.get(path, params={"payloads": False, "after": 2**62})
         if answer.status_code == 404:
             raise UserError(
-                "on_outlier 'skip': the server keeps no histories (TINKERFLOW_HISTORY=off), so no step can be made "
-                "again; use 'report'"
+                "on_outlier 'skip': the server keeps no histories (TINKERFLOW_HISTORY=off), so no step can be "
+                "repeated; use 'report'"
             )
 
     def passes(self, step: int, norm: float, loss: float) -> bool:

@@ -382,7 +382,7 @@ class TeacherParameters(Parameters):
         if self.student and (self.connection or self.base_model or self.weights):
             raise ValueError("student: true names the model; leave out connection, base_model and weights")
         if self.student and not self.prompt:
-            raise ValueError("student: true needs a prompt by which the teacher knows more than the student")
+            raise ValueError("student: true needs a prompt that gives the teacher more information")
         return self
 
 

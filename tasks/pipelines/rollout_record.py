@@ -70,7 +70,7 @@ def group_of(episodes: Sequence[Episode], advantages: npt.NDArray[np.float64], *
 def dropped_of(lost: Iterable[Lost], replaced: Iterable[Sequence[Episode]]) -> list[DroppedRollout]:
     """The conversations that a step did not learn from. replaced: groups that were replaced by others."""
     found = [
-        DroppedRollout(prompt=one.prompt, fate="begun again" if one.repeated else "left out", reason=one.reason)
+        DroppedRollout(prompt=one.prompt, fate="restarted" if one.repeated else "left out", reason=one.reason)
         for one in lost
     ]
     for group in replaced:

@@ -61,7 +61,7 @@ class Scores(BaseModel):
 
     rows: int
     loss: float | None = Field(None, description="mean negative log probability of a token of the answers")
-    exact_match: float | None = Field(None, description="share of rows whose answer the model says, greedily")
+    exact_match: float | None = Field(None, description="share of rows whose answer the model gives in greedy sampling")
     reward: float | None = None
     reward_error: float | None = None
     parts: dict[str, float] = {}

@@ -70,7 +70,7 @@ class DataSource(BaseModel):
     ignore: Annotated[list[str], BeforeValidator(_alone)] = Field(
         [],
         description="Fields to leave out, such as id or messages.refusal; '*' = all fields that the form lacks. Other "
-        "fields that are not used make a row wrong.",
+        "unused fields make a row wrong.",
     )
     special_tokens: Literal["text", "tokens"] = Field(
         "text",

@@ -127,7 +127,7 @@ def _kill_api(found: Replicas, place: int) -> str:
 def _mend(found: Replicas) -> None:
     """Replace a killed engine with a new standby, and restart killed replicas."""
     if len(found.engines) < 2:
-        wait_for(found.start_engine(), "works on this journal")
+        wait_for(found.start_engine(), "uses this journal")
     for place, api in enumerate(found.apis):
         if api.process.poll() is not None:
             wait_for(found.start_api(place), READY)

@@ -182,7 +182,7 @@ def replicas(
         for place in range(apis):
             found.start_api(place)
         for _ in range(engines - 1):
-            wait_for(found.start_engine(), "works on this journal")
+            wait_for(found.start_engine(), "uses this journal")
         for api in found.apis:
             wait_for(api, READY)
         yield found

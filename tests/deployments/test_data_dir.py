@@ -97,7 +97,7 @@ def test_killed_service_is_unhealthy_and_a_stopped_one_is_healthy(tmp_path: Path
     first = context.Process(target=_own, args=(str(tmp_path), owns, ends))
     first.start()
     assert owns.wait(120)
-    assert check_processes(settings).startswith("api beat")
+    assert check_processes(settings).startswith("api: last heartbeat")
     first.kill()
     first.join()
     killed = f"process {first.pid} at http://127.0.0.1:1 was killed; `tinkerflow up` starts it again"

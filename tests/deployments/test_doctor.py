@@ -157,11 +157,11 @@ def test_devices_are_found_without_opening_them(tmp_path: Path, monkeypatch: pyt
 
 def test_doctor_shows_whether_the_api_runs(tmp_path: Path, port: int) -> None:
     settings = Settings(data_dir=tmp_path, port=port)
-    with pytest.raises(UserError, match=r"serves another data dir than .*: choose another --port"):
+    with pytest.raises(UserError, match=r"serves a different data dir than .*: choose another --port"):
         doctor.check_api(settings)
     shown = io.StringIO()
     assert not show_status(settings, plain_console(file=shown, width=200))
-    assert "serves another data dir than" in shown.getvalue()
+    assert "serves a different data dir than" in shown.getvalue()
     with open_journal(settings) as journal:
         journal.leases.beat()
     assert doctor.check_api(settings).endswith("/api/v1/healthz: ok")

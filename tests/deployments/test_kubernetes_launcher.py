@@ -160,7 +160,7 @@ async def test_pods_that_cannot_be_released_are_reported(
     fake.outage = httpx2.Response(503, text="overloaded")
     await end(task)
     (line,) = lines
-    assert line.startswith("worker pods are not gone after 0.05 s: Kubernetes refuses GET")
+    assert line.startswith("worker pods still exist after 0.05 s: Kubernetes refuses GET")
     assert line.endswith("(503): overloaded")
 
 
@@ -214,7 +214,7 @@ def test_reasons_of_waiting_pods_are_reported(statuses: list[dict[str, Any]], co
 
 def test_a_pod_that_ends_is_waited_for() -> None:
     ending = {"metadata": {"name": "worker-0", "deletionTimestamp": "2026-11-25T02:00:00Z"}, "status": READY}
-    assert waiting_lines([Pod.from_dict(ending)], 1, []) == ["waiting for worker-0: it ends"]
+    assert waiting_lines([Pod.from_dict(ending)], 1, []) == ["waiting for worker-0: it is being deleted"]
 
 
 async def test_missing_pods_are_reported_with_the_reason_of_kubernetes(

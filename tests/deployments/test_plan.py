@@ -133,7 +133,7 @@ def test_the_command_for_two_hosts_waits_for_both() -> None:
     assert (
         "up --base-model Qwen/Qwen3-8B --processes 2 --group ADDRESS:7000\nand on each host: tinkerflow worker" in two
     )
-    assert "Links between hosts are counted like links within one host." in two
+    assert "Links between hosts count as local links." in two
     assert said("Qwen/Qwen3-8B", "--for", "h100:16")[1].endswith(
         "h100:16 is one host. Most hosts have at most 8 GPUs: h100:2x8 is two.\n"
     )
@@ -154,7 +154,7 @@ def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_
     ("model", "topology", "settings", "message"),
     [
         ("32B", "h100:1", {}, "its weights take 65.5 GB of the 78.1 GB of each device"),
-        ("4B", "h900:1", {}, "topology 'h900:1': device 'h900' is not known: must be one of v5e"),
+        ("4B", "h900:1", {}, "topology 'h900:1': device 'h900' is unknown: must be one of v5e"),
         ("4B", "h100:8", {"tensor_parallel": 3}, "tensor_parallel 3 x expert_parallel 1 must divide them"),
         ("4B", "h100:8", {"context_parallel": 16}, "context_parallel 16; must divide the 8 device(s)"),
         ("4B", "h100:1", {"max_context": 50000}, "max_context 50000; the model allows at most 40960"),
@@ -239,7 +239,7 @@ def test_plan_with_the_smallest_weights_does_not_suggest_them() -> None:
 
 def test_unknown_device_has_no_distant_suggestion() -> None:
     _, text = said("Qwen/Qwen3-8B", "--for", "rtx2080ti:2")
-    assert "device 'rtx2080ti' is not known" in text and "did you mean" not in text
+    assert "device 'rtx2080ti' is unknown" in text and "did you mean" not in text
 
 
 @pytest.mark.parametrize(

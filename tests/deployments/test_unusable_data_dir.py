@@ -94,7 +94,7 @@ def test_a_data_dir_that_cannot_be_made(command: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
-        (errno.ENOSPC, "make space, or choose another --data-dir"),
+        (errno.ENOSPC, "free some space, or choose another --data-dir"),
         (errno.EROFS, "choose another --data-dir"),
         (errno.EACCES, "run as its owner, or choose another --data-dir"),
     ],

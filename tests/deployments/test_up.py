@@ -27,7 +27,7 @@ def children() -> set[str]:
 def test_late_stack_names_its_parts(tmp_path: Path) -> None:
     before = children()
     settings = Settings(data_dir=tmp_path, port=0, prefect="off", start_deadline=0.1)
-    with pytest.raises(ServerError, match=r"not ready in 0 s \(start_deadline\): engine, api"):
+    with pytest.raises(ServerError, match=r"not ready within 0 s \(start_deadline\): engine, api"):
         Stack(settings, report=print).__enter__()
     assert children() <= before
 

@@ -286,7 +286,7 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
         {},
         "limit 'max_live_model': must be one of max_sampling_requests, max_queued_tokens, ",
     ),
-    (["plan", "tinkerflow/tiny", "--topology", "h1000:8"], {}, "topology 'h1000:8': device 'h1000' is not known"),
+    (["plan", "tinkerflow/tiny", "--topology", "h1000:8"], {}, "topology 'h1000:8': device 'h1000' is unknown"),
     (
         ["run", "sft", "--config", example_file("sft.yaml").as_posix()],
         {"TINKER_BASE_URL": "localhost:1"},
@@ -331,7 +331,11 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     ),
     (["up", "--store", __file__, "--port", "0"], {}, f"store {__file__!r}: cannot be written (File exists): choose an"),
     (["up", "--store", "file:///proc/x", "--port", "0"], {}, "store 'file:///proc/x': cannot be written (No such file"),
-    (["up", "--database-url", "sqlite:////proc/x.db", "--port", "0"], {}, "database '/proc/x.db': cannot be made (No"),
+    (
+        ["up", "--database-url", "sqlite:////proc/x.db", "--port", "0"],
+        {},
+        "database '/proc/x.db': cannot be created (",
+    ),
     (["up", "--host", "1.2.3.4.5", "--port", "0"], {}, "port 0 of 1.2.3.4.5: "),
     (
         ["up", "--port", "0"],

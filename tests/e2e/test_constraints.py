@@ -127,7 +127,7 @@ def test_invalid_sampling_parameters_fail_their_request_with_the_field_name(clie
         ({"constraint": {"type": "xml", "value": "a"}}, "sampling_params.constraint.type is 'xml'"),
         ({"logit_bias": {"999999": 1}}, "sampling_params.logit_bias has the key '999999'"),
         ({"presence_penalty": 3}, "sampling_params.presence_penalty is 3"),
-        ({"constraint": {"type": "regex", "value": r"[^\s\S]"}}, "regex that can be enforced: no text fulfils it"),
+        ({"constraint": {"type": "regex", "value": r"[^\s\S]"}}, "regex that can be enforced: no text satisfies it"),
     ):
         assert told in client.sample(**params)
     assert client.sample(max_tokens=2, stop=[])[0]

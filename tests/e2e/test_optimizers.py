@@ -28,7 +28,7 @@ def test_dimuon_trains_saves_and_resumes(server, make_datum):
     assert model.get_info().optimizer_config.type == "dimuon"
     losses = train(model, data, 6)
     assert losses[-1] < 0.8 * losses[0]
-    with pytest.raises(tinker.TinkerError, match="parameters are adamw's, but the model was made with dimuon"):
+    with pytest.raises(tinker.TinkerError, match="parameters are adamw's, but the model was created with dimuon"):
         model.optim_step(types.AdamParams()).result()
 
     path = model.save_state("at-6").result().path
@@ -42,6 +42,6 @@ def test_dimuon_trains_saves_and_resumes(server, make_datum):
     assert fresh.get_info().optimizer_config.type == "adamw"
     fresh.forward_backward(data, "cross_entropy").result()
     assert fresh.optim_step(types.AdamParams()).result().metrics["optimizer_step"] == 1
-    refused = pytest.raises(tinker.TinkerError, match="holds the state of dimuon, but model")
+    refused = pytest.raises(tinker.TinkerError, match="contains the state of dimuon, but model")
     with pytest.warns(FutureWarning, match="load_state"), refused:
         fresh.load_state_with_optimizer(path).result()

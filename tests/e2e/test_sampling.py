@@ -179,12 +179,12 @@ def test_images_are_refused_and_never_fetched(server, sampler, trainer):
         picture = types.ImageChunk(data=b"\x89PNG\r\n\x1a\n", format="png", expected_tokens=4)
         for chunk in (pointer, picture):
             prompt = types.ModelInput(chunks=[text, chunk])
-            told = rf"prompt\.chunks\[1\]\.type is '{chunk.type}'.*takes no images"
+            told = rf"prompt\.chunks\[1\]\.type is '{chunk.type}'.*accepts no images"
             for future in (sampler.sample(prompt, 1, NEXT), sampler.compute_logprobs(prompt)):
                 with pytest.raises(tinker.TinkerError, match=told):
                     future.result()
         picture_first = types.Datum(model_input=types.ModelInput(chunks=[picture, text]), loss_fn_inputs={})
-        with pytest.raises(tinker.TinkerError, match="takes no images"):
+        with pytest.raises(tinker.TinkerError, match="accepts no images"):
             trainer.forward([picture_first], "cross_entropy").result()
         nobody.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -196,7 +196,7 @@ async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(
         finally:
             (made,) = await client.read_automations_by_name(name)
             await client.delete_automation(made.id)
-    assert "its process was silent" in found.state.message
+    assert "its process sent no heartbeat" in found.state.message
 
 
 async def test_prefect_block_gives_the_server_address(pipelines, monkeypatch):

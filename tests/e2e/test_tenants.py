@@ -199,7 +199,7 @@ def test_sequence_or_adapter_that_does_not_fit_the_devices_is_refused(
         fits = served.max_context_length
         assert fits == 4096, "of the 8192 of the model"
         good = lora(server, service)
-        rule = rf"data\[1\].model_input has {fits + 1} tokens: must be 1 to {fits}, what fits this group's devices with"
+        rule = rf"data\[1\].model_input has {fits + 1} tokens: must be 1 to {fits}, the most that fits this group's"
         with pytest.raises(tinker.RequestFailedError, match=rule):
             good.forward_backward([make_datum(TOKENS), make_datum([7] * (fits + 2))], "cross_entropy").result()
         plain = {"base_model": server.base_model, "seed": 5}

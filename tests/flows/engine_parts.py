@@ -112,7 +112,7 @@ class NumpyPool:
 
     def check(self, generation: int) -> None:
         if self.down is not None or generation != self.generation:
-            raise GroupFailedError(f"worker group {generation} serves no more")
+            raise GroupFailedError(f"worker group {generation} no longer serves")
 
     @property
     def ready(self) -> bool:

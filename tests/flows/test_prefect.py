@@ -328,7 +328,7 @@ async def test_work_continues_without_prefect_and_is_tracked_again_after(
         (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **tagged(model))
         assert flow_run["state_type"] == "COMPLETED"
         watching.cancel()
-    assert any("is back" in record.message for record in caplog.records)
+    assert any("can be reached again" in record.message for record in caplog.records)
 
 
 async def restored_model(client: Any, pool: Any) -> str:
@@ -554,6 +554,6 @@ async def test_flow_run_logs_contain_the_events_of_the_model(
         lines: list[str] = []
         while not any(line.startswith("ended") for line in lines):
             lines = [line["message"] for line in await post(http, "/logs/filter", json=asked)]
-    assert lines[0] == f"model {model} of {BASE} is created at optimizer step 0"
+    assert lines[0] == f"model {model} of {BASE} was created at optimizer step 0"
     assert any("restored in worker group 2: 2 requests replayed (1 optimizer steps)" in line for line in lines)
     assert lines[-1].startswith("ended after ") and "the engine was stopped" in lines[-1]

@@ -95,7 +95,7 @@ async def test_retry_resumes_a_failed_run_and_changes_nothing_else(
         async with asyncio.timeout(120):
             while "Retry changed nothing" not in state.get("message", ""):
                 state = await in_state(http, run, "Cancelled")
-        assert "there is nothing to continue from" in state["message"]
+        assert "nothing to continue from" in state["message"]
         assert "Retry" in await asyncio.to_thread(buttons, page, url, "Cancelled")
 
 

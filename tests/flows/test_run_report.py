@@ -86,7 +86,7 @@ def test_non_finite_loss_is_reported_once_until_it_is_finite_again() -> None:
         ("kl", "tinkerflow.run.drift", {"most": 0.1}, (0.05, 0.2, 0.3, None, 0.01, 0.5), (0.2, 0.5),
          "kl_sample_train is {}, above 0.1: the samples are of older weights or computed differently"),
         ("agreement", "tinkerflow.run.routing", {"least": 0.8}, (1.0, 0.75, 0.5, None, 0.8, 0.25), (0.75, 0.25),
-         "routing_agreement is {}, below 0.8: the routers of the trainer choose other experts than the sampler did"),
+         "routing_agreement is {}, below 0.8: the trainer's routers choose different experts than the sampler's did"),
     ],
 )  # fmt: skip
 def test_figure_beyond_its_limit_is_reported_once_until_it_recovers(

@@ -21,14 +21,14 @@ from tinkerflow.deployments.cassettes.requests import ClientRequest, asked
     [
         ({"a": 1}, {"a": 1.0}, None),
         ({"a": float("nan")}, {"a": float("nan")}, None),
-        ({"a": {"b": 2}}, {"a": {"b": 3}}, "a.b is 2 and was 3 in the recording"),
-        ({"a": 1, "b": 2}, {"a": 1}, "b is 2 and was not given in the recording"),
-        ({}, {"a": "x"}, "a is not given and was 'x' in the recording"),
-        ({"a": [1, 5]}, {"a": [1, 6]}, "a[1] is 5 and was 6 in the recording"),
-        ({"a": [1]}, {"a": [1, 6]}, "a has 1 item and had 2 in the recording"),
-        ({"a": [2, 3]}, {"a": [1]}, "a has 2 items and had 1 in the recording; a[0] is 2 and was 1 in the recording"),
-        ({"a": [{"b": 1}]}, {"a": [{"b": "c" * 200}]}, f"a[0].b is 1 and was '{'c' * 78}… in the recording"),
-        ({"a": b"12"}, {"a": b"123"}, "a is 2 bytes and was 3 bytes in the recording"),
+        ({"a": {"b": 2}}, {"a": {"b": 3}}, "a.b is 2, but was 3 in the recording"),
+        ({"a": 1, "b": 2}, {"a": 1}, "b is 2, but was not given in the recording"),
+        ({}, {"a": "x"}, "a is not given, but was 'x' in the recording"),
+        ({"a": [1, 5]}, {"a": [1, 6]}, "a[1] is 5, but was 6 in the recording"),
+        ({"a": [1]}, {"a": [1, 6]}, "a has 1 item, but had 2 in the recording"),
+        ({"a": [2, 3]}, {"a": [1]}, "a has 2 items, but had 1 in the recording; a[0] is 2, but was 1 in the recording"),
+        ({"a": [{"b": 1}]}, {"a": [{"b": "c" * 200}]}, f"a[0].b is 1, but was '{'c' * 78}… in the recording"),
+        ({"a": b"12"}, {"a": b"123"}, "a is 2 bytes, but was 3 bytes in the recording"),
     ],
 )
 def test_differences(now: Any, then: Any, text: str | None) -> None:
@@ -59,10 +59,10 @@ def test_training_data_are_compared_as_numbers() -> None:
     then = chunk([1, 2, 3], [1.0, 1.0, 0.5])
     assert compare(chunk([1, 2, 3], [1.0, 1.0, 0.5]), then) is None
     weights = "data[0].loss_fn_inputs.weights.data"
-    assert compare(chunk([1, 2, 3], [1.0, 0.25, 0.5]), then) == f"{weights}[1] is 0.25 and was 1.0 in the recording"
+    assert compare(chunk([1, 2, 3], [1.0, 0.25, 0.5]), then) == f"{weights}[1] is 0.25, but was 1.0 in the recording"
     tokens = "data[0].model_input[0].encoded_text.tokens"
-    assert str(compare(chunk([1, 9, 3], [1.0] * 3), then)).startswith(f"{tokens}[1] is 9 and was 2")
-    assert str(compare(chunk([1, 2], [1.0] * 2), then)).startswith(f"{tokens} has 2 items and had 3")
+    assert str(compare(chunk([1, 9, 3], [1.0] * 3), then)).startswith(f"{tokens}[1] is 9, but was 2")
+    assert str(compare(chunk([1, 2], [1.0] * 2), then)).startswith(f"{tokens} has 2 items, but had 3")
 
 
 def in_order(body: bytes, names: tuple[str, ...]) -> bytes:
@@ -92,7 +92,7 @@ def sample(**fields: Any) -> ClientRequest:
 
 def test_ignored_fields_do_not_count() -> None:
     now, then = sample(user={"at": 1, "by": "me"}, top=[{"x": 1}]), sample(user={"at": 2, "by": "me"}, top=[{"x": 2}])
-    assert compare(now, then, ("user.at",)) == "top[0].x is 1 and was 2 in the recording"
+    assert compare(now, then, ("user.at",)) == "top[0].x is 1, but was 2 in the recording"
     assert compare(now, then, ("user", "top.x")) is None
     assert fingerprint(now, ("user", "top")) == fingerprint(then, ("user", "top"))
     assert fingerprint(now) != fingerprint(then)

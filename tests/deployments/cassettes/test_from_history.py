@@ -77,7 +77,7 @@ def test_a_run_becomes_a_cassette_that_answers_its_loop(server: Any, command: An
         return loop(service, rate=0.2)
 
     named = {"user_metadata": {"who": "me"}, "project_id": "mine"}
-    text = r"request 5 \(optim_step of model 0\): adam_params.learning_rate is 0.2 and was 0.1 in the recording"
+    text = r"request 5 \(optim_step of model 0\): adam_params.learning_rate is 0.2, but was 0.1 in the recording"
     fails(changed, recording, text, **named)
     fails(lambda service: loop(service, sample=True), recording, "asample of sampler 0, .*is not in the rec", **named)
 

@@ -70,7 +70,7 @@ def test_a_program_is_recorded_and_replayed(service: str, tmp_path: Path, capfd:
     assert first == second == "{'metrics': {}}"
     status, (*_, said) = replay(file, *program(rate=0.2))
     assert status == 1
-    assert said == "request 1 (optim_step of model 0): adam_params.learning_rate is 0.2 and was 0.1 in the recording"
+    assert said == "request 1 (optim_step of model 0): adam_params.learning_rate is 0.2, but was 0.1 in the recording"
     assert "adam_params.learning_rate is 0.2" in capfd.readouterr().out
 
 
@@ -126,7 +126,7 @@ def test_an_interrupted_recorder_keeps_the_part(service: str, tmp_path: Path) ->
         recorder.send_signal(signal.SIGTERM)
         said = recorder.stdout.read()
     assert recorder.returncode == 130
-    assert said == "interrupted: a.cassette.part holds 1 requests\n"
+    assert said == "interrupted: a.cassette.part contains 1 requests\n"
 
 
 def _end(group: int) -> None:

@@ -110,19 +110,19 @@ def test_different_loop_fails_with_the_field(record, recorded) -> None:
     cases = [
         (
             training(rate=0.25),
-            r"request \d+ \(optim_step of model 0\): adam_params.learning_rate is 0.25 and was 0.5 in the recording",
+            r"request \d+ \(optim_step of model 0\): adam_params.learning_rate is 0.25, but was 0.5 in the recording",
         ),
         (
             training(data=[datum(), datum([7, 9])]),
-            r"\(forward_backward of model 0\): data\[1\].model_input\[0\].encoded_text.tokens\[1\] is 9 and was 8 in",
+            r"\(forward_backward of model 0\): data\[1\].model_input\[0\].encoded_text.tokens\[1\] is 9, but was 8 in",
         ),
         (
             training(data=[datum()]),
-            r"\(forward_backward of model 0\): data has 1 item and had 2 in the recording",
+            r"\(forward_backward of model 0\): data has 1 item, but had 2 in the recording",
         ),
         (
             training(steps=1),
-            r"\(forward_backward of model 0\): the operation is save_weights and was forward_backward in the recording",
+            r"\(forward_backward of model 0\): the operation is save_weights, but was forward_backward in",
         ),
     ]
     for loop, text in cases:
@@ -176,7 +176,7 @@ def test_samples_in_another_order_get_their_own_answers(record, recorded) -> Non
     assert replay.script.report() == []
     text = r"asample of sampler 0, number \d, is made more often than in the recording, where it is request \d "
     fails(sampling([3, 5, 0, 1, 4, 2, 0]), recorded(), text)
-    text = r"\(asample of sampler 0\): sampling_params.seed is 1 and was 0 in the recording"
+    text = r"\(asample of sampler 0\): sampling_params.seed is 1, but was 0 in the recording"
     fails(lambda service: _one(service, seed=1), recorded(), text)
 
 

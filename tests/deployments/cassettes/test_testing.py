@@ -63,7 +63,7 @@ def test_a_block_is_answered_from_its_cassette(cassette, file: Path, monkeypatch
 
 
 def test_a_block_that_differs_fails(cassette, file: Path) -> None:
-    text = r"a.cassette: request 2 \(create_model of model 2\): rank is 8 and was 4 in the recording"
+    text = r"a.cassette: request 2 \(create_model of model 2\): rank is 8, but was 4 in the recording"
     with pytest.raises(CassetteError, match=text), cassette(file) as playing:
         create(playing.url, 1)
         create(playing.url, 2, rank=8)

@@ -111,7 +111,7 @@ def test_a_teacher_sees_more_of_the_row_than_the_student() -> None:
             100,
             "row 'Which colour has grass.': the row has no field 'why'",
         ),
-        (QUESTION, 20, "tokens, must be at most 20, so that the context also holds the answer"),
+        (QUESTION, 20, "tokens, must be at most 20, so that the answer also fits into the context"),
     ],
 )
 def test_row_unusable_for_the_teacher_ends_the_run_before_training(row: Row, most: int, error: str) -> None:
@@ -125,7 +125,7 @@ def test_row_unusable_for_the_teacher_ends_the_run_before_training(row: Row, mos
     [
         ({"prompt": "{prompt} {answer.text}"}, "{answer.text} must be the name of a row's field"),
         ({"prompt": "{prompt} {"}, "Single '{'"),
-        ({"student": True}, "needs a prompt by which the teacher knows more"),
+        ({"student": True}, "needs a prompt that gives the teacher more"),
         ({"student": True, "prompt": "{answer}", "weights": "tinker://a/b"}, "leave out connection, base_model"),
     ],
 )

@@ -76,7 +76,7 @@ async def test_the_reason_of_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch
     [
         (DpoParameters, {"beta": 0}, "beta\n  Input should be greater than 0"),
         (RlParameters, {}, "give either reward or environment"),
-        (RlParameters, {"reward": "a:b", "environment": "c:D"}, "give either reward or environment"),
+        (RlParameters, {"reward": "a:b", "environment": "c:D"}, "give reward or environment, not both"),
         (
             EvaluateParameters,
             {"reward": "a:b", "environment": "c:D"},

@@ -294,7 +294,7 @@ async def test_recorded_rollouts_include_dropped_ones(
     assert all(one.messages[0].logprobs == [-1.0] and len(one.messages[0].tokens) == 1 for one in first.samples)
     lost = {(one.prompt, one.fate): one.reason for one in found.dropped}
     assert lost["equal", "group replaced"] == "all 3 rewards are 1"
-    (reason,) = [reason for (_, fate), reason in lost.items() if fate == "begun again"]
+    (reason,) = [reason for (_, fate), reason in lost.items() if fate == "restarted"]
     assert reason.startswith(f"environment: ConnectionError: the sandbox is gone ({__file__}:")
     blocked = tmp_path / "file"
     blocked.write_text("a file, and no folder")

@@ -64,5 +64,5 @@ async def test_weights_are_named_by_a_path_or_by_their_training_run() -> None:
     clients: Any = [ServerClients(StuckService(), Runs(newest)) for newest in (saved, None)]  # type: ignore[arg-type]
     assert await clients[0].sampler_weights("run-1") == path
     assert await clients[1].sampler_weights(path) == path
-    with pytest.raises(UserError, match=r"'run-1': it has no weights for samplers"):
+    with pytest.raises(UserError, match=r"'run-1': it has no sampler weights"):
         await clients[1].sampler_weights("run-1")

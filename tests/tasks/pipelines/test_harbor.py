@@ -216,7 +216,7 @@ def test_an_image_has_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 async def test_image_placeholder_is_refused_for_plain_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COMMAND, "docker run --rm -i {image} python3")
-    with pytest.raises(UserError, match=r"\{image\} is only for tasks that name an image"):
+    with pytest.raises(UserError, match=r"\{image\} works only for tasks that name an image"):
         await run_python("")
 
 

@@ -335,7 +335,7 @@ async def test_slow_reward_is_named_with_its_limit(
         rollouts = Rollouts(renderer, **scored_by(reward, environment_seconds=0.05), group_size=2, max_tokens=4)
         caplog.clear()
         reason = rf"reward {__name__}:{reward.__name__}: took longer than environment_seconds, 0\.05 s: raise it, or "
-        with pytest.raises(EnvironmentUnavailableError, match=f"all conversations of this step .* last: {reason}"):
+        with pytest.raises(EnvironmentUnavailableError, match=f"all conversations of this step .* last one: {reason}"):
             await rollouts.groups(Echo(tokenizer), [ROW], [1])
         assert len(caplog.records) == 1, "six conversations are interrupted for one reason"
     over.set()
@@ -438,7 +438,7 @@ async def test_a_conversation_without_an_environment_is_left_out_of_its_group(
     assert (one.attempt, other.attempt) == (1, 1)
     monkeypatch.setattr(Unavailable, "left", ["begin"] * 100)
     earlier = {"Bad": "a row that failed in another step"}
-    with pytest.raises(EnvironmentUnavailableError, match="interrupted; last: environment: EnvironmentUnavailable"):
+    with pytest.raises(EnvironmentUnavailableError, match="interrupted; the last one: environment: EnvironmentUn"):
         await Rollouts(renderer, Unavailable, 3, 4, failures=earlier).groups(Echo(tokenizer), [ROW], [1])
 
 

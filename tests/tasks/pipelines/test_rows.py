@@ -195,7 +195,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"chosen": "b", "rejected": "c"}, "preference", "prompt: is missing, and chosen and rejected do not"),
     ({"conversations": [{"from": "me", "value": "x"}]}, "sharegpt", "conversations[0].from: 'me': must be one of"),
     ({"instruction": "a", "output": "b", "history": [["a"]]}, "alpaca", "history[0]: ['a']: must be a pair"),
-    ({"instruction": "a", "output": "b", "history": 0}, "alpaca", "history: 0: must be a list"),
+    ({"instruction": "a", "output": "b", "history": 0}, "alpaca", "history: 0: must be a non-empty list"),
     ({"messages": [U, A], "tools": [{"type": "function", "function": None}]}, "chat", "tools[0].name: must be text"),
     ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}]}, "chat",
      "messages[1].tool_calls[0].arguments: "),

@@ -39,7 +39,7 @@ def test_service_of_another_data_dir_is_refused_unless_named(
 ) -> None:
     settings, url = Settings(data_dir=tmp_path, port=port), f"http://127.0.0.1:{port}"
     fix = f"--data-dir or TINKERFLOW_DATA_DIR, or set TINKER_BASE_URL={url}"
-    with pytest.raises(UserError, match=rf"{url}: serves another data dir than '{tmp_path}': .*{fix}"):
+    with pytest.raises(UserError, match=rf"{url}: serves a different data dir than '{tmp_path}': .*{fix}"):
         server_from_environment(settings)
     assert server_from_environment(settings, "http://given")[0] == "http://given"
     monkeypatch.setenv("TINKER_BASE_URL", url)
