@@ -47,7 +47,7 @@ class SnapshotSchedule:
     def restored(self, replayed: int, last: int) -> None:
         """The model was restored by a replay, up to request `last`, with `replayed` optimizer steps.
 
-        These steps count towards the next snapshot; otherwise repeated crashes would replay more each time.
+        These steps count toward the next snapshot; otherwise repeated crashes would replay more each time.
         """
         self._steps, self._last = replayed, last
 

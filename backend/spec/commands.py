@@ -138,7 +138,7 @@ class Adjustments:
     bias: tuple[tuple[int, float], ...] = ()
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Whether the adjustments depend on the generated tokens."""
         return self.presence != 0 or self.frequency != 0 or self.repetition != 1
 

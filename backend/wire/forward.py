@@ -313,7 +313,7 @@ def sampled_tokens(command: Forward, result: ForwardResult) -> Iterator[DriftTok
 def encode_forward(result: ForwardResult) -> bytes:
     """A ForwardBackwardOutput: field `logprobs` for every datum in order, and `loss:sum` with a custom loss's metrics.
 
-    Neighbours with the same K share an ArrayRecord; another K starts a new one.
+    Neighbors with the same K share an ArrayRecord; another K starts a new one.
     """
     metrics = {**result.metrics, "loss:sum": result.loss_sum}
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)

@@ -217,7 +217,7 @@ def merge(
 
     If all parameters were trained, they replace those of the base model.
 
-    One tensor is in memory at a time. Quantised matrices that the adapter changes are written in bfloat16. README.md
+    One tensor is in memory at a time. Quantized matrices that the adapter changes are written in bfloat16. README.md
     is the model card, as `tinkerflow checkpoint card` prints it.
     """
     from tinkerflow.backend.catalog.merging import merge as merge_model

@@ -99,7 +99,7 @@ def adjusted_rows(mesh: Mesh, vocab: int, S: int, assigned: RowAssignment) -> Ad
         repetition_S[slot] = wishes.repetition
         if wishes.repetition != 1:
             enter(slot, sequence.parent.prompt_tokens, _PROMPT, 0.0)
-        if wishes.penalises:
+        if wishes.penalizes:
             enter(slot, np.asarray(sequence.tokens, np.int32), _GENERATED, 0.0)
         if wishes.bias:
             names, values = zip(*wishes.bias, strict=True)

@@ -175,7 +175,7 @@ class ActiveSequence:
     def needs_host(self) -> bool:
         """Whether the host must read its tokens before the devices decode more."""
         adjustments = self.parent.request.adjustments
-        return self.matcher is not None or (adjustments is not None and adjustments.penalises)
+        return self.matcher is not None or (adjustments is not None and adjustments.penalizes)
 
     @property
     def most_cached(self) -> int:

@@ -1,4 +1,4 @@
-"""DRO: the policy gradient with a quadratic pull towards the sampler's policy (Richemond et al., arXiv 2405.19107)."""
+"""DRO: the policy gradient with a quadratic pull toward the sampler's policy (Richemond et al., arXiv 2405.19107)."""
 
 from __future__ import annotations
 
