@@ -123,7 +123,7 @@ def test_a_killed_worker_changes_no_token(server, client):
 
 def test_invalid_sampling_parameters_fail_their_request_with_the_field_name(client):
     for params, told in (
-        ({"constraint": {"type": "regex", "value": "a("}}, "sampling_params.constraint.value is no regex"),
+        ({"constraint": {"type": "regex", "value": "a("}}, "sampling_params.constraint.value is not a regex"),
         ({"constraint": {"type": "xml", "value": "a"}}, "sampling_params.constraint.type is 'xml'"),
         ({"logit_bias": {"999999": 1}}, "sampling_params.logit_bias has the key '999999'"),
         ({"presence_penalty": 3}, "sampling_params.presence_penalty is 3"),
