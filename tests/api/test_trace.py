@@ -6,7 +6,6 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import pytest
 import tinker
 from tinker import types
 
@@ -52,9 +51,8 @@ def test_trace_link_is_given_only_to_the_owner_of_the_session(server: Any, journ
     assert server.get(f"session_traces/{session}", ours).status_code == 403
 
 
-@pytest.mark.parametrize("key", ["tml-test"])
-def test_a_session_without_requests_has_an_empty_trace(server: Any, key: str) -> None:
-    url = server.get(f"sessions/{server.session(key)}/trace_export", key).json()["url"]
+def test_a_session_without_requests_has_an_empty_trace(server: Any) -> None:
+    url = server.get(f"sessions/{server.session('tml-test')}/trace_export", "tml-test").json()["url"]
     assert server.http.get(url).json()["traceEvents"] == []
 
 

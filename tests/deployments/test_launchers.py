@@ -49,14 +49,6 @@ def test_unknown_launcher_is_refused_with_the_list_of_launchers() -> None:
         launcher_of(Settings(launcher="nomad"))
 
 
-def test_every_launcher_is_documented() -> None:
-    text = (DOCS / "many-hosts.md").read_text()
-    assert [name for name in LAUNCHERS if f"\n| `{name}` |" not in text] == []
-    assert [
-        name for name in LAUNCHERS if name not in Settings.model_json_schema()["properties"]["launcher"]["description"]
-    ] == []
-
-
 def test_a_plan_has_a_process_for_each_rank_of_each_base_model(tmp_path: Path) -> None:
     found = plan(tmp_path, processes=3, base_models=("a", "b"), process_devices=4)
     assert (found.processes, found.devices, found.base_models) == (6, 4, ("a", "b"))

@@ -140,7 +140,7 @@ async def test_restarted_engine_continues_the_work_of_the_previous_one(
     assert restored[2]["generation"] == 1
 
 
-async def test_a_second_engine_waits_for_the_first(engine: Engine, connect: Any, base_model: str) -> None:
+async def test_running_engine_holds_the_lease_with_its_process(engine: Engine, connect: Any) -> None:
     async with engine() as journal:
         holder = journal.leases.acquire("another")
         assert holder is not None and str(os.getpid()) in holder

@@ -180,7 +180,7 @@ def test_each_limit_costs_one_index_lookup(scene, url, statements):
 def kept_rows(scene):
     """For each kind of kept row, a function that creates the n-th row."""
     run = scene.model()
-    session, sampler_session, now = scene.session(), scene.session(), scene.journal.sessions._now()
+    session, sampler_session = scene.session(), scene.session()
 
     def model(n: int, limits: Limits) -> None:
         name = model_id(session, n)
@@ -203,7 +203,6 @@ def kept_rows(scene):
     def metric(n: int, limits: Limits) -> None:
         scene.journal.run_metrics.record(run, "local", {n: {"m" * 60: 0.5}}, limits)
 
-    assert now
     return {
         "sessions": lambda n, limits: scene.journal.sessions.create(NewSession("local", "0", ("t" * 50,)), limits),
         "training_runs": model,

@@ -51,7 +51,7 @@ def test_forward_results_of_any_shapes(shapes: list[tuple[int, int]], loss: floa
         assert np.array_equal(read["logprobs"].to_numpy(), sent)
 
 
-def test_equal_shapes_share_a_record_and_nan_passes() -> None:
+def test_nan_is_encoded() -> None:
     nan = encode_forward(ForwardResult((np.array([np.nan], np.float32),), float("nan")))
     output = deserialize_forward_backward_output(nan)
     assert np.isnan(output.metrics["loss:sum"])

@@ -73,7 +73,10 @@ async def test_answers_of_first_and_last_segments_are_compared(put: list[tuple[s
 
 
 async def test_artifacts_are_not_written_outside_a_flow_run() -> None:
-    await RunArtifacts("x").text("report", "# text", "title")
+    def create(**_: Any) -> Any:
+        raise AssertionError("an artifact was made")
+
+    await RunArtifacts("x").put("report", create, "# text", "title", "markdown")
 
 
 def test_note_goes_to_the_code_behind_the_run_or_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
