@@ -74,7 +74,11 @@ async def test_failed_run_resumes_from_gcs_and_returns_its_result(gcs, tiny, tmp
             "progress",
             "results",
         }
-        assert kept(gcs, "pipelines/progress/on-gs/") == ["plan.json", "segments/00000002.json"]
+        assert kept(gcs, "pipelines/progress/on-gs/") == [
+            "parameters.json",
+            "plan.json",
+            "segments/00000002.json",
+        ]
         first = dict(gcs.objects)  # including the failure, which is the result of its run
 
         made = await sft(given)

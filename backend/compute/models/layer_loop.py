@@ -10,7 +10,9 @@ Letters: L layers that have a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import jax
@@ -57,7 +59,7 @@ def over_layers(
         homes = layers_with(cfg)
         for number, (kind, weights) in enumerate(zip(kinds, params, strict=True)):
             places = {name: homes[name].index(number) for name in lora if number in homes[name]}
-            pairs = {name: LoraPair(A=lora[name].A[place], B=lora[name].B[place]) for name, place in places.items()}
+            pairs = {name: _changed(lora[name], itemgetter(place)) for name, place in places.items()}
             carry = kept(partial(layer, kind))(carry, (cfg.place(number), _plain(weights), _plain(pairs)))
         return carry
     if grouped:
@@ -167,7 +169,7 @@ def _run(
             for name, place in own_places.items()
         }
         places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
-        here = {name: LoraPair(A=pairs[name].A[place], B=pairs[name].B[place]) for name, place in places.items()}
+        here = {name: _changed(pairs[name], itemgetter(place)) for name, place in places.items()}
         whole = {
             name: OfLayer(lora[name], place) for name, place in own_places.items() if name in in_place and name in lora
         }
@@ -182,8 +184,13 @@ def _run(
         return stack[own(name)].reshape(repeats, each(homes[name]), *stack.shape[1:])
 
     names = [name for name in lora if each(homes[name]) and name not in in_place]
-    pairs = {name: LoraPair(A=split(name, lora[name].A), B=split(name, lora[name].B)) for name in names}
+    pairs = {name: _changed(lora[name], partial(split, name)) for name in names}
     return _loop(once, carry, repeats, (pairs,), group, counter=bool(in_place))
+
+
+def _changed(pair: LoraPair, change: Callable[[Any], jax.Array]) -> LoraPair:
+    """The pair with changed matrices, and the same blocks."""
+    return replace(pair, A=change(pair.A), B=change(pair.B))
 
 
 def _plain(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tests.compute.sampler.test_prefix_cache import assert_same
 from tests.compute.sampler.test_sampler import tokens_of
 
 from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.models.layer_loop import over_layers
 from tinkerflow.backend.compute.models.params import by_layer
 from tinkerflow.backend.compute.sampler import Sampler, kv_cache
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
@@ -212,3 +213,19 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> Non
     forbidden = parts | weights
     assert not [shape for shape in copied if np.prod(shape) in forbidden]
     assert "sort(" not in text
+
+
+@pytest.mark.parametrize("separate", [True, False], ids=["separate layers", "stacked layers"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # the second repeats several kinds of layers
+def test_each_layer_gets_its_adapters_in_the_blocks_of_a_batch_invariant_stack(
+    family: str, separate: bool, tmp_path: Path
+) -> None:
+    tiny, seen = make_tiny(tmp_path, family), set[int]()
+    stack = empty_stack(tiny.cfg, tiny.mesh, (96, 96), "float32", separate, True)
+
+    def layer(kind: Any, carry: Any, given: Any) -> Any:
+        seen.update(pair.blocks for pair in given[2].values())
+        return carry
+
+    over_layers(tiny.cfg, layer, jnp.zeros(()), ({},) * tiny.cfg.layers if separate else {}, stack.layers)
+    assert seen == {3}
