@@ -109,6 +109,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = nodeid.split("::", 1)[0]
             return next((files[0] for files in SHARE_A_SERVICE if path.startswith(files)), path)
 
+    config.option.loadscopereorder = False  # tests that use the SDK stay last
     return Scheduling(config, log)
 
 
