@@ -122,6 +122,6 @@ def test_xla_kernels_are_checked_only_inside_the_layer_loop() -> None:
 
 def test_registers_threads_and_shared_memory_limit_the_blocks_of_a_multiprocessor() -> None:
     assert one(132)["planted"].resident == 3  # 233,472 bytes over 61,440 and CUDA's 1,024
-    assert of(Kernel(132, 1, 255, 98304, 0, serialized=False, idle=0.0), name="layer_product") == [
-        "layer_product: 1 blocks on a multiprocessor, at least 2 (255 registers, 98304 bytes of shared memory)"
+    assert of(Kernel(132, 1, 255, 98304, 0, serialized=False, idle=0.0), name="layer_product_adapted") == [
+        "layer_product_adapted: 1 blocks on a multiprocessor, at least 2 (255 registers, 98304 bytes of shared memory)"
     ]

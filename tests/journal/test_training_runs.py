@@ -66,7 +66,7 @@ def test_unloaded_or_never_created_model_is_not_revived(scene):
     scene.journal.models.end(never, ModelState.FAILED, "no place")
     with pytest.raises(UserError, match=r"was unloaded \(by its client\)"):
         scene.journal.models.revive(unloaded)
-    with pytest.raises(UserError, match=r"was never made \(no place\)"):
+    with pytest.raises(UserError, match=r"was never created \(no place\)"):
         scene.journal.models.revive(never)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -102,7 +103,7 @@ def _pair_specs(name: str, pair: LoraPair | OfLayer, inner: str | None) -> Any:
         return _of_layer(_pair_specs(name, pair.stack, inner))
     whole: Any = PartitionSpec(EXPERT)
     split: Any = PartitionSpec(EXPERT, None, inner)
-    return LoraPair(A=split, B=whole) if name == "down" else LoraPair(A=whole, B=split)
+    return replace(pair, A=split, B=whole) if name == "down" else replace(pair, A=whole, B=split)
 
 
 def _local(
