@@ -112,7 +112,7 @@ def test_supervised_training_runs_unmodified(server, tmp_path):
     assert lines(tmp_path / "first" / "checkpoints.jsonl")[-1]["state_path"].startswith("tinker://")
     changed = SUPERVISED.replace("learning_rate=2e-3", "learning_rate=1e-3")
     failed = run(changed, server, tmp_path / "changed", "serve", str(tmp_path / "loop.cassette"))
-    text = "(optim_step of model 0): adam_params.learning_rate is 0.001 and was 0.002 in the recording"
+    text = "(optim_step of model 0): adam_params.learning_rate is 0.001, but was 0.002 in the recording"
     assert failed.returncode != 0
     assert text in failed.stderr, "the program's exception"
     assert any(text in line for line in failed.stdout.splitlines())

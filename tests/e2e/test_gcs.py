@@ -99,6 +99,7 @@ async def test_failed_run_resumes_from_gcs_and_returns_its_result(gcs, tiny, tmp
         "weights/step-00000004/commit.json",
         "sampler_weights/final/commit.json",
     }
-    assert not any((tmp_path / name).exists() for name in ("store", "pipelines", "work"))
+    local = [one.name for name in ("store", "pipelines", "work") for one in (tmp_path / name).rglob("*")]
+    assert local == [".lock"]
     with tiny.client() as service:
         assert service.create_training_client_from_state(made.state).result().get_info().lora_rank == 8
