@@ -21,6 +21,12 @@ router = Router(busy=1)
 HOUR = timedelta(hours=1)
 LONGEST = timedelta(days=14)
 GIGABYTE = 10**9
+_PRICED = {  # by the column of the vendor's price list
+    "prefill": UsageKind.PREFILL,
+    "cached_prefill": UsageKind.CACHED_PREFILL,
+    "sample": UsageKind.SAMPLE,
+    "train": UsageKind.TRAINING,
+}
 MONTH_HOURS = 720  # the SDK's: a gigabyte-month is 720 gigabyte-hours
 
 
@@ -112,13 +118,7 @@ class ModelPrices(Wire):
 async def prices(call: Authorized) -> list[ModelPrices]:
     """The prices of each served base model. Programs of tinker-cookbook compute the costs of their steps from them."""
     settings = call.services.settings
-    configured = {
-        "prefill": settings.price_prefill,
-        "cached_prefill": settings.price_cached_prefill,
-        "sample": settings.price_sample,
-        "train": settings.price_training,
-    }
-    listed = {name: f"${price}" for name, price in configured.items() if price}
+    listed = {column: f"${price}" for column, kind in _PRICED.items() if (price := _price(kind, settings))}
     names = await asyncio.to_thread(lambda: [row.name for row in call.journal.base_models.all()])
     return [ModelPrices(tinker_id=name, **listed) for name in names]
 
@@ -186,30 +186,38 @@ def _event(of: Usage | StoredUsage, **more: Any) -> UsageEvent:
 
 
 def _used(used: Usage, settings: Settings) -> UsageEvent:
-    rate, info = _kind(used.kind, used.quantity, settings)
+    rate = _price(used.kind, settings)
     return _event(
         used,
         session_id=used.session_id,
         estimated_cost_usd=rate * used.quantity / 1e6 if rate else None,
         effective_rate_usd_per_million_tokens=rate or None,
-        event_info=info,
+        event_info=_info(used.kind, used.quantity),
     )
 
 
-def _kind(kind: UsageKind, count: int, settings: Settings) -> tuple[float, TokenUsage | CheckpointUsage]:
-    """The price of a million tokens (0: not configured), and the usage in the client's form."""
+def _price(kind: UsageKind, settings: Settings) -> float:
+    """The price of a million tokens; 0: not configured, or not of tokens."""
+    return {
+        UsageKind.TRAINING: settings.price_training,
+        UsageKind.SAMPLE: settings.price_sample,
+        UsageKind.PREFILL: settings.price_prefill,
+        UsageKind.CACHED_PREFILL: settings.price_cached_prefill,
+    }.get(kind, 0.0)
+
+
+def _info(kind: UsageKind, count: int) -> TokenUsage | CheckpointUsage:
+    """The usage in the client's form."""
     match kind:
         case UsageKind.TRAINING:
-            return settings.price_training, TokenUsage(type="training", token_count=count)
+            return TokenUsage(type="training", token_count=count)
         case UsageKind.SAMPLE:
-            return settings.price_sample, TokenUsage(type="sampling_sample", token_count=count)
-        case UsageKind.PREFILL:
-            return settings.price_prefill, TokenUsage(type="sampling_prefill", cached=False, token_count=count)
-        case UsageKind.CACHED_PREFILL:
-            cached = TokenUsage(type="sampling_prefill", cached=True, token_count=count)
-            return settings.price_cached_prefill, cached
+            return TokenUsage(type="sampling_sample", token_count=count)
+        case UsageKind.PREFILL | UsageKind.CACHED_PREFILL:
+            cached = kind is UsageKind.CACHED_PREFILL
+            return TokenUsage(type="sampling_prefill", cached=cached, token_count=count)
         case UsageKind.CHECKPOINT:
-            return 0.0, CheckpointUsage(count=count)
+            return CheckpointUsage(count=count)
 
 
 def _stored(stored: StoredUsage, settings: Settings) -> UsageEvent:

@@ -80,23 +80,20 @@ def _packed_products(operands: list[Shape], result: Shape) -> int:
     return 2 * _products([even, *_stacks(others)[::2]], result)
 
 
-def _of_adapted(figure: Callable[..., int], operands: list[Shape], more: Shape | str) -> int:
+def _of_adapted(
+    figure: Callable[..., int], updates: Callable[..., int], operands: list[Shape], more: Shape | str
+) -> int:
     """A figure of a kernel that also adds updates.
 
     Its operands are those of the kernel without them, then the parts of the products with A [P, M, S K], S stacks of B
-    [L, K, out], and tables.
+    [L, K, out], and tables. updates: the figure of the operands from the parts on.
     """
-    rows = operands[0].dims[0]
     (low,) = (
         place
         for place, one in enumerate(operands)
-        if one.dtype == "f32" and one.dims[1:2] == (rows,) and len(one.dims) == len("PMK")
+        if one.dtype == "f32" and len(one.dims) == len("PMK") and one.dims[1] == operands[0].dims[0]
     )
-    parts, stacks = operands[low], _stacks(operands[low + 1 :])
-    updates = sum(stack.nbytes // stack.dims[0] for stack in stacks) + parts.nbytes
-    if isinstance(more, Shape):
-        updates = 2 * rows * sum(math.prod(stack.dims[1:]) for stack in stacks)
-    return figure(operands[:low], more) + updates
+    return figure(operands[:low], more) + updates(operands[low:], more)
 
 
 def _one_matrix_each(operands: list[Shape], _: str) -> int:
@@ -127,8 +124,8 @@ READ: dict[str, Callable[[list[Shape], str], int]] = {
     "(gmm)": _one_matrix_each,  # `tgmm` takes no stack
     "ragged_paged_attention": _ragged_pages,
     "paged_attention": _pages,
-    "layer_product_adapted": partial(_of_adapted, _one_layer),
-    "packed_product_adapted": partial(_of_adapted, _packed_layer),
+    "layer_product_adapted": partial(_of_adapted, _one_layer, _one_layer),
+    "packed_product_adapted": partial(_of_adapted, _packed_layer, _one_layer),
     "packed_product": _packed_layer,
     **dict.fromkeys(_OF_A_LAYER, _one_layer),
 }
@@ -144,8 +141,8 @@ KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "tree_attention_dkv": _attention(4, 1),
     "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
     "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[4].dims[4],
-    "layer_product_adapted": partial(_of_adapted, _products),
-    "packed_product_adapted": partial(_of_adapted, _packed_products),
+    "layer_product_adapted": partial(_of_adapted, _products, _products),
+    "packed_product_adapted": partial(_of_adapted, _packed_products, _products),
     "packed_product": _packed_products,
     **dict.fromkeys(_OF_A_LAYER, _products),
     "splash_mha_fwd": _attention(2, -2),

@@ -44,16 +44,13 @@ def _short_arguments(bytecode: bytes) -> set[int]:
 
 
 def _argument(pointer: Any) -> int:
-    while True:
-        if isinstance(pointer.owner, ir.Block):
-            place, within = ir.BlockArgument(pointer).arg_number, pointer.owner.owner
-            if within.name != "scf.while":
-                return int(place)
-            pointer = within.operands[place]  # a loop is given its pointers, and passes them on in their order
-            continue
-        if pointer.owner.name not in _SAME_POINTER:
-            raise ValueError(f"a pointer comes from {pointer.owner.name}, which is none of {', '.join(_SAME_POINTER)}")
-        pointer = pointer.owner.operands[0]
+    if isinstance(pointer.owner, ir.Block):
+        place, within = ir.BlockArgument(pointer).arg_number, pointer.owner.owner
+        # A loop is given its pointers, and passes them on in their order.
+        return _argument(within.operands[place]) if within.name == "scf.while" else int(place)
+    if pointer.owner.name not in _SAME_POINTER:
+        raise ValueError(f"a pointer comes from {pointer.owner.name}, which is none of {', '.join(_SAME_POINTER)}")
+    return _argument(pointer.owner.operands[0])
 
 
 def _operations(operation: Any) -> Iterator[Any]:

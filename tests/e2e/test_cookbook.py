@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tinker_cookbook
+from tests.test_layers import SEE_TORCH
 
 pytestmark = pytest.mark.thorough
 
@@ -53,9 +54,6 @@ asyncio.run(train.main(config))
 """
 
 
-SEE_TORCH = (
-    "import sys; sys.modules.pop('torch', None)"  # the cookbook imports it since 0.6; tests/without_torch hides it
-)
 # Once, after complete training, daemon threads of SDK 0.38.0 aborted the interpreter at its shutdown.
 LEAVE = "import os; sys.stdout.flush(); os._exit(0)"
 

@@ -53,10 +53,7 @@ def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPla
     block_N = jnp.sum(seen_N <= jnp.arange(N, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)  # the seen ones first
     tables = block_N, seen_N[-1:], columns_B2[:, 0], columns_B2[:, 1]  # here, so that no layer computes them again
 
-    def update(x_BTi: jax.Array, pairs: Sequence[OfLayer]) -> Updates:
-        return Updates(x_BTi, pairs, tables, interpret)
-
-    return update
+    return partial(Updates, tables=tables, interpret=interpret)
 
 
 class Updates(Sequence[jax.Array]):

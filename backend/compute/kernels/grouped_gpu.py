@@ -183,8 +183,8 @@ def _sum_tiles(
 
     def kernel(*refs: Any) -> None:
         row_refs, operand_refs = refs[: len(rows)], refs[len(rows) : len(rows) + S * each]
-        last_refs, tables = refs[len(rows) + S * each :][: len(more)], refs[len(rows) + S * each + len(more) : -S]
-        *layer_refs, expert_ref, start_ref, end_ref = tables
+        others = refs[len(rows) + S * each : -S]
+        last_refs, (*layer_refs, expert_ref, start_ref, end_ref) = others[: len(more)], others[len(more) :]
         program, block, out_refs = pl.program_id(0), pl.program_id(1), refs[-S:]
         expert, start, end = expert_ref[block], start_ref[block], end_ref[block]
 

@@ -58,18 +58,14 @@ def test_adapter_updates_equal_those_of_whole_stacks(
     monkeypatch.setattr(grouped_gpu, "layer_products", partial(grouped_gpu.layer_products, interpret=True))
     assert in_one_kernel(x_BTi, *weights)
     plain, sums = matmuls(x_BTi, *weights), matmuls(x_BTi, *weights, last=found.last_step())
+    closely = partial(close, ulps=64 if dtype == jnp.float32 else 4, scale=500.0, dtype=dtype)
     for y, product, update in zip(sums, plain, expected, strict=True):
-        close(
-            *(np.asarray(part, np.float32) for part in (y, product + update)),
-            ulps=64 if dtype == jnp.float32 else 4,
-            scale=500.0,
-            dtype=dtype,
-        )
+        closely(*(np.asarray(part, np.float32) for part in (y, product + update)))
     for one, other, o in zip(found, expected, outs, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype) == ((rows, tokens, o), dtype)
         one, other = (np.asarray(part, np.float32) for part in (one, other))
         assert not np.any(one[columns_B2[:, 1] == 0]), "rows of the base model use no column"
-        close(one, other, ulps=64 if dtype == jnp.float32 else 4, scale=500.0, dtype=dtype)
+        closely(one, other)
 
 
 def test_a_batch_of_the_base_model_alone_reads_no_block() -> None:
