@@ -16,6 +16,7 @@ from unittest import mock
 
 from tinkerflow.backend.core.environment import variables
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.extras import require_extra
 from tinkerflow.deployments.up import Stack
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def local(
     progress: gets lines for people, from other threads.
     settings: settings of docs/settings.md, such as `processes=2`. They override environment variables.
 
-    ValueError (pydantic's): a setting is wrong. ServerError, with the last lines of the log: the service does not
-    start.
+    ValueError (pydantic's): a setting is wrong. UserError: the extra `server` is not installed. ServerError, with the
+    last lines of the log: the service does not start.
     """
     if base_model:
         settings["base_models"] = (str(base_model),)
@@ -73,8 +74,10 @@ def local(
 def running_stack(data_dir: Path | None, report: Callable[[str], None], **settings: Any) -> Iterator[Stack]:
     """Run all parts on free ports for the block, in `data_dir` or a scratch folder. TINKER_BASE_URL names the API.
 
-    report: gets lines for people, from other threads. settings: arguments of Settings.
+    report: gets lines for people, from other threads. settings: arguments of Settings. UserError: this installation
+    has no server.
     """
+    require_extra("server", "a service on this machine")
     with tempfile.TemporaryDirectory(prefix="tinkerflow-") as scratch:
         free: dict[str, Any] = {"data_dir": data_dir or Path(scratch), "port": 0, "prefect_port": 0}
         with Stack(Settings(**(free | settings)), report=report) as stack:

@@ -45,6 +45,9 @@ OVERVIEW = {
         "track": ("service", "mirror training runs to trackers such as wandb or mlflow"),
     },
 }
+# The package itself is a client. These commands need no extra, those of PREFECT need `pipelines`, and others `server`.
+CLIENT = {"data", "cassette", "rerun", "blame", "fork", "explain", "receipt", "verify"}
+PREFECT = {"run", "serve"}
 MODULES = {name: module for commands in OVERVIEW.values() for name, (module, _) in commands.items()}
 # Every pipeline has an example that is named after it.
 PIPELINES = sorted(path.stem for path in Path(__file__).with_name("examples").glob("*.yaml"))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import yaml
@@ -17,12 +17,14 @@ import yaml
 from tinkerflow.backend.catalog.history import past_requests
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import hub_name
-from tinkerflow.backend.journal import Journal
-from tinkerflow.backend.journal.curves import StepFigures
 from tinkerflow.backend.spec.checkpoint import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, Saved
 from tinkerflow.backend.spec.history import chain, digest
-from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.journal import Journal
+    from tinkerflow.backend.journal.curves import StepFigures
+    from tinkerflow.backend.store import Store
 
 _SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_weights_external": EXTERNAL_WEIGHTS}
 _POINTS = 10  # rows of the curve

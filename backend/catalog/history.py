@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.spec.history import PastRequest, Segment
-from tinkerflow.backend.store import Store
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.journal import Journal
+    from tinkerflow.backend.store import Store
 
 
 def past_requests(journal: Journal, store: Store, run_id: str, *, after: int = -1) -> Iterator[PastRequest]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from cryptography.exceptions import InvalidSignature
@@ -20,9 +20,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from tinkerflow.backend.catalog.history import past_requests
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.spec.history import PastRequest, digest
-from tinkerflow.backend.store import Store
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.journal import Journal
+    from tinkerflow.backend.store import Store
 
 FORMAT = "tinkerflow-receipt-1"
 MARKS = 64

@@ -70,7 +70,6 @@ from tinkerflow.backend.journal.sessions import SessionSummary as SessionSummary
 from tinkerflow.backend.journal.sessions import Timed as Timed
 from tinkerflow.backend.journal.sessions import plain_metadata as plain_metadata
 from tinkerflow.backend.journal.subscriptions import ResultSubscriptions as ResultSubscriptions
-from tinkerflow.backend.journal.tables import Kind as Kind
 from tinkerflow.backend.journal.tables import ModelState as ModelState
 from tinkerflow.backend.journal.tables import SamplerState as SamplerState
 from tinkerflow.backend.journal.tables import SessionState as SessionState
@@ -83,3 +82,4 @@ from tinkerflow.backend.journal.uploads import NewUpload as NewUpload
 from tinkerflow.backend.journal.uploads import UploadView as UploadView
 from tinkerflow.backend.journal.usage import StoredUsage as StoredUsage
 from tinkerflow.backend.journal.usage import Usage as Usage
+from tinkerflow.backend.spec.history import Kind as Kind

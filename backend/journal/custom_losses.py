@@ -22,7 +22,6 @@ from tinkerflow.backend.journal.database import JSON_BYTES, Aggregate, get_owned
 from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
 from tinkerflow.backend.journal.tables import (
     CustomLossRow,
-    Kind,
     Request,
     RequestState,
     Session,
@@ -31,6 +30,7 @@ from tinkerflow.backend.journal.tables import (
     session_over,
 )
 from tinkerflow.backend.spec.commands import StabilityInfo
+from tinkerflow.backend.spec.history import Kind
 from tinkerflow.backend.spec.supports import Supports
 
 _FAST = 1  # a zlib level

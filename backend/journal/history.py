@@ -15,8 +15,8 @@ from sqlalchemy.orm import aliased
 from sqlmodel import Field, col
 
 from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Table, Text, get_owned
-from tinkerflow.backend.journal.tables import IS_PENDING, TAKES_WORK, Kind, Model, Request, RequestState, TrainingStep
-from tinkerflow.backend.spec.history import PastRequest, Segment, digest
+from tinkerflow.backend.journal.tables import IS_PENDING, TAKES_WORK, Model, Request, RequestState, TrainingStep
+from tinkerflow.backend.spec.history import Kind, PastRequest, Segment, digest
 
 MOST_REQUESTS = 1024  # in a segment
 MOST_BYTES = 2**24  # of payloads in a segment; a single larger request makes a segment of its own

@@ -27,11 +27,11 @@ from tinkerflow.backend.journal.tables import (
     AssetRow,
     Checkpoint,
     FeedbackRow,
-    Kind,
     Model,
     ProjectTotal,
     Request,
 )
+from tinkerflow.backend.spec.history import Kind
 
 Failure = tuple[str, Category] | None  # the reason why a request is stored as failed, or None
 ROW_BYTES = 256  # bytes that a row counts in addition to its texts

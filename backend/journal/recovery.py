@@ -32,7 +32,6 @@ from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
     BaseModelRow,
-    Kind,
     Model,
     ModelState,
     Process,
@@ -45,6 +44,7 @@ from tinkerflow.backend.journal.tables import (
     SessionState,
     Suspect,
 )
+from tinkerflow.backend.spec.history import Kind
 
 SNAPSHOTS_KEPT = 2  # per model: the newest one restores it, or the previous one if the newest cannot be read
 

@@ -41,7 +41,6 @@ from tinkerflow.backend.journal.samplers import SamplerView
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
-    Kind,
     Model,
     ModelState,
     PayloadType,
@@ -56,6 +55,7 @@ from tinkerflow.backend.journal.tables import (
     session_over,
 )
 from tinkerflow.backend.journal.topics import answered
+from tinkerflow.backend.spec.history import Kind
 
 CANCELLED = "cancelled by the client"
 MOST_ALONG = 2**16  # bytes of a payload that is loaded with its sample; larger payloads are loaded later

@@ -33,7 +33,6 @@ from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     UNMADE,
-    Kind,
     Model,
     ModelState,
     PayloadType,
@@ -46,6 +45,7 @@ from tinkerflow.backend.journal.tables import (
 )
 from tinkerflow.backend.journal.topics import CLONE_BLOCK, answered
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
+from tinkerflow.backend.spec.history import Kind
 
 PAGE = 1000
 DROPPED, EXPIRED = "the result was dropped", "the result expired"  # errors of results without bytes begin with these

@@ -13,7 +13,8 @@ from tinkerflow.backend.core.ids import inflight_id
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
 from tinkerflow.backend.journal.requests import CANCELLED
 from tinkerflow.backend.journal.results import DROPPED, EXPIRED, FIRST_SHOWN, STORED_SIZE
-from tinkerflow.backend.journal.tables import Kind, Model, Request, RequestState, SamplerRow
+from tinkerflow.backend.journal.tables import Model, Request, RequestState, SamplerRow
+from tinkerflow.backend.spec.history import Kind
 
 SAMPLERS = 20  # number of the newest samplers whose samples are listed
 # Dropping an answer changes its request to failed, although the sample succeeded.

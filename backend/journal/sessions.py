@@ -39,7 +39,6 @@ from tinkerflow.backend.journal.leases import answering_since
 from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
 from tinkerflow.backend.journal.tables import (
     Checkpoint,
-    Kind,
     Model,
     ModelState,
     Request,
@@ -50,6 +49,7 @@ from tinkerflow.backend.journal.tables import (
     SessionState,
     session_over,
 )
+from tinkerflow.backend.spec.history import Kind
 
 PROJECT: sa.ColumnElement[str] = sa.func.coalesce(col(Session.project_id), col(Session.owner))
 MOST_TIMED = 100_000  # requests in one timeline

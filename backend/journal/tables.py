@@ -19,24 +19,7 @@ from tinkerflow.backend.journal.database import JSON_BYTES, NAME_BYTES, CutText,
 PayloadType = Literal["json", "proto"]
 
 
-# ------------------------------------------------------------------ kinds and states
-class Kind(StrEnum):
-    """The operation of a request."""
-
-    CREATE_MODEL = "create_model"
-    LOAD_MODEL = "load_model"  # create-via-load
-    FORWARD = "forward"
-    FORWARD_BACKWARD = "forward_backward"
-    OPTIM_STEP = "optim_step"
-    SAVE_WEIGHTS = "save_weights"
-    LOAD_WEIGHTS = "load_weights"
-    SAVE_FOR_SAMPLER = "save_for_sampler"
-    SAVE_EXTERNAL = "save_weights_external"
-    SAMPLE = "sample"
-    CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered when it is stored; the engine does not execute it
-    UNLOAD = "unload"
-
-
+# ------------------------------------------------------------------ states
 class RequestState(StrEnum):
     """pending -> done | failed. `failed` is final; `done` becomes `failed` when the result is dropped."""
 

@@ -32,7 +32,6 @@ from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
     Checkpoint,
-    Kind,
     Model,
     ModelState,
     RecoverySnapshot,
@@ -44,6 +43,7 @@ from tinkerflow.backend.journal.tables import (
 )
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.spec.commands import Optimizer
+from tinkerflow.backend.spec.history import Kind
 from tinkerflow.backend.spec.run_metadata import OUTCOME, REASON, Outcome
 
 _IS_UNLOAD = sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)

@@ -1,4 +1,4 @@
-"""The history of a training run: its requests in the order of execution, with digests of their results."""
+"""The history of a training run: its requests in the order of execution, their kinds, and digests of the results."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 
 HISTORY_KEY = "history"  # in the metadata of a run: "true" enables it
+
+
+class Kind(StrEnum):
+    """The operation of a request."""
+
+    CREATE_MODEL = "create_model"
+    LOAD_MODEL = "load_model"  # create-via-load
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_WEIGHTS = "save_weights"
+    LOAD_WEIGHTS = "load_weights"
+    SAVE_FOR_SAMPLER = "save_for_sampler"
+    SAVE_EXTERNAL = "save_weights_external"
+    SAMPLE = "sample"
+    CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered when it is stored; the engine does not execute it
+    UNLOAD = "unload"
 
 
 @dataclass(frozen=True)
 class PastRequest:
     """One answered request of a training run.
 
-    seq_id: its place in the run. kind: of the operation (`journal.Kind`). request_id: the id of the answered request.
+    seq_id: its place in the run. kind: of the operation (`Kind`). request_id: the id of the answered request.
     payload: the stored body. error: the failure, None if it succeeded. result_hash: `digest` of the result's bytes;
     "" after a failure, or if the result was dropped before the history was written. answered_at: with a time zone.
     """

@@ -15,9 +15,8 @@ import orjson
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.ids import CheckpointKind, sampler_id
-from tinkerflow.backend.journal import Kind
-from tinkerflow.backend.spec.history import digest
-from tinkerflow.backend.store import CheckpointPath
+from tinkerflow.backend.spec.checkpoint import CheckpointPath
+from tinkerflow.backend.spec.history import Kind, digest
 from tinkerflow.backend.wire import (
     SaveExternal,
     SaveForSampler,

@@ -9,8 +9,9 @@ from importlib import import_module
 import typer
 
 from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.deployments.extras import require_extra
 from tinkerflow.deployments.options import explain
-from tinkerflow.deployments.overview import ABOUT, MODULES
+from tinkerflow.deployments.overview import ABOUT, CLIENT, MODULES, PREFECT
 from tinkerflow.deployments.usage import help_of, is_usage_error, usage_line
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -45,6 +46,8 @@ def run(module: str) -> None:
         print(text)
         return
     try:
+        if words[0] not in CLIENT:
+            require_extra("pipelines" if words[0] in PREFECT else "server", f"`tinkerflow {words[0]}`")
         status = app(words, prog_name="tinkerflow", standalone_mode=False)
     except Exception as error:
         if is_usage_error(error):

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import tinker
 from family import make_family, png
+from tests.client_environment import make_environment, tinkerflow
 from tinker import types
 from typer.testing import CliRunner
 
@@ -230,6 +231,23 @@ def test_a_receipt_is_verified_and_damage_is_named(run: str, command: Any, serve
         file.write_text(json.dumps({**issued, **damage}))
         with pytest.raises(UserError, match=text):
             command("verify", str(file))
+
+
+def test_a_client_without_the_server_examines_a_run(
+    run: str, server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    client = make_environment(tmp_path / "venv")
+    for words, text in (
+        (("blame", run, "--step", str(POISONED)), "weight 80"),
+        (("fork", run, "--step", "2", "--name", "by-client"), "/weights/by-client"),
+        (("explain", f"tinker://{run}/weights/@4"), "answered no requests"),
+        (("receipt", run), "receipt.json: "),
+        (("verify", "receipt.json"), "signed by "),
+        (("cassette", "record", run, "-o", "run.cassette"), "in run.cassette"),
+    ):
+        assert text in tinkerflow(client, *words, folder=tmp_path)
 
 
 @pytest.mark.thorough
