@@ -23,7 +23,7 @@ from uuid import NAMESPACE_URL, uuid5
 
 from tinkerflow.backend.catalog.card import TrainedData, saved_by
 from tinkerflow.backend.catalog.history import past_requests
-from tinkerflow.backend.core.errors import StoreAwayError, StoreError, UserError
+from tinkerflow.backend.core.errors import NotFoundError, StoreAwayError, StoreError, UserError
 from tinkerflow.backend.core.ids import hub_name
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.journal import AWAY, CheckpointView, Journal, ModelState, ModelView, RunSaves
@@ -135,6 +135,8 @@ class LineageMirror:
             try:
                 if self._send_run(saves.id):
                     self._seen[saves.id] = saves
+            except NotFoundError as error:  # a person has deleted it meanwhile
+                log.info("events of run %s are not sent: %s", saves.id, error)
             except (TrackerError, StoreError):
                 self._failures[saves.id] = self._failures.get(saves.id, 0) + 1
                 raise

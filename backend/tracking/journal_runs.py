@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tinkerflow.backend.core.clock import Clock
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.journal import AWAY, Extent, Journal, ModelState, RunSaves
 from tinkerflow.backend.tracking.mirror import TrackerError, TrackerMirror
@@ -83,12 +83,20 @@ class JournalMirror:
         extents, every = look_at_runs(read, self._open.keys(), every=now - self._all_at >= ALL_SECONDS)
         if every:
             self._all_at = now
+            self._close_except({extent.id for extent in extents})
         for extent in extents:
-            self._mirror(extent, now)
+            try:
+                self._mirror(extent, now)
+            except NotFoundError as error:  # a person has deleted it meanwhile
+                log.info("run %s is not shown: %s", extent.id, error)
 
     def close(self) -> None:
         """Close all runs."""
-        for opened in list(self._open.values()):
+        self._close_except(())
+
+    def _close_except(self, kept: Collection[str]) -> None:
+        """Close the open runs that are not in `kept`, such as runs that were deleted."""
+        for opened in [one for one in self._open.values() if one.run_id not in kept]:
             try:
                 self._close(opened)
             except TrackerError as error:

@@ -122,6 +122,29 @@ def test_failing_run_is_retried_and_blocks_no_other(runs: Any, caplog: pytest.Lo
     assert shown(runs, run)["loss"] == {1: 1.0}
 
 
+def test_a_run_that_a_person_deletes_is_closed_and_blocks_no_other(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, unopened, other = runs.run(), runs.run(), runs.run()
+    for run in (opened, other):
+        runs.train(run, 1)
+    mirrored = mirror(runs)
+    mirrored.turn()
+    runs.train(unopened, 1)
+    listed = runs.journal.run_values.extents((), live_only=False)
+    for run in (opened, unopened):
+        runs.journal.models.end(run, ModelState.UNLOADED, "the end")
+        runs.journal.sessions.finish(runs.journal.models.get(run, None).session_id, "local")
+        runs.journal.run_deletions.delete([run], "local")
+    mirrored.turn()
+    stored = runs.folder / "tracking/tensorboard/stored.txt"
+    assert opened in stored.read_text() and other not in stored.read_text()
+    runs.train(other, 2)
+    listed = [*listed[:2], *runs.journal.run_values.extents((), live_only=True)]
+    monkeypatch.setattr(runs.journal.run_values, "extents", lambda *_, **__: listed)  # read before the deletion
+    mirrored.turn()
+    assert shown(runs, other)["loss"] == {1: 1.0, 2: 2.0} and not files_of(runs, unopened)
+    mirrored.close()
+
+
 def test_only_one_process_mirrors_to_a_folder(runs: Any) -> None:
     mirrored = mirror(runs)
     with alone(runs.folder / "tracking/tensorboard"), pytest.raises(UserError, match="another `tinkerflow track`"):
