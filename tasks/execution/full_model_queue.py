@@ -47,20 +47,21 @@ class FullModelQueue:
     async def reserve(self, owner: str, weights: str) -> AsyncIterator[None]:
         """Wait until the owner's request may load these weights and sample them. It does so inside the block."""
         waiting = _FullModelRequest(weights, asyncio.get_running_loop().create_future())
-        ticket = self._queue.push(owner, waiting)
+        self._queue.push(owner, waiting)
         self._advance()
         try:
             await waiting.admitted
             yield
         finally:
-            if waiting.admitted.cancelled():
-                self._queue.withdraw(ticket)
-            else:
+            if not waiting.admitted.cancelled():
                 self._users -= Counter((weights,))  # drops weights whose count is 0
             self._advance()
 
     def _advance(self) -> None:
         while (ticket := self._queue.peek()) is not None:
+            if ticket.item.admitted.cancelled():  # perhaps before its task has noticed
+                self._queue.withdraw(ticket)
+                continue
             if ticket.item.weights not in self._users and len(self._users) >= self.most:
                 break
             first = self._queue.serve(ticket)

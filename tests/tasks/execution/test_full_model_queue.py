@@ -78,3 +78,15 @@ async def test_cancelled_or_failed_waiter_does_not_block_the_queue() -> None:
     assert await line.end("z1") == []
     await line.ask("x2")
     assert line.begun[-1] == "x2"
+
+
+async def test_requests_that_are_cancelled_together_leave_the_queue() -> None:
+    line = Line(FullModelQueue())
+    await line.ask("x1", "y1", "z1", "u1")
+    for name in ("x1", "y1", "z1"):
+        line.tasks[name].cancel()
+    ended = await asyncio.gather(*(line.tasks[name] for name in ("x1", "y1", "z1")), return_exceptions=True)
+    assert [type(error) for error in ended] == [asyncio.CancelledError] * 3
+    await settle()
+    assert line.begun == ["x1", "u1"]
+    assert await line.end("u1") == []
