@@ -10,10 +10,11 @@ import asyncio
 import contextvars
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from typing import TypeVar
 
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core import tracing
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 5.0
 _LOCAL_JOIN_SECONDS = 3.0  # an agent of this machine tries ten times a second
+
+T = TypeVar("T")
 
 Say = Callable[[str], None]
 
@@ -87,7 +90,9 @@ async def _run(
     make_folder(settings.data_dir)
     async with AsyncExitStack() as stack:
         _run_beside(stack, every_second(on_turn), "heartbeats")
-        journal, cards, lease = await _open_journal(settings, stack)
+        if (opened := await _unless(stop, _open_journal(settings, stack))) is None:
+            return
+        journal, cards, lease = opened
         store = Store.open(settings.store_url, clock=SystemClock())
         hosts = await _listen(settings, on_progress)
         if hosts is not None:
@@ -100,7 +105,7 @@ async def _run(
         stack.push_async_callback(_stop_pools, starting)
         # The Prefect server takes seconds of CPU to start, so it starts while the pools do.
         connection = await stack.enter_async_context(open_prefect(settings, on_progress))
-        if (pools := await _started(starting, stop)) is None:
+        if (pools := await _unless(stop, asyncio.gather(*starting))) is None:
             return
         mirror = await _open_mirror(settings, journal, store, connection, cards)
         cards = [card.served_by(pool.info) if pool.ready else card for card, pool in zip(cards, pools, strict=True)]
@@ -215,20 +220,19 @@ async def _serve_until(
         await serving
 
 
-async def _started(starting: Sequence[asyncio.Task[Pool]], stop: asyncio.Event) -> list[Pool] | None:
-    """Wait until all pools have started, and return them. None if `stop` is set first, since hosts may never join.
+async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """Await `work`, and return its result. None if `stop` is set first, in which case `work` is cancelled.
 
-    Raises the error of a pool that cannot start.
+    Another engine may never release the lease, and hosts may never join.
     """
-    stopping = asyncio.create_task(stop.wait(), name="stop")
-    together = asyncio.gather(*starting)
-    await asyncio.wait((together, stopping), return_when=asyncio.FIRST_COMPLETED)
+    working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if stop.is_set():
-        together.cancel()
-        await asyncio.gather(together, return_exceptions=True)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
         return None
-    return await together
+    return await working
 
 
 async def _stop_pools(starting: Sequence[asyncio.Task[Pool]]) -> None:

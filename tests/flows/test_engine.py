@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from prefect.events import Event
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.process_identity import is_alive
-from tinkerflow.backend.journal import Journal, Kind, ModelState
+from tinkerflow.backend.journal import Journal, Kind, ModelState, migrate
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
@@ -146,6 +146,21 @@ async def test_running_engine_holds_the_lease_with_its_process(engine: Engine, c
         assert holder is not None and str(os.getpid()) in holder
         assert is_alive(holder)
         assert not is_alive(holder.replace('"birth": "', '"birth": "9'))
+
+
+async def test_an_engine_that_waits_for_the_lease_can_be_stopped(
+    tmp_path: Path, base_model: str, until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(data_dir=tmp_path, base_models=(base_model,), prefect="off")
+    migrate(settings.journal_url)
+    with closing(Journal.open(settings.journal_url)) as journal:
+        assert journal.leases.acquire("another") is None
+        running = asyncio.create_task(run_engine(settings, on_ready=print, on_progress=print))
+        await until(lambda: "another engine (another) uses this journal" in caplog.text)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert journal.leases.acquire("a third") == "another"
 
 
 async def test_models_of_ended_sessions_are_unloaded(engine: Engine, connect: Any, base_model: str, until: Any) -> None:
