@@ -95,7 +95,8 @@ def origin(run: RecordedRun, step: int, back: int) -> int | None:
     midpoint between the first and the last state. Those two must be more than log 4 nats apart.
     """
     data = _requests(run, step)
-    first, last = max(0, step - 1 - back), step - 1
+    begin = min(run.steps(), default=1) - 1  # of the state that the run began with
+    first, last = max(begin, step - 1 - back), step - 1
     usual, unlikely = _nats(run, first, data), _nats(run, last, data)
     if not unlikely - usual > math.log(4):  # the difference is NaN for data without logprobs
         return None

@@ -37,9 +37,10 @@ def verify_results(run: RecordedRun, last: Mark, sample: int, say: Callable[[str
 
     say: gets lines about the progress.
     """
-    chosen = (
-        [None] if not sample else sorted(secrets.SystemRandom().sample(range(1, last.step + 1), min(sample, last.step)))
-    )
+    chosen: list[int | None] = [None]
+    if sample:
+        made = sorted({link.step for link in run.links() if link.step is not None and link.seq_id <= last.seq_id})
+        chosen = [*sorted(secrets.SystemRandom().sample(made, min(sample, len(made))))]
     for step in chosen:
         report = Rerun(run, Changes(step, last.step if step is None else step)).execute()
         if report.parted is not None:

@@ -18,6 +18,7 @@ from tinkerflow.backend.core.errors import NotFoundError, ServerError, UserError
 _HEARTBEAT_SECONDS = 20.0
 _AWAY_SECONDS = 120.0  # how long a server may be away
 _AGAIN = (429, 502, 503, 504)  # statuses after which a request is repeated
+_LOADS = ("load_model", "load_weights")
 
 
 # ------------------------------------------------------------------ the server
@@ -157,8 +158,8 @@ class RecordedRun:
         while after is not None:
             page = self._page(after=after)
             for row in page["requests"]:
-                if row["kind"] in ("load_model", "load_weights"):
-                    step = 1
+                if row["kind"] in _LOADS and row["error"] is None:
+                    step = self._step_after_load(row["seq_id"])
                 yield RecordedRequest(
                     row["seq_id"],
                     row["request_id"],
@@ -180,6 +181,23 @@ class RecordedRun:
                 names = ("seq_id", "kind", "step", "payload_hash", "result_hash", "error")
                 yield Link(*(row[name] for name in names))
             after = page["next"]
+
+    def steps(self) -> list[int]:
+        """The optimizer steps that the run has made, in order. A run that began with a state continues its steps."""
+        return [link.step for link in self.links() if link.step is not None]
+
+    def _step_after_load(self, seq_id: int) -> int:
+        """The step of the first optim_step after a load, which continues the steps of the state; 1 if none."""
+        after: int | None = seq_id
+        while after is not None:
+            page = self._page(after=after, payloads=False)
+            for row in page["requests"]:
+                if row["step"] is not None:
+                    return int(row["step"])
+                if row["kind"] in _LOADS and row["error"] is None:
+                    return 1
+            after = page["next"]
+        return 1
 
     def _page(self, **params: Any) -> Any:
         return self.api.ask(f"training_runs/{quoted(self.run_id)}/history", **params)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.blame import rows_of_step
+from tinkerflow.deployments.recorded_run import RecordedRun
 
 
 def test_equal_rows_of_several_requests_are_equal() -> None:
@@ -20,3 +21,33 @@ def test_equal_rows_of_several_requests_are_equal() -> None:
     run: Any = SimpleNamespace(run_id="run", requests=lambda: [requested(1, "a", "b"), requested(2, "a")])
     first, second, third = (row.SerializeToString(deterministic=True) for row in rows_of_step(run, 7))
     assert first == third != second
+
+
+def test_requests_after_a_load_belong_to_the_steps_of_the_loaded_state() -> None:
+    kinds: list[tuple[str, int | None, str | None]] = [
+        ("load_model", None, None),  # the state after step 40
+        ("forward_backward", None, None),
+        ("load_weights", None, "there is no such checkpoint"),
+        ("forward_backward", None, None),
+        ("optim_step", 41, None),
+        ("forward_backward", None, None),
+        ("optim_step", 42, None),
+        ("load_weights", None, None),  # the state after step 7
+        ("forward_backward", None, None),
+        ("optim_step", 8, None),
+        ("load_weights", None, None),
+        ("forward", None, None),
+    ]
+    rows = [
+        {"seq_id": i, "request_id": "", "kind": kind, "step": step, "payload": "", "result_hash": "", "error": error,
+         "payload_hash": ""}
+        for i, (kind, step, error) in enumerate(kinds)
+    ]  # fmt: skip
+
+    def ask(path: str, *, after: int, **_: Any) -> Any:
+        page = rows[after + 1 : after + 4]
+        return {"requests": page, "next": page[-1]["seq_id"] if after + 4 < len(rows) else None}
+
+    run = RecordedRun(SimpleNamespace(ask=ask), "run", {})  # type: ignore[arg-type]
+    assert [recorded.step for recorded in run.requests()] == [41] * 5 + [42] * 2 + [8] * 3 + [1] * 2
+    assert run.steps() == [41, 42, 8]
