@@ -217,7 +217,7 @@ class RlRecipe:
                 break
             again = [*seed, _RESAMPLED + attempt]
             picked = np.random.default_rng(again).choice(len(others), missing)
-            groups = await self.rollouts.groups(sampler, [others[i] for i in picked], again, lost)
+            groups = await self.rollouts.groups(sampler, [others[i] for i in picked], again, lost, needed=False)
             varied += filter(is_varied, groups)
         groups = varied if others and varied else first
         self.rollouts.refuse_failures(len(self.rows))

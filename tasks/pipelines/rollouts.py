@@ -267,13 +267,22 @@ class Rollouts:
         )
 
     async def groups(
-        self, sampler: tinker.SamplingClient, rows: Sequence[Row], seed: Sequence[int], lost: list[Lost] | None = None
+        self,
+        sampler: tinker.SamplingClient,
+        rows: Sequence[Row],
+        seed: Sequence[int],
+        lost: list[Lost] | None = None,
+        *,
+        needed: bool = True,
     ) -> list[list[Episode]]:
         """Hold a group of conversations for each row, all concurrently. Equal seeds give equal samples of a model.
 
-        A row whose environment fails gets no group. lost: a list that gets the conversations that are begun again or
-        left out. UserError: no row got a group. EnvironmentUnavailableError: no row got one, because no environment
-        was available within `environment_seconds`.
+        A row whose environment fails gets no group.
+
+        sampler: of the model. rows: the beginnings of the conversations. seed: of their samples. lost: a list that gets
+        the conversations that are begun again or left out. needed: whether it is an error if no row gets a group.
+        UserError: no row got a group. EnvironmentUnavailableError: no row got one, because no environment was
+        available within `environment_seconds`.
         """
         lost = [] if lost is None else lost
         conversations = [self._group(sampler, row, [*seed, i], lost) for i, row in enumerate(rows)]
@@ -288,15 +297,13 @@ class Rollouts:
             if isinstance(result, BaseException) and not isinstance(result, FailedRowError):
                 raise result
         groups = [result for result in results if isinstance(result, list) and len(result) >= min(2, self.group_size)]
-        if not groups and failed:
+        if groups or not needed:
+            return groups
+        if failed:
             prompt, error = failed[0]
             raise UserError(f"all {len(rows)} rows of this step failed; the first one: {prompt!r}: {error}")
-        if not groups:
-            reason = lost[-1].reason
-            raise EnvironmentUnavailableError(
-                f"all conversations of this step were interrupted; the last one: {reason}"
-            )
-        return groups
+        reason = lost[-1].reason
+        raise EnvironmentUnavailableError(f"all conversations of this step were interrupted; the last one: {reason}")
 
     def refuse_failures(self, rows: int) -> None:
         """Raise UserError if more of the `rows` rows have failed than max_bad_fraction allows."""

@@ -201,6 +201,22 @@ async def test_groups_with_equal_rewards_stay_unless_they_are_replaced(tokenizer
     assert again[3] == kept
 
 
+@pytest.mark.parametrize("error", [KeyError("no solution"), ConnectionError("the sandbox died")])
+async def test_a_group_stays_if_the_rows_that_would_replace_it_fail(tokenizer: Any, error: Exception) -> None:
+    def make(facts: Facts) -> Any:
+        if facts["answer"] == "broken":
+            raise error
+        return environment(facts)
+
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, make, [0], group_size=3, resample=4)
+    recipe.rows = [EQUAL] + [
+        parse({"prompt": "broken", "answer": "broken"})
+    ] * 99  # most of the rows that may be picked
+    recipe.rollouts = replace(recipe.rollouts, max_bad_fraction=0.01, environment_retries=0)
+    values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
+    assert (values["reward"], values["varied_groups"], len(client.sent[0][0])) == (1.0, 0.0, 3)
+
+
 def difficult(*levels: object) -> list[Row]:
     return [parse({"prompt": f"{number}", "level": level}) for number, level in enumerate(levels)]
 
