@@ -102,13 +102,13 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     """
     parameters, name = run.parameters, run_name(run.parameters)
     training = parameters.training
-    decisive = _decisive(run)
+    decisive = decisive_parameters(parameters)
     plan = digest(run.pipeline, run.model.name, data, orjson.dumps(decisive, option=orjson.OPT_SORT_KEYS))
-    progress = RunProgress(run.work_url, name, plan, {"base model": run.model.name, "data": data} | _flat(decisive))
+    progress = RunProgress(run.work_url, name, plan, {"base model": run.model.name, "data": data} | flat(decisive))
     shown = data_name(parameters.data.url, data)
     lineage = Lineage(run.pipeline, name, shown, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
-    settings = {name: str(value)[:_SHOWN] for name, value in _flat(decisive).items() if value not in (None, "", [])}
-    chosen = _flat(run.parameters.model_dump(mode="json", exclude_defaults=True))
+    settings = {name: str(value)[:_SHOWN] for name, value in flat(decisive).items() if value not in (None, "", [])}
+    chosen = flat(run.parameters.model_dump(mode="json", exclude_defaults=True))
     settings[DEFAULTS] = " ".join(sorted(settings.keys() - chosen.keys()))
     settings["rows"] = run.used_rows[:_SHOWN]
     trainer = Trainer(run, recipe, progress, lineage, watch, settings)
@@ -216,9 +216,9 @@ async def _export(trainer: Trainer, step: int) -> str:
     return str(saved.path)
 
 
-def _decisive(run: PreparedRun) -> dict[str, Any]:
+def decisive_parameters(parameters: PipelineParameters) -> dict[str, Any]:
     """The parameters that affect the outcome, without names, places and mere observations."""
-    decides: dict[str, Any] = run.parameters.model_dump(
+    decides: dict[str, Any] = parameters.model_dump(
         mode="json",
         exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking", "history"},
     )
@@ -233,11 +233,11 @@ def _decisive(run: PreparedRun) -> dict[str, Any]:
     return decides
 
 
-def _flat(values: Mapping[str, Any], outer: str = "") -> dict[str, object]:
+def flat(values: Mapping[str, Any], outer: str = "") -> dict[str, object]:
     """Nested values by their dotted names, such as `training.steps`."""
     found: dict[str, object] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{outer}{name}.") if isinstance(value, dict) else {outer + name: value}
+        found |= flat(value, f"{outer}{name}.") if isinstance(value, dict) else {outer + name: value}
     return found
 
 

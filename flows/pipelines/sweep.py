@@ -14,14 +14,15 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel
 
-from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.flows.pipelines.evaluate import BASE, figures, on_held_out, score_all
-from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, run_name
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, decisive_parameters, flat, run_name
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import sft
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.control import controlled
 from tinkerflow.tasks.pipelines.parameters import Metric, SftParameters, SweepParameters
+from tinkerflow.tasks.pipelines.progress import refuse_changes
 from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, digest, open_work, read_json
 
@@ -46,12 +47,12 @@ class Point:
     @property
     def label(self) -> str:
         """The values for people, as in `learning_rate 0.001, rank 8`."""
-        return ", ".join(f"{name} {value:g}" for name, value in self.values.items())
+        return ", ".join(f"{name} {_exact(value)}" for name, value in self.values.items())
 
     @property
     def slug(self) -> str:
         """The values as a part of a run's name: lower-case letters, digits and dashes."""
-        text = "-".join(f"{value:g}" for value in self.values.values())
+        text = "-".join(map(_exact, self.values.values()))
         return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
     @property
@@ -72,11 +73,17 @@ def points(parameters: SweepParameters) -> list[Point]:
     found = []
     for combination in itertools.product(*lists.values()):
         values = dict(zip(lists, combination, strict=True))
-        others = [f"{name} {value:g}" for name, value in values.items() if name != axis and len(lists[name]) > 1]
+        others = [f"{name} {_exact(value)}" for name, value in values.items() if name != axis and len(lists[name]) > 1]
         x = math.log10(values[axis]) if axis in _LOGARITHMIC else float(values[axis])
         shown = f"log10({axis})" if axis in _LOGARITHMIC else axis
         found.append(Point(values, shown, x, ", ".join(others) or "all"))
     return found
+
+
+def _exact(value: float) -> str:
+    """A value as a short text that differs from the texts of all other values."""
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
 
 
 class SweepResult(BaseModel):
@@ -94,6 +101,7 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
     """Fine-tune with every combination of the grid's values, score all on the held-out rows, and report the best.
 
     Each point is a separate flow run `sft`. A retry, or a run with the same `resume`, trains only unfinished points.
+    UserError: finished points were trained with other parameters or data.
     """
     work_url = parameters.work_url
     grid = points(parameters)
@@ -116,6 +124,9 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
     }
     if not trained:
         raise ServerError("sweep: every point was cancelled")
+    if len(data := sorted({result.data for result in trained.values()})) > 1:
+        rule = f"its points were trained on different data ({', '.join(data)}); give it another name"
+        raise UserError(f"resume {run_name(parameters)!r}: {rule}")
     candidates = {label: result.weights for label, result in trained.items()}
     scores = await score_all(on_held_out(parameters), candidates | {BASE: ""})
     best = min(trained, key=lambda label: scores[label].worse(parameters.metric))
@@ -124,7 +135,10 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
 
 
 async def _train(parameters: SweepParameters, point: Point, work_url: str) -> TrainingResult | None:
-    """Fine-tune a point, unless an earlier run of this sweep recorded its result. Returns None if it was stopped."""
+    """Fine-tune a point, unless an earlier run of this sweep recorded its result. Returns None if it was stopped.
+
+    UserError: the point was trained with other parameters.
+    """
     values = parameters.model_dump(include=set(SftParameters.model_fields))
     if parameters.judge:  # only the judge uses the rows' further fields
         for name in ("data", "held_out"):
@@ -137,10 +151,12 @@ async def _train(parameters: SweepParameters, point: Point, work_url: str) -> Tr
     values["resume"] = f"{run}-{plan[:16]}"
     key = f"progress/{run}/points/{plan}.json"
     work = open_work(work_url)
+    wanted = SftParameters.model_validate(values)
     if (done := read_json(work, key)) is not None:
+        refuse_changes(work_url, wanted.resume, flat(decisive_parameters(wanted)), run)
         return TrainingResult.model_validate(done)
     call: Callable[..., Awaitable[State[Any]]] = sft
-    state = await call(SftParameters.model_validate(values), return_state=True)
+    state = await call(wanted, return_state=True)
     if state.is_cancelled() or state.is_paused():
         return None
     result: TrainingResult = await state.aresult()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import orjson
 from pydantic import BaseModel
@@ -76,17 +76,7 @@ class RunProgress:
         try:
             create_json(self._work, f"{self._folder}/plan.json", {"plan": plan})
         except FileExistsError:
-            before: dict[str, object] = read_json(self._work, f"{self._folder}/parameters.json") or {}
-            now: dict[str, object] = orjson.loads(own)
-            changed = [
-                f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-                for name in sorted({*before, *now})
-                if before.get(name) != now.get(name)
-            ]
-            facts = f" ({', '.join(changed)})" if changed else ""
-            raise UserError(
-                f"resume {run!r}: this run was started with different parameters or data{facts}; give it another name"
-            ) from None
+            raise _refusal(run, _changes(_parameters(work_url, run), orjson.loads(own))) from None
 
     def segments(self) -> list[SegmentRecord]:
         """The finished segments, in order of steps. ServerError: one is missing."""
@@ -124,3 +114,34 @@ class RunProgress:
         """Store bytes that all processes of this run use. Returns the bytes of the first process that stored some."""
         create_once(self._work, f"{self._folder}/kept/{name}", data)
         return self._work.read(f"{self._folder}/kept/{name}")
+
+
+def refuse_changes(work_url: str, run: str, parameters: Mapping[str, object], resume: str) -> None:
+    """Raise UserError if a run was begun with another value of one of these parameters.
+
+    resume: the name that people gave the run.
+    """
+    before = _parameters(work_url, run)
+    now = {name: value for name, value in orjson.loads(orjson.dumps(parameters)).items() if name in before}
+    if changed := _changes({name: before[name] for name in now}, now):
+        raise _refusal(resume, changed)
+
+
+def _parameters(work_url: str, run: str) -> dict[str, object]:
+    """The parameters that a run was begun with."""
+    return read_json(open_work(work_url), f"progress/{run}/parameters.json") or {}
+
+
+def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    return [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _refusal(run: str, changed: Sequence[str]) -> UserError:
+    facts = f" ({', '.join(changed)})" if changed else ""
+    return UserError(
+        f"resume {run!r}: this run was started with different parameters or data{facts}; give it another name"
+    )

@@ -9,11 +9,13 @@ import pytest
 from prefect.states import Completed
 from pydantic import ValidationError
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines import sweep as sweep_module
-from tinkerflow.flows.pipelines.fine_tuning import TrainingResult
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, decisive_parameters, flat
 from tinkerflow.flows.pipelines.sweep import SweepParameters, points
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, SftParameters
+from tinkerflow.tasks.pipelines.progress import RunProgress
 from tinkerflow.tasks.pipelines.scoring import Scores
 
 
@@ -37,6 +39,13 @@ def test_parameter_with_one_value_is_no_axis() -> None:
     found = points(parameters(learning_rate=[0.001], steps=[4, 8]))
     assert [(point.axis, point.x, point.line) for point in found] == [("steps", 4.0, "all"), ("steps", 8.0, "all")]
     assert all(point.changes["training"]["learning_rate"] == 0.001 for point in found)
+
+
+def test_each_value_is_a_point_of_its_own() -> None:
+    seeds, rates = points(parameters(seed=[1234567, 1234568])), points(parameters(learning_rate=[1e-5, 1.2345678e-4]))
+    assert [point.label for point in seeds] == ["seed 1234567", "seed 1234568"]
+    assert [point.label for point in rates] == ["learning_rate 1e-05", "learning_rate 0.00012345678"]
+    assert [point.slug for point in (*seeds, *rates)] == ["1234567", "1234568", "1e-05", "0-00012345678"]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +113,39 @@ async def test_best_sweep_point_is_chosen_by_the_metric(
     assert [(one.pipeline, one.data.ignore, one.held_out and one.held_out.ignore) for one in trained] == [
         ("sft", ignored, ignored)
     ] * 3
+
+
+async def test_resumed_sweep_compares_no_points_of_other_parameters_or_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+    result = TrainingResult(run="r", data="rows 1", state="s", weights="w", steps=1, first={}, last={"loss": 0.5},
+                            held_out={}, samples=[])  # fmt: skip
+
+    async def sft(parameters: SftParameters, *, return_state: bool) -> Any:
+        RunProgress(parameters.work_url, parameters.resume, "plan", flat(decisive_parameters(parameters)))
+        trained.append(parameters.model.seed)
+        return Completed(data=result)
+
+    async def score_all(wanted: EvaluateParameters, candidates: dict[str, str]) -> dict[str, Scores]:
+        return {name: Scores(rows=1, samples=[], loss=1.0, exact_match=0.0) for name in candidates}
+
+    async def sweep(seeds: list[int], **training: Any) -> None:
+        rows = {"url": "rows.jsonl"}
+        values = {"data": rows, "held_out": rows, "grid": {"seed": seeds}, "work": tmp_path.as_uri(), "resume": "x"}
+        await sweep_module.sweep.fn(SweepParameters.model_validate(values | {"training": training}))
+
+    monkeypatch.setattr(sweep_module, "sft", sft)
+    monkeypatch.setattr(sweep_module, "score_all", score_all)
+    await sweep([0, 1], steps=4)
+    await sweep([0, 1, 2], steps=4, segment_steps=2)
+    assert trained == [0, 1, 2], "finished points are not trained again"
+    changed = r"resume 'x': this run was started with .* \(training.steps was 4 and is 5\); give it another name"
+    with pytest.raises(UserError, match=changed):
+        await sweep([0, 1], steps=5)
+    result = result.model_copy(update={"data": "rows 2"})
+    with pytest.raises(UserError, match=r"resume 'x': its points were trained on different data \(rows 1, rows 2\)"):
+        await sweep([0, 3], steps=4)
 
 
 @pytest.mark.parametrize("given", [{"metric": "reward"}, {"reward": "rewards:right"}])
