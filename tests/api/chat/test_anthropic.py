@@ -135,37 +135,6 @@ def test_broken_call_is_returned_as_text(claude: anthropic.Anthropic, speaker: S
         assert done.stop_reason == "max_tokens"
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"frobnicate": 1}, "frobnicate is not supported"),
-        ({"max_tokens": None}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "does not accept images"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is None"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": 3}]}
-                ]
-            },
-            "input is 3",
-        ),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
-        ({"temperature": 2}, "temperature"),
-        ({"stop_sequences": ["x" * 1025]}, "stop_sequences is"),
-    ],
-)
-def test_invalid_fields_are_named_in_anthropic_error_format(
-    post: Callable[..., Any], speaker: Speaker, body: Any, says: str
-) -> None:
-    answer = post("messages", {**ASKED, **body})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert says in answer.json()["error"]["message"]
-
-
 def test_unknown_models_and_keys_raise_errors_of_the_client_library(
     claude: anthropic.Anthropic, speaker: Speaker
 ) -> None:

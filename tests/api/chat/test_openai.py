@@ -210,58 +210,6 @@ def test_incomplete_tool_call_is_returned_as_content(gpt: openai.OpenAI, speaker
     assert (done.choices[0].finish_reason, done.choices[0].message.tool_calls) == ("length", None)
 
 
-@pytest.mark.parametrize(
-    ("body", "field", "says"),
-    [
-        ({"frobnicate": 1}, "frobnicate", "not supported"),
-        ({"messages": []}, "messages", "messages is []: must be a list of at least 1"),
-        ({"n": "two"}, "n is ", "n is 'two': must be a whole number from 1 to 1024"),
-        ({"user": 5}, "user is ", "user is 5: must be a string"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages",
-            "images",
-        ),
-        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "not supported"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}
-                ]
-            },
-            "messages",
-            "JSON object",
-        ),
-        ({"top_logprobs": 2}, "top_logprobs", "without logprobs"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
-        ({"tool_choice": "required"}, "tool_choice", "one of the tools"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
-            "tool_choice",
-            "one of the tools",
-        ),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "must be given"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
-            "response_format",
-            "not a json_schema that can be enforced",
-        ),
-        ({"temperature": -1}, "temperature", ">= 0"),
-        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "left out"),
-        ({"max_tokens": 100_000}, "max_tokens", "at most"),
-    ],
-)
-def test_invalid_fields_are_named_in_the_error(
-    post: Callable[..., Any], speaker: Speaker, body: Any, field: str, says: str
-) -> None:
-    answer = post("chat/completions", {"model": BASE, "messages": HI, **body})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert field in error["message"] and says in error["message"], error
-    assert error["type"] == "invalid_request_error"
-
-
 def test_body_that_is_not_json_has_an_error_with_the_position(server: Running, speaker: Speaker) -> None:
     url, headers = f"{server.url}/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
     error = server.http.post(url, content=b"{no", headers=headers).json()["error"]

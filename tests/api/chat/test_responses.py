@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
-import pytest
 from tests.api.chat.conftest import END, Speaker
 from tests.api.chat.test_openai import CALL
 from tests.api.conftest import BASE
@@ -15,10 +13,6 @@ from tests.api.conftest import BASE
 TOOLS: Any = [
     {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 ]
-HI = {"role": "user", "content": "Hi"}
-CALLED = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
-PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-FORM: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
 TEXT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}{END}"
 
 
@@ -110,35 +104,3 @@ def test_broken_call_is_text_and_its_format_is_kept(gpt: openai.OpenAI, speaker:
         model=BASE, input="Hi", tools=TOOLS, tool_choice={"type": "function", "name": "weather"}
     )
     assert done.output[0].name == "weather"
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"frobnicate": 1}, "frobnicate is not supported"),
-        ({"previous_response_id": "x"}, "previous_response_id is not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "does not accept images"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type is 'web_search_call'"),
-        ({"input": [{"type": "function_call", "call_id": "1", "name": 3}]}, "input[0].name is 3: must be text"),
-        ({"input": [HI, {**CALLED, "arguments": "["}]}, "input[1].arguments is '[': must be a JSON object as text"),
-        ({"input": [HI, {"type": "function_call_output", "output": "wet"}]}, "input[1].call_id is None"),
-        ({"input": [{"role": "judge", "content": "Hi"}]}, "input[0].role is 'judge': must be system, developer"),
-        ({"input": []}, "input is []: must be text, or at least one item"),
-        ({"input": [{"role": "user", "content": [PICTURE]}]}, "input[0].content[0] is an image: must be text"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens is 1000000: must be at most"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema is None"),
-        ({"text": FORM, "tools": TOOLS, "tool_choice": "required"}, "text.format is given: must be left out"),
-        ({"text": {"format": {**FORM["format"], "schema": {"type": "x"}}}}, "text.format"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        (
-            {"include": ["message.output_text.logprobs"]},
-            "include[0] is 'message.output_text.logprobs': must be 'reasoning.encrypted_content'",
-        ),
-    ],
-)
-def test_invalid_fields_are_named_in_the_error(
-    post: Callable[..., Any], speaker: Speaker, body: Any, says: str
-) -> None:
-    answer = post("responses", {"model": BASE, "input": "Hi", **body})
-    assert answer.status_code == 400, answer.text
-    assert says in answer.json()["error"]["message"]
