@@ -106,40 +106,14 @@ def test_chunks_sent_in_reverse_order_are_executed_in_order(model: tinker.Traini
     assert [seq for _, seq in engine.executed] == [0, 1, 2, 3]
 
 
-def test_invalid_chunk_fails_only_its_call(model: tinker.TrainingClient) -> None:
+def test_invalid_chunk_fails_only_its_call(model: tinker.TrainingClient, engine: Any) -> None:
     data = [datum([i % 16]) for i in range(2500)]
     data[1500] = datum([3], target_tokens=None)
-    start = time.monotonic()
     with pytest.raises(tinker.RequestFailedError, match=r"data\[476\].loss_fn_inputs lacks 'target_tokens'") as caught:
         model.forward_backward(data, "cross_entropy").result()
     assert caught.value.category == "user"
     assert loss_of(model) == pytest.approx(4 * np.log(16))
-    assert time.monotonic() - start < 30
-
-
-@pytest.mark.parametrize(
-    ("wrong", "loss", "text"),
-    [
-        (datum([3, 99]), "cross_entropy", "data[0].model_input at position 1 is 99: must be >= 0 and < 16"),
-        (datum(target_tokens=np.array([1])), "cross_entropy", "has 1 positions: must be 4"),
-        (
-            datum(weights=np.full(4, np.nan, np.float32)),
-            "cross_entropy",
-            "at position 0 is nan: must be a finite number",
-        ),
-        (datum(), "nonsense", "loss_fn is 'nonsense': must be one of"),
-        (datum(list(range(16)) * 5), "cross_entropy", "has 80 tokens: must be 1 to 64"),
-    ],
-)
-def test_invalid_data_is_named_immediately(
-    model: tinker.TrainingClient, wrong: types.Datum, loss: Any, text: str
-) -> None:
-    start = time.monotonic()
-    with pytest.raises(tinker.RequestFailedError) as caught:
-        model.forward_backward([wrong], loss).result()
-    assert text in str(caught.value)
-    assert time.monotonic() - start < 30
-    assert loss_of(model) == pytest.approx(4 * np.log(16))
+    assert [seq for _, seq in engine.executed] == list(range(5)), "nothing is sent again"
 
 
 def test_an_image_is_trained_on_where_the_model_sees(model: tinker.TrainingClient, engine: Any) -> None:
@@ -159,46 +133,12 @@ def test_an_image_is_trained_on_where_the_model_sees(model: tinker.TrainingClien
         model.forward_backward([seen(5)], "cross_entropy").result()
 
 
-def test_image_is_refused_for_a_model_without_images(model: tinker.TrainingClient) -> None:
-    chunks = [types.ImageChunk(data=b"x", format="png", expected_tokens=4)]
-    with pytest.raises(tinker.RequestFailedError, match="the model accepts no images"):
-        model.forward(
-            [types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={})], "cross_entropy"
-        ).result()
-
-
-@pytest.mark.parametrize(
-    ("params", "text"),
-    [
-        (types.AdamParams(learning_rate=float("nan")), "adam_params.learning_rate is None: must be a finite number"),
-        (types.AdamParams(beta1=1.5), "adam_params.beta1 is 1.5: must be a finite number >= 0 and < 1"),
-    ],
-)
-def test_invalid_optimizer_values_are_named_and_change_nothing(
-    model: tinker.TrainingClient, params: Any, text: str
-) -> None:
-    model.forward_backward([datum()], "cross_entropy").result()
-    with pytest.raises(tinker.RequestFailedError) as caught:
-        model.optim_step(params).result()
-    assert text in str(caught.value)
-    assert loss_of(model) == pytest.approx(4 * np.log(16))
-
-
 def test_non_finite_gradient_norm_is_left_out_of_the_metrics(model: tinker.TrainingClient, engine: Any) -> None:
     from tinkerflow.backend.spec.commands import OptimResult
     from tinkerflow.backend.wire import encode_optim_step
 
     engine.next_outcome = lambda r: r.done(encode_optim_step(OptimResult(float("nan"), 1)), "json")
     assert model.optim_step(types.AdamParams()).result().metrics == {"optimizer_step": 1.0}
-
-
-def test_unknown_base_model_is_named_immediately(client: tinker.ServiceClient, engine: Any) -> None:
-    start = time.monotonic()
-    with pytest.raises(tinker.RequestFailedError, match="base_model is 'no/such': must be one that is served here"):
-        client.create_lora_training_client("no/such").result()
-    with pytest.raises(tinker.NotFoundError, match="no/such"):
-        client.create_sampling_client(base_model="no/such").result()
-    assert time.monotonic() - start < 30
 
 
 def test_custom_loss_gives_the_gradient_of_the_equal_builtin_loss(
@@ -242,23 +182,6 @@ def test_samples_without_a_seed_differ(client: tinker.ServiceClient, engine: Any
     drawn = [sampler.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences[0].tokens for _ in range(2)]
     assert drawn[0] != drawn[1]
     assert [len(tokens) for tokens in drawn] == [20, 20]  # an empty stop list stops at nothing, not even at the EOS
-
-
-def test_invalid_samples_fail_alone(client: tinker.ServiceClient, engine: Any) -> None:
-    sampler = client.create_sampling_client(base_model=BASE).result()
-    prompt = types.ModelInput.from_ints([3])
-    good = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3))
-    for wrong, text in (
-        (types.SamplingParams(max_tokens=1_000_000), "sampling_params.max_tokens is 1000000: must be at most 63"),
-        (types.SamplingParams(max_tokens=1, temperature=-1), "sampling_params.temperature is -1"),
-        (types.SamplingParams(max_tokens=1, stop=[99]), "sampling_params.stop[0] is 99"),
-    ):
-        with pytest.raises(tinker.RequestFailedError) as caught:
-            sampler.sample(prompt, 1, wrong).result()
-        assert text in str(caught.value)
-    with pytest.raises(tinker.RequestFailedError, match="num_samples is 0"):
-        sampler.sample(prompt, 0, types.SamplingParams(max_tokens=1)).result()
-    assert len(good.result().sequences) == 1
 
 
 def test_restored_sampling_client_has_its_own_sequence_block(
@@ -309,16 +232,6 @@ def test_named_saves_are_listed_and_resumed(
         client.create_training_client_from_state(saved).result()
 
 
-def test_existing_name_is_refused_immediately(model: tinker.TrainingClient) -> None:
-    model.save_state("ck").result()
-    start = time.monotonic()
-    with pytest.raises(tinker.RequestFailedError, match="exists already"):
-        model.save_state("ck").result()
-    with pytest.raises(tinker.RequestFailedError, match=r"path is '\.\./ck': must be 1 to 128 letters"):
-        model.save_state("../ck").result()
-    assert time.monotonic() - start < 30
-
-
 def test_capabilities_and_flags(client: tinker.ServiceClient, server: Any) -> None:
     (supported,) = tinker.RestClient(base_url=server.url).get_server_capabilities().result().supported_models
     assert (supported.model_name, supported.max_context_length) == (BASE, 64)
@@ -356,7 +269,7 @@ def test_closing_the_client_ends_the_session(server: Any, engine: Any) -> None:
     assert (session.finish_reason, session.detail) == ("success", None)
 
 
-def test_telemetry_is_accepted_and_a_fatal_error_is_not_delayed(
+def test_telemetry_is_accepted_and_a_fatal_error_is_not_retried(
     server: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
@@ -364,10 +277,8 @@ def test_telemetry_is_accepted_and_a_fatal_error_is_not_delayed(
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-very-secret")
     model = service.create_lora_training_client(BASE, rank=8).result()
     engine.next_outcome = lambda r: r.failed("it broke")
-    start = time.monotonic()
-    with pytest.raises(tinker.RequestFailedError, match="it broke"):
+    with pytest.raises(tinker.RequestFailedError, match="it broke"):  # a second attempt would succeed
         model.optim_step(types.AdamParams()).result()
-    assert time.monotonic() - start < 30
     service.close("success").result()
     deadline = time.monotonic() + 15
     while "SESSION_START" not in caplog.text and time.monotonic() < deadline:

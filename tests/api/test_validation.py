@@ -37,6 +37,7 @@ def training(model: tinker.TrainingClient) -> dict[str, tuple[Wrong, str]]:
     def step(**params: float) -> Wrong:
         return lambda: model.optim_step(types.AdamParams(**params))
 
+    image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=4)])
     policy = {"weights": None, "logprobs": ones(), "advantages": ones()}
     return {
         "token id": (tokens(3, 99), r"data\[0\].model_input at position 1 is 99: must be >= 0 and < 16"),
@@ -57,6 +58,10 @@ def training(model: tinker.TrainingClient) -> dict[str, tuple[Wrong, str]]:
         "unknown loss": (data("nonsense"), r"loss_fn is 'nonsense': must be one of"),
         "unknown loss config": (data("ppo", {"clip": 0.1}, **policy), r"clip"),
         "NaN loss config": (data("ppo", {"clip_low_threshold": NAN}, **policy), r"clip_low_threshold"),
+        "image": (
+            lambda: model.forward([types.Datum(model_input=image, loss_fn_inputs={})], "cross_entropy"),
+            "the model accepts no images",
+        ),
         "no provenance": (data("stable_reinforce", **policy), r"data\[0\] has no provenance"),
         "NaN learning rate": (step(learning_rate=NAN), r"adam_params.learning_rate is None: must be a finite number"),
         "negative learning rate": (step(learning_rate=-1.0), r"adam_params.learning_rate is -1.0"),
@@ -68,6 +73,7 @@ def training(model: tinker.TrainingClient) -> dict[str, tuple[Wrong, str]]:
         "name with a way up": (lambda: model.save_state("../x"), r"path is '../x': must be 1 to 128 letters"),
         "name with a folder": (lambda: model.save_state("a/b"), r"path is 'a/b'"),
         "hidden name": (lambda: model.save_weights_for_sampler(".x"), r"path is '.x'"),
+        "existing name": (lambda: model.save_state("kept"), "exists already"),
         "long name": (lambda: model.save_weights_external("x" * 129), r"path is 'xxx"),
         "no name": (lambda: model.save_state(""), r"path is ''"),
         "short ttl": (lambda: model.save_state("a", ttl_seconds=5), r"ttl_seconds is 5: must be a whole"),
@@ -87,7 +93,8 @@ def making(client: tinker.ServiceClient) -> dict[str, tuple[Wrong, str]]:
         "negative rank": (model(rank=-1), r"lora_config.rank is -1: must be a whole number from 0 to 1024"),
         "huge rank": (model(rank=100_000), r"lora_config.rank is 100000: must be a whole number from 0 to 1024"),
         "all of a part": (model(rank=0, train_mlp=False), r"lora_config.rank 0 trains all parameters: train_attn,"),
-        "unknown base": (lambda: client.create_lora_training_client("no/such", rank=8), r"base_model is 'no/such'"),
+        "unknown base": (lambda: client.create_lora_training_client("no/such", rank=8),
+                         "base_model is 'no/such': must be one that is served here"),
         "load with a way up": (load("tinker://../weights/x"), r"'\.\.'|\.\./weights"),
         "load with a longer way": (load("tinker://a/weights/../../x"), r"must be tinker://<run id>/"),
         "load of a file": (load("file:///etc/passwd"), r"must be tinker://<run id>/"),
@@ -140,6 +147,7 @@ def test_invalid_content_fails_its_future_and_changes_nothing(client: tinker.Ser
     model.forward_backward([datum()], "cross_entropy").result()
     model.optim_step(types.AdamParams(learning_rate=0.5)).result()
     model.forward_backward([datum()], "cross_entropy").result()  # a gradient that waits for its step
+    model.save_state("kept").result()
     name, loss = model.get_info().model_id, loss_of(model)
 
     def state() -> tuple[bytes, bytes, int]:
@@ -154,6 +162,8 @@ def test_invalid_content_fails_its_future_and_changes_nothing(client: tinker.Ser
     for what, (wrong, said) in making(client).items():
         refused(wrong, said, what)
         assert set(engine.steps) == models, what
+    with pytest.raises(tinker.NotFoundError, match="no/such"):
+        client.create_sampling_client(base_model="no/such").result()
     assert state() == before
 
 
