@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,21 +44,26 @@ def test_adapter_updates_equal_those_of_whole_stacks(
     for first, end in columns_B2:
         seen[first // 32 * 32 : -(-end // 32) * 32] |= end > first
 
-    def array(*shape: int) -> jax.Array:
-        return jnp.asarray(random.standard_normal(shape), dtype)
+    def array(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape).astype(dtype)
 
     x_BTi = array(rows, tokens, INS)
     pairs = [LoraPair(array(2 + number, width, INS), array(2 + number, width, o)) for number, o in enumerate(outs)]
-    # Columns of blocks that no row uses are not read. Otherwise all rows would be NaN.
-    pairs = [LoraPair(*(part.at[:, ~seen].set(jnp.nan) for part in (pair.A, pair.B))) for pair in pairs]
-    given = [OfLayer(pair, jnp.int32(1 + number)) for number, pair in enumerate(pairs)]
-    found = in_place(columns_B2, width, interpret=True)(x_BTi, given)
-    known = [LoraPair(*(jnp.nan_to_num(part) for part in (pair.own.A, pair.own.B))) for pair in given]
-    expected = stack_apply(columns_B2, width)(x_BTi, tuple(known))
-    weights = [OfLayer(array(3, o, INS), jnp.int32(2)) for o in outs]
+    for part in jax.tree.leaves(pairs):
+        part[:, ~seen] = np.nan  # columns of blocks that no row uses are not read; otherwise all rows would be NaN
+    given = [OfLayer(pair, np.int32(1 + number)) for number, pair in enumerate(pairs)]
+    known = tuple(jax.tree.map(lambda part: np.where(seen[:, None], part[1 + n], 0), pair) for n, pair in enumerate(pairs))
+    expected = jax.jit(stack_apply(columns_B2, width))(x_BTi, known)
+    weights = [OfLayer(array(3, o, INS), np.int32(2)) for o in outs]
     monkeypatch.setattr(grouped_gpu, "layer_products", partial(grouped_gpu.layer_products, interpret=True))
-    assert in_one_kernel(x_BTi, *weights)
-    plain, sums = matmuls(x_BTi, *weights), matmuls(x_BTi, *weights, last=found.last_step())
+
+    @jax.jit
+    def products(x_BTi: jax.Array, given: list[OfLayer], weights: list[OfLayer]) -> Any:
+        assert in_one_kernel(x_BTi, *weights)
+        updates = in_place(columns_B2, width, interpret=True)(x_BTi, given)
+        return tuple(updates), matmuls(x_BTi, *weights), matmuls(x_BTi, *weights, last=updates.last_step())
+
+    found, plain, sums = products(x_BTi, given, weights)
     closely = partial(close, ulps=64 if dtype == jnp.float32 else 4, scale=500.0, dtype=dtype)
     for y, product, update in zip(sums, plain, expected, strict=True):
         closely(*(np.asarray(part, np.float32) for part in (y, product + update)))
@@ -69,6 +75,7 @@ def test_adapter_updates_equal_those_of_whole_stacks(
 
 
 def test_a_batch_of_the_base_model_alone_reads_no_block() -> None:
-    pair = OfLayer(LoraPair(*(jnp.full((1, 32, 16), jnp.nan) for _ in range(2))), jnp.int32(0))
-    updates = in_place(np.zeros((3, 2), np.int32), 32, interpret=True)(jnp.ones((3, 1, 16)), [pair, pair])
-    assert not np.any(np.asarray([*updates]))
+    pair = OfLayer(LoraPair(*(np.full((1, 32, 16), np.nan, np.float32) for _ in range(2))), np.int32(0))
+    update = jax.jit(lambda columns, x, pairs: tuple(in_place(columns, 32, interpret=True)(x, pairs)))
+    updates = update(np.zeros((3, 2), np.int32), np.ones((3, 1, 16), np.float32), [pair, pair])
+    assert not np.any(np.asarray(updates))
