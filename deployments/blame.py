@@ -83,6 +83,7 @@ def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
         waiting.append((numbers, forward, probe.submit("optim_step", {optimizer.request_field: {**kind, **params}})))
         answered(_IN_FLIGHT)
     answered(0)
+    probe.unload()
     worst = ranked(found)
     run.api.ask(f"training_runs/{quoted(run.run_id)}/blames", {"step": step, "rows": for_pages(worst)})
     return worst
@@ -127,19 +128,24 @@ class _Probe:
         body.model_id, body.seq_id = self._model_id, self._made
         return self._api.submit(kind, body.SerializeToString())
 
+    def unload(self) -> None:
+        """Unload the fork, so that the next one fits into the project's limit of live models."""
+        self._api.unload(self._model_id)
+
 
 def _nats(run: RecordedRun, step: int, data: Sequence[pb.ForwardBackwardRequest]) -> float:
     """Mean nats per counted token of the data under the state after `step`; NaN without logprobs."""
+    if any(loss_named(message.loss_fn).traced for message in data):
+        return math.nan
     probe, total, count = _Probe(run, step, f"search for the origin at step {step}"), 0.0, 0
     for message in data:
         message.forward_only = True
         output = pb.ForwardBackwardOutput.FromString(run.api.result(probe.submit("forward_backward", message)))
-        if loss_named(message.loss_fn).traced:
-            return math.nan
         logprobs = np.concatenate([_logprobs(record) for record in output.loss_fn_outputs])
         parts = [part for datum in message.data if (part := _weights(datum)) is not None]
         counted = np.ones(len(logprobs), bool) if len(parts) < len(message.data) else np.concatenate(parts) != 0
         total, count = total - float(logprobs[counted].sum()), count + int(counted.sum())
+    probe.unload()
     return total / count if count else math.nan
 
 

@@ -43,6 +43,7 @@ def verify_results(run: RecordedRun, last: Mark, sample: int, say: Callable[[str
         chosen = [*sorted(secrets.SystemRandom().sample(made, min(sample, len(made))))]
     for step in chosen:
         report = Rerun(run, Changes(step, last.step if step is None else step)).execute()
+        run.api.unload(report.run_id)
         if report.parted is not None:
             parted = report.parted
             return f"step {parted.step}: the result of {parted.kind} (request {parted.seq_id}) differs"

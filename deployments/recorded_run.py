@@ -83,6 +83,10 @@ class Api:
         self.result(accepted["request_id"])
         return str(accepted["model_id"])
 
+    def unload(self, model_id: str) -> None:
+        """Unload a model of the session, and wait until it no longer counts toward max_live_models."""
+        self.result(self.ask("unload_model", {"model_id": model_id})["request_id"])
+
     def _keep_alive(self) -> None:
         if self._session is not None and time.monotonic() - self._beat > _HEARTBEAT_SECONDS:
             self.ask("session_heartbeat", {"session_id": self._session})
@@ -103,7 +107,7 @@ class Api:
                 )
             except httpx.TransportError as error:
                 if not self._answered or time.monotonic() > until:
-                    fix = "start it with `tinkerflow up`"
+                    fix = "start it with `tinkerflow up`, or set TINKER_BASE_URL"
                     raise ServerError(f"no server answers at {self.url} ({error}): {fix}") from error
                 time.sleep(0.5)
                 continue

@@ -1,12 +1,14 @@
-"""The rows of a step, from the requests of its history."""
+"""The rows of a step, from the requests of its history, and the search for the step that spoiled the weights."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.deployments.blame import rows_of_step
+from tinkerflow.deployments.blame import origin, rows_of_step
 from tinkerflow.deployments.recorded_run import RecordedRun
 
 
@@ -51,3 +53,39 @@ def test_requests_after_a_load_belong_to_the_steps_of_the_loaded_state() -> None
     run = RecordedRun(SimpleNamespace(ask=ask), "run", {})  # type: ignore[arg-type]
     assert [recorded.step for recorded in run.requests()] == [41] * 5 + [42] * 2 + [8] * 3 + [1] * 2
     assert run.steps() == [41, 42, 8]
+
+
+class Forks:
+    """Forks of a run whose step 4 made its data unlikely, as `Api` gives them. most: loaded at the same time."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, int] = {}
+        self.most = 0
+
+    def new_model(self, _: str, body: dict[str, Any]) -> str:
+        name = f"fork-{body['path']}"
+        self.live[name] = int(body["path"])
+        self.most = max(self.most, len(self.live))
+        return name
+
+    def unload(self, name: str) -> None:
+        del self.live[name]
+
+    def submit(self, _: str, body: bytes) -> str:
+        return pb.ForwardBackwardRequest.FromString(body).model_id
+
+    def result(self, name: str) -> bytes:
+        output = pb.ForwardBackwardOutput()
+        logprobs = np.full(2, -9.0 if self.live[name] >= 4 else -1.0, "<f4")
+        output.loss_fn_outputs.add().fields["logprobs"].data = logprobs.tobytes()
+        return output.SerializeToString()
+
+
+def test_search_for_the_origin_loads_one_fork_at_a_time() -> None:
+    message = pb.ForwardBackwardRequest(model_id="run", loss_fn="cross_entropy")
+    message.data.add()
+    recorded = SimpleNamespace(step=9, kind="forward_backward", error=None, payload=message.SerializeToString())
+    forks = Forks()
+    run: Any = SimpleNamespace(run_id="run", requests=lambda: [recorded], steps=lambda: [1], checkpoint=str, api=forks)
+    assert origin(run, 9, 16) == 4
+    assert (forks.most, forks.live) == (1, {}), "a project may have a limit of live models"
