@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from prefect.schedules import Schedule
 
 HEARTBEAT_SECONDS = 30
+_ENGINES_FLOW = "training_run"  # of the deployment that an engine registers (flows/prefect/flow_run.py)
 UNPOLLED_SECONDS = 60.0  # Prefect's own limit, after which a deployment is not ready
 WATCH_SECONDS = 2.0  # between checks of the Prefect server
 RESULTS = "tinkerflow-results"
@@ -337,6 +338,8 @@ async def ensure_automations(wanted: Sequence[AutomationCore]) -> list[str]:
 async def unserved(served: Collection[str], seconds: float = UNPOLLED_SECONDS) -> list[str]:
     """The deployments without a work pool, as FLOW/NAME, that neither this process nor another one serves.
 
+    Those of engines are left out: no process serves them, and they give training runs their buttons.
+
     served: those of this process. seconds: how long a deployment that no process polled counts as served. Unserved
     deployments remain after a restore, or after a change of the file. Their runs would be late forever.
     """
@@ -345,9 +348,9 @@ async def unserved(served: Collection[str], seconds: float = UNPOLLED_SECONDS) -
     oldest = datetime.now(UTC) - timedelta(seconds=seconds)
     async with get_client() as client:
         found = [
-            (f"{(await client.read_flow(one.flow_id)).name}/{one.name}", one.last_polled)
+            (f"{flow}/{one.name}", one.last_polled)
             for one in await client.read_deployments()
-            if one.work_pool_name is None
+            if one.work_pool_name is None and (flow := (await client.read_flow(one.flow_id)).name) != _ENGINES_FLOW
         ]
     return sorted(name for name, polled in found if name not in served and (polled is None or polled < oldest))
 

@@ -215,6 +215,8 @@ async def test_serve_follows_the_prefect_server_of_its_data_dir(
         await _deploy(server, "nightly")
         await _deploy(server, "of-a-pool", work_pool_name="elsewhere")
         served = await _deploy(server, "of-another-serve")
+        engines = await _ask(server, "flows/", name="training_run")
+        await _ask(server, "deployments/", name="training runs of data on host", flow_id=engines["id"])
         await _ask(server, "deployments/get_scheduled_flow_runs", deployment_ids=[served])
         serving = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=asyncio.subprocess.STDOUT)
         try:
