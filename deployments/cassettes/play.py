@@ -29,7 +29,7 @@ class Playing:
 
 
 @contextmanager
-def play(path: Path, *, ignore: Collection[str] = (), partial: bool = False) -> Iterator[Playing]:
+def play(path: str | Path, *, ignore: Collection[str] = (), partial: bool = False) -> Iterator[Playing]:
     """Answer the tinker SDK from a cassette during the block, through TINKER_BASE_URL and TINKER_API_KEY.
 
     path: the cassette. While `tinkerflow cassette record -o` records into this file, the block is answered by the real
@@ -38,6 +38,7 @@ def play(path: Path, *, ignore: Collection[str] = (), partial: bool = False) -> 
     UserError: the file cannot be replayed. CassetteError, at the end of the block: a request differed from the
     recording, or was missing. An exception of the block itself takes precedence.
     """
+    path = Path(path)
     if is_recorded_now(path):
         yield Playing(os.environ["TINKER_BASE_URL"])
         return

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.deployments.cassettes.file import read_cassette
+from tinkerflow.deployments.cassettes.play import play
 from tinkerflow.deployments.cassettes.programs import record_program, serve_cassette
 from tinkerflow.deployments.cassettes.server import application, serving
 
@@ -138,3 +139,8 @@ def _end(group: int) -> None:
         except ProcessLookupError:
             return
         time.sleep(0.01)
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no cassette"), play(f"{tmp_path}/a.cassette"):
+        pass
