@@ -71,7 +71,7 @@ def open_blobs(url: str) -> Blobs:
     """The objects at `file:///folder` (or a plain absolute folder), `memory://name` or `gs://bucket/prefix`.
 
     gs:// uses the machine's own Google credentials; STORAGE_EMULATOR_HOST redirects it to an emulator. UserError:
-    any other URL.
+    any other URL, or gs:// without gcsfs.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -90,7 +90,9 @@ def open_blobs(url: str) -> Blobs:
     if scheme == "gs":
         if not rest.partition("/")[0]:
             raise UserError(f"store {url!r}: the bucket is missing, as in gs://bucket/prefix")
-        from tinkerflow.backend.store.gcs import GcsBlobs  # importing it costs 1.4 s of CPU
-
+        try:
+            from tinkerflow.backend.store.gcs import GcsBlobs  # importing it costs 1.4 s of CPU
+        except ModuleNotFoundError as error:  # in an environment without the extra `server`
+            raise UserError(f"store {url!r}: a package is not installed: pip install {error.name}") from error
         return GcsBlobs(rest)
     raise UserError(f"store {url!r}: scheme {scheme!r} is not supported; supported: file://, gs://, memory://")

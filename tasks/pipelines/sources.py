@@ -125,9 +125,12 @@ def read_rows(source: DataSource) -> Iterator[Item]:
     url = unquote(source.url) if source.url.startswith("file://") else source.url
     try:
         filesystem, path = url_to_fs(url)
-    except (ValueError, ImportError) as error:
-        raise UserError(f"{source.parameter}.url {source.url!r}: {error}") from error
-    for file in _files(filesystem, path, source):
+        files = _files(filesystem, path, source)
+    except UserError:
+        raise
+    except Exception as error:  # a missing library, no network, no permission: each filesystem raises its own errors
+        raise UserError(f"{source.parameter}.url {source.url!r}: {' '.join(str(error).split())}") from error
+    for file in files:
         try:
             yield from _read(filesystem, file)
         except UserError:

@@ -365,7 +365,15 @@ def test_duplicates_are_counted_a_limit_is_kept_and_good_rows_may_be_required(ch
     assert check(partial, ANY, max_bad_fraction=1).form == "prompt_completion"
 
 
+class Away(fsspec.AbstractFileSystem):
+    """A file system without a network."""
+
+    def isfile(self, path: str) -> bool:
+        raise RuntimeError("no route\nto the hub")
+
+
 def test_unreadable_file_is_named(tmp_path: Path, work: str, renderer: Renderer) -> None:
+    fsspec.register_implementation("away", Away, clobber=True)
     places = write_every_format(tmp_path)
     files = {
         "rows.xml": b"<a/>",
@@ -390,6 +398,7 @@ def test_unreadable_file_is_named(tmp_path: Path, work: str, renderer: Renderer)
         ("cut.json", "", r"cut.json: must be JSON \("),
         ("twice.csv", "", r"must name every column once, not \['a', 'a'\]"),
         ("nowhere://x/rows.jsonl", "", "Protocol not known: nowhere"),
+        ("away://x/rows.jsonl", "", "data.url 'away://x/rows.jsonl': no route to the hub"),
     ):
         place = url if "://" in url else str(tmp_path / url)
         with pytest.raises(UserError, match=message):
