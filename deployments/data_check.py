@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -306,7 +307,8 @@ def check_server(parameters: AnyParameters, url: str, key: str) -> None:
         fix = "start it with `tinkerflow up`, set TINKER_BASE_URL, or use --example"
         raise UserError(f"no server answers at {url} ({error}): {fix}") from error
     if answer.status_code == 401:
-        raise UserError(f"{url} refuses the key in TINKER_API_KEY: {answer.text[:200]}")
+        given = "the key in TINKER_API_KEY" if os.environ.get("TINKER_API_KEY") else "a request without TINKER_API_KEY"
+        raise UserError(f"{url} refuses {given}: {answer.text[:200]}")
     wanted, _ = parameters.base_model_and_format()
     if answer.is_success and wanted:
         offered_name(wanted, [model["model_name"] for model in answer.json().get("supported_models", [])])

@@ -28,12 +28,12 @@ from tinkerflow.backend.core.errors import ServerError, TinkerflowError, UserErr
 from tinkerflow.backend.core.log_levels import logging_at
 from tinkerflow.backend.core.prefect_access import PrefectAccess, page_command, server_for_clients
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.backend.service import read_owner
+from tinkerflow.backend.service import last_owner, read_owner
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import import_beside, read_config
 from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
 from tinkerflow.deployments.options import settings_with
-from tinkerflow.tasks.pipelines.parameters import AnyParameters, PipelineParameters
+from tinkerflow.tasks.pipelines.parameters import AnyParameters, JudgeParameters, PipelineParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 _LABELS = {"first": "first tenth", "last": "last tenth"}  # of the steps; a result contains their means
@@ -92,7 +92,9 @@ def run(
             words += [] if change.startswith("resume=") else ["--set", change]
         again = shlex.join([*words, *(("--data-dir", str(data_dir)) if data_dir else ())]) + " --set resume="
         again = again if isinstance(parameters, PipelineParameters) else ""  # other pipelines start over
-        page, completed = run_and_show(console, find(pipeline), values, prefect, again, url.rstrip("/"))
+        page, completed = run_and_show(
+            console, find(pipeline), values, prefect, again, url.rstrip("/"), stays=not starts
+        )
     _print_page(console, page, prefect, settings.data_dir, ends=starts)
     return completed
 
@@ -103,15 +105,20 @@ def _print_page(console: Console, page: str, prefect: PrefectAccess, data_dir: P
 
 
 def other_data_dir(parameters: AnyParameters, settings: Settings, url: str) -> str:
-    """A warning if the service at `url` is on this machine, but is not that of the run's data dir; else ""."""
+    """A warning if the service at `url` is on this machine, but is not that of the run's data dir; else "".
+
+    Also "" if the pipeline writes nothing that the service reads.
+    """
+    if not isinstance(parameters, (JudgeParameters, SamplingParameters)):
+        return ""
     owner, address = read_owner(settings.data_dir), urlsplit(url)
     own = urlsplit(owner.api_url) if owner is not None else None
     local = address.hostname in ("localhost", "127.0.0.1", "::1")
     if not local or parameters.work or settings.pipelines or (own is not None and own.port == address.port):
         return ""
     return (
-        f"warning: the service at {url} does not use the data dir {settings.data_dir}, so its console does not show "
-        "the rollouts of this run: give the --data-dir of its `tinkerflow up`"
+        f"warning: the service at {url} does not use the data dir {settings.data_dir}, so it does not find "
+        "the rollouts, evaluations and champions of this run: give the --data-dir of its `tinkerflow up`"
     )
 
 
@@ -189,7 +196,7 @@ def prefect_api(console: Console, settings: Settings) -> Iterator[tuple[PrefectA
     line = f"  no Prefect server runs for data dir {settings.data_dir}: one is started for this run"
     console.print(line, style="dim", highlight=False, soft_wrap=True)
     if "TINKER_BASE_URL" in os.environ:
-        fix = "  to use the service's own, name its data dir with --data-dir or TINKERFLOW_DATA_DIR"
+        fix = "  if the service runs on this machine, name its data dir with --data-dir to use its Prefect server"
         console.print(fix, style="dim", highlight=False, soft_wrap=True)
     with asyncio.run(listen(0)) as listener:
         server = asyncio.run(start_server(settings.data_dir, listener))
@@ -202,10 +209,14 @@ def prefect_api(console: Console, settings: Settings) -> Iterator[tuple[PrefectA
 def see_again(page: str, data_dir: Path | None) -> str:
     """How to see a run's page after this command, and the Prefect server that it started, have ended.
 
-    page: the path of the run's page. data_dir: where the server keeps its database; None: in a scratch folder.
+    page: the path of the run's page. data_dir: where the server keeps its database; None: in a scratch folder. If it
+    has never been served, this machine is probably only a client.
     """
     if data_dir is None:
         return "this page and the run end with this command: to keep them, run it again with --data-dir DIR"
+    if last_owner(data_dir) is None:
+        own = "`prefect server start`, and set PREFECT_API_URL=http://127.0.0.1:4200/api"
+        return f"its page in Prefect ends with this command; to keep the pages of later runs, start {own}"
     return (
         f"this page ends with this command; to see the run again: tinkerflow up --data-dir {shlex.quote(str(data_dir))}"
         f"\nand open the link that this prints: {page_command(page, data_dir)}"
@@ -264,20 +275,24 @@ def run_and_show(
     prefect: PrefectAccess,
     again: str = "",
     server: str = "",
+    *,
+    stays: bool = True,
 ) -> tuple[str, bool]:
     """Run the pipeline and show its result. Returns the path of the run's page in Prefect, and whether it completed.
 
     again: the command that resumes a run, up to the run's name; "" = there is none. server: the address of the service,
     for a link to the run's page in the console; "" = the service ends with this command, or its address is unknown.
+    stays: whether the Prefect server stays after this command.
     """
-    from tinkerflow.tasks.pipelines.artifacts import training_runs
+    from tinkerflow.tasks.pipelines.artifacts import has_lasting_page, training_runs
 
     made: list[str] = []
-    token = training_runs.set(made)
+    token, page_token = training_runs.set(made), has_lasting_page.set(stays)
     try:
         state = _run(console, pipeline, values, prefect, again)
     finally:
         training_runs.reset(token)
+        has_lasting_page.reset(page_token)
     newest = made[-1] if made else ""
     if state.is_completed():
         result = _result(state)

@@ -44,6 +44,9 @@ notes: ContextVar[Callable[[str], None] | None] = ContextVar("notes", default=No
 # training_runs: for links; collects the id of each training run, or the path of a page below that of its weights.
 training_runs: ContextVar[list[str] | None] = ContextVar("training_runs", default=None)
 
+# has_lasting_page: whether the flow run's page in Prefect stays after the run, so that the console can link to it.
+has_lasting_page: ContextVar[bool] = ContextVar("has_lasting_page", default=True)
+
 
 def begin_phase(text: str) -> None:
     """Show the current phase of the run to the code that follows it, and in the run's logs."""

@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.spec.run_metadata import FLOW_RUN
-from tinkerflow.tasks.pipelines.artifacts import log_line, training_runs
+from tinkerflow.tasks.pipelines.artifacts import has_lasting_page, log_line, training_runs
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.outliers import HISTORY, OutlierWatch
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
@@ -159,7 +159,8 @@ class Trainer:
         kept = parameters.history or self.watch is not None
         segment = str(self.training.segment_steps)  # even if it is not part of the plan, so that runs can be compared
         plan = {"planned_steps": str(self.training.steps), "save_every": segment, "training.segment_steps": segment}
-        shown = {**self.settings, **({FLOW_RUN: str(flow_run.id)} if flow_run.id else {})}
+        page = {FLOW_RUN: str(flow_run.id)} if flow_run.id and has_lasting_page.get() else {}
+        shown = {**self.settings, **page}
         return shown | self.lineage.metadata(step) | {"name": parameters.name} | plan | (HISTORY if kept else {})
 
     @property

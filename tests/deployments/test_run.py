@@ -165,7 +165,9 @@ def test_end_of_a_run_shows_how_to_open_its_page_again(tmp_path: Path) -> None:
     page = "/runs/flow-run/1234"
     assert "--data-dir DIR" in see_again(page, None)
     folder = tmp_path / "my data"
-    said = see_again(page, folder)
+    assert "PREFECT_API_URL" in see_again(page, folder), "a machine that has never served, perhaps without the server"
+    with owned(folder, "http://127.0.0.1:8123"):
+        said = see_again(page, folder)
     assert f"tinkerflow up --data-dir '{folder}'" in said
     assert said.endswith(f"tinkerflow prefect --page {page} --data-dir '{folder}'")
 
@@ -182,8 +184,9 @@ def test_temporary_server_is_not_promised_for_later(
     access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
 
     def fake(
-        console: Console, pipeline: Any, values: Any, prefect: PrefectAccess, again: str, server: str
+        console: Console, pipeline: Any, values: Any, prefect: PrefectAccess, again: str, server: str, *, stays: bool
     ) -> tuple[str, bool]:
+        assert stays != ends
         asked.append((pipeline.name, values, prefect, again, server))
         return "/runs/flow-run/1", True
 
@@ -200,7 +203,7 @@ def test_temporary_server_is_not_promised_for_later(
     assert asked == [("sft", {"name": "other", "data": {"url": str(rows)}}, access, again, "http://service")]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.startswith("service: http://service (TINKER_BASE_URL)\n")
-    assert ("tinkerflow up --data-dir" in shown) == ends
+    assert ("its page in Prefect ends with this command" in shown) == ends
     assert ("see it in Prefect" in shown) != ends, "a link of a server that has ended"
 
 
@@ -302,9 +305,10 @@ def test_tinkerflow_error_is_shown_without_its_class_name(message: str, shown: s
 
 def test_a_service_of_another_data_dir_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINKERFLOW_PIPELINES", raising=False)
-    parameters = parameters_of("sft", read_config(example_file("sft.yaml")))
+    parameters = parameters_of("rl", read_config(example_file("rl.yaml")))
     settings = Settings(data_dir=tmp_path)
     url = "http://localhost:8123"
+    assert not other_data_dir(parameters_of("sft", read_config(example_file("sft.yaml"))), settings, url)
     assert f"8123 does not use the data dir {tmp_path}" in other_data_dir(parameters, settings, url)
     with owned(tmp_path, "http://127.0.0.1:8123"):
         assert not other_data_dir(parameters, settings, url)
