@@ -80,7 +80,7 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
             if content is None:
                 raise UserError(f"backup {file}: was not written by `tinkerflow backup`")
             manifest = json.loads(content.read())
-            make_folder(data_dir)
+            make_folder((data_dir / PREFECT).parent)  # the archive has only its file
             tar.extractall(data_dir, filter=_private)
     except (tarfile.TarError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0].rstrip(":")  # tarfile lists the reason of each format

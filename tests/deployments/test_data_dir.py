@@ -144,6 +144,8 @@ def filled(data_dir: Path) -> Settings:
     (data_dir / "store" / "run").mkdir(parents=True)
     (data_dir / "store" / "run" / "tensors").write_bytes(b"\1" * 100)
     (data_dir / "group.secret").write_text("s3cret")
+    (data_dir / "prefect").mkdir()
+    sqlite3.connect(data_dir / "prefect" / "prefect.db").close()
     return settings
 
 
