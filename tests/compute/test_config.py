@@ -6,6 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from tests.compute.test_gemma4 import E2B
+from tests.compute.test_hybrid import QWEN3_5_9B, changed
+from tests.compute.test_latent import DEEPSEEK_V3, GLM_4_7_FLASH
+from tests.compute.test_rope import FIELDS as ROPE
+from tests.compute.test_rope import LONG
+from tests.compute.test_routed import GLM_4_5_AIR, MINIMAX_M2
 
 from tinkerflow.backend.compute.models.families import load_config, parse_config
 from tinkerflow.backend.compute.models.layers import Attention, Experts, SoftmaxRouter
@@ -54,25 +60,74 @@ def test_rope_is_found_where_either_generation_keeps_it(rope):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("values", "named"),
     [
-        ({"model_type": "mamba"}, "'mamba'"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0 in config.json; must be a positive whole number"),
-        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
-        ({"vocab_size": "many"}, "vocab_size is 'many'"),
-        ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
-        ({"hidden_size": 2}, "head_dim is 0"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"use_sliding_window": True}, "use_sliding_window True"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "'factor'"),
-        ({"num_key_value_heads": 3}, "3 key-value heads"),
+        (FIELDS | {"model_type": "mamba"}, "'mamba'"),
+        (
+            FIELDS | {"num_attention_heads": 0},
+            "num_attention_heads is 0 in config.json; must be a positive whole number",
+        ),
+        (FIELDS | {"num_hidden_layers": None}, "num_hidden_layers is None"),
+        (FIELDS | {"vocab_size": "many"}, "vocab_size is 'many'"),
+        (FIELDS | {"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+        (FIELDS | {"hidden_size": 2}, "head_dim is 0"),
+        (FIELDS | {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (FIELDS | {"attention_bias": True}, "attention_bias True"),
+        (FIELDS | {"use_sliding_window": True}, "use_sliding_window True"),
+        (FIELDS | {"rope_scaling": {"rope_type": "yarn"}}, "'yarn'"),
+        (FIELDS | {"rope_scaling": {"rope_type": "llama3"}}, "'factor'"),
+        (FIELDS | {"num_key_value_heads": 3}, "3 key-value heads"),
+        (
+            ROPE | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "'dynamic' is not supported; its frequencies change",
+        ),
+        (
+            ROPE | {"rope_parameters": {"rope_type": "spiral"}},
+            "'spiral' is not supported; supported: default, linear",
+        ),
+        (ROPE | {"rope_parameters": {"rope_type": "linear"}}, "no field 'factor', which rope_type 'linear' needs"),
+        (ROPE | {"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor is 'two'"),
+        (
+            ROPE | {"rope_parameters": {"rope_type": "longrope", **LONG, "long_factor": [1.0]}},
+            "long_factor of rope_type 'longrope'",
+        ),
+        (ROPE | {"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor 0.1 of head_dim 32 is 3"),
+        (GLM_4_5_AIR | {"n_group": 3}, "n_group 3 of 128 experts; must divide them"),
+        (GLM_4_5_AIR | {"n_group": 128}, "n_group 128 of 128 experts.*groups of at least 2"),
+        (GLM_4_5_AIR | {"n_group": 4, "topk_group": 5}, "topk_group 5 of n_group 4.*at most n_group"),
+        (GLM_4_5_AIR | {"n_group": 64, "topk_group": 3}, "must have num_experts_per_tok 8 experts"),
+        (GLM_4_5_AIR | {"num_experts_per_tok": 129}, "num_experts_per_tok 129 of 128 experts"),
+        (GLM_4_5_AIR | {"first_k_dense_replace": 46}, "first_k_dense_replace 46 of 46 layers"),
+        (GLM_4_5_AIR | {"mlp_layer_types": ["sparse"]}, "mlp_layer_types .* must be 46 of dense, sparse"),
+        (GLM_4_5_AIR | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        (MINIMAX_M2 | {"attn_type_list": [0] * 62}, "attn_type_list .* is not supported"),
+        (MINIMAX_M2 | {"num_experts_per_tok": 257}, "num_experts_per_tok 257 of 256 experts"),
+        (DEEPSEEK_V3 | {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        (DEEPSEEK_V3 | {"q_lora_rank": 0}, "q_lora_rank is 0"),
+        (DEEPSEEK_V3 | {"attention_bias": True}, "attention_bias True is not supported"),
+        (DEEPSEEK_V3 | {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        (GLM_4_7_FLASH | {"partial_rotary_factor": 0.5}, "partial_rotary_factor makes 32 of qk_rope_head_dim 64"),
+        (changed(layer_types=["mamba"] * 32), "layer_types .* must be 32 of linear_attention, full_attention"),
+        (changed(layer_types=["full_attention"] * 32), "layer_types are all 'full_attention'"),
+        (changed(linear_num_key_heads=5), "linear_num_key_heads 5.*key heads must divide value heads"),
+        (changed(linear_conv_kernel_dim=1), "linear_conv_kernel_dim 1.*at least 2"),
+        (changed(attn_output_gate=False), "attn_output_gate False is not supported; must be True"),
+        (QWEN3_5_9B | {"text_config": None}, "text_config is None in config.json; must be an object"),
+        (E2B | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+        (E2B | {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+        (E2B | {"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input 7 is not supported"),
+        (E2B | {"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "num_global_key_value_heads 3"),
+        (E2B | {"num_kv_shared_layers": 32}, "num_kv_shared_layers 32"),
+        (E2B | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts 5 of 4 experts"),
+        (
+            E2B | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+            "use_double_wide_mlp true is not supported",
+        ),
     ],
 )
-def test_unsupported_config_fields_are_refused(change, named):
+def test_unsupported_config_fields_are_refused(values, named):
     with pytest.raises(UserError, match=named):
-        parse_config(FIELDS | change, name="m")
+        parse_config(values, name="m")
 
 
 def test_experts():

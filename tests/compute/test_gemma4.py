@@ -15,7 +15,6 @@ from tinkerflow.backend.compute.models.families import (
     projections,
 )
 from tinkerflow.backend.compute.models.layers import GLOBAL
-from tinkerflow.backend.core.errors import UserError
 
 PLAIN = {"model_type": "gemma4_text", "final_logit_softcapping": 30.0, "num_attention_heads": 8, "head_dim": 256}
 NO_INPUTS = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "sliding_window": 1024}
@@ -102,23 +101,3 @@ def test_last_layers_share_keys_and_values_with_an_earlier_layer_of_their_kind()
     assert [layer.shares for layer in cfg.decoder_layers[15:]] == [13, 13, 13, 13, 14] * 4
     assert cfg.place(14) == cfg.place(34) == len(cfg.numbers(GLOBAL)) - 1 == 2
     assert layers_with(cfg)["k@global"] == cfg.numbers(GLOBAL)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
-        ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
-        ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input 7 is not supported"),
-        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "num_global_key_value_heads 3"),
-        ({"num_kv_shared_layers": 32}, "num_kv_shared_layers 32"),
-        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts 5 of 4 experts"),
-        (
-            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
-            "use_double_wide_mlp true is not supported",
-        ),
-    ],
-)
-def test_unsupported_gemma4_configs_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_config(E2B | changes, name="m")

@@ -12,7 +12,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.compute.models.rope import rope_frequencies
-from tinkerflow.backend.core.errors import UserError
 
 FIELDS: dict[str, Any] = {
     "model_type": "llama",
@@ -90,19 +89,3 @@ def test_partial_rotary_embedding_rotates_part_of_each_head():
     rope = parse_config(FIELDS | {"partial_rotary_factor": 0.5, "rope_theta": 1e6}, name="m").ropes[0]
     assert rope.dims == 16
     np.testing.assert_allclose(rope_frequencies(rope), 1e6 ** -(np.arange(8) / 8))
-
-
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; its frequencies change"),
-        ({"rope_type": "spiral"}, "'spiral' is not supported; supported: default, linear"),
-        ({"rope_type": "linear"}, "no field 'factor', which rope_type 'linear' needs"),
-        ({"rope_type": "linear", "factor": "two"}, "factor is 'two'"),
-        ({"rope_type": "longrope", **LONG, "long_factor": [1.0]}, "long_factor of rope_type 'longrope'"),
-        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 of head_dim 32 is 3"),
-    ],
-)
-def test_rope_types_without_fixed_frequencies_are_refused(values, named):
-    with pytest.raises(UserError, match=named):
-        parse_config(FIELDS | {"rope_parameters": values}, name="m")

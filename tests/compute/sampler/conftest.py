@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.planning.memory_plan import plan_group
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.model import SamplerModel
-from tinkerflow.backend.compute.sampler.pages import PAGE
+from tinkerflow.backend.compute.sampler.pages import PAGE, PageTable
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.training.budget import Budget
 from tinkerflow.backend.spec.commands import BaseWeights, GroupConfig, LoraSpec
@@ -59,11 +59,18 @@ class Tiny:
         )
 
     def sampler(
-        self, *, pages: int | None = None, page: int = PAGE, prefill_budget: int = 1024, **changes: Any
+        self,
+        *,
+        pages: int | None = None,
+        page: int = PAGE,
+        free_pages: int | None = None,
+        prefill_budget: int = 1024,
+        **changes: Any,
     ) -> Sampler:
+        """free_pages: other pages stay in use. Fewer `pages` would be another shape of all programs."""
         config = self.config(**changes)
         plan = plan_group(self.cfg, config)
-        return Sampler(
+        made = Sampler(
             self.cfg,
             self.params,
             self.mesh,
@@ -74,6 +81,9 @@ class Tiny:
             page=page,
             prefill_budget=prefill_budget,
         )
+        if free_pages is not None:
+            assert made.pages.reserve(PageTable(0), 0, (made.pages.free(0) - free_pages) * page)
+        return made
 
 
 def _save(folder: Path, architecture: str) -> None:

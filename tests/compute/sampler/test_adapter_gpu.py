@@ -52,8 +52,10 @@ def test_adapter_updates_equal_those_of_whole_stacks(
     for part in jax.tree.leaves(pairs):
         part[:, ~seen] = np.nan  # columns of blocks that no row uses are not read; otherwise all rows would be NaN
     given = [OfLayer(pair, np.int32(1 + number)) for number, pair in enumerate(pairs)]
-    known = tuple(jax.tree.map(lambda part: np.where(seen[:, None], part[1 + n], 0), pair) for n, pair in enumerate(pairs))
-    expected = jax.jit(stack_apply(columns_B2, width))(x_BTi, known)
+    known = [
+        LoraPair(*(np.where(seen[:, None], part[one.layer], 0) for part in jax.tree.leaves(one.stack))) for one in given
+    ]
+    expected = jax.jit(stack_apply(columns_B2, width))(x_BTi, tuple(known))
     weights = [OfLayer(array(3, o, INS), np.int32(2)) for o in outs]
     monkeypatch.setattr(grouped_gpu, "layer_products", partial(grouped_gpu.layer_products, interpret=True))
 

@@ -106,7 +106,7 @@ def test_repetition_counts_the_prompt(qwen: Any, ask: Any, run_all: Any, prompt:
 
 def test_preempted_sequence_keeps_its_token_counts(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     requests = [ask(f"r{i}", prompt(30, i), 60, adjustments=WISHES["all"]) for i in range(4)]
-    roomy, tight = qwen.sampler(page=32), qwen.sampler(page=32, pages=9)
+    roomy, tight = qwen.sampler(page=32), qwen.sampler(page=32, free_pages=8)
     free, pressed = run_all(roomy, *requests), run_all(tight, *requests)
     for request in requests:
         (one,), (other,) = (results[request.request_id].sequences for results in (free, pressed))

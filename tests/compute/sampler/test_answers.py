@@ -158,7 +158,7 @@ def test_few_answers_are_prefilled_for_projects_that_never_continue(ask: Any, sa
 def test_answer_pages_are_evicted_before_a_request_waits(
     qwen: Any, ask: Any, run_all: Any, say: Say, prompt: Any, computed_sizes: Any
 ) -> None:
-    sampler = qwen.sampler(pages=6)
+    sampler = qwen.sampler(free_pages=5)
     first = ask("a", prompt(100), 300)
     second = next_turn(first, say(sampler, first), prompt(5))
     assert sampler.step(SampleStep(idle=True)).answers  # the first of three pieces
@@ -168,7 +168,7 @@ def test_answer_pages_are_evicted_before_a_request_waits(
     computed_sizes()
     found = say(sampler, second)
     assert (found.prompt_cache_hit_tokens, computed_sizes()) == (0, (128, 128, 128, 32))
-    assert_same(found.sequences[0], say(qwen.sampler(pages=6), second).sequences[0])
+    assert_same(found.sequences[0], say(qwen.sampler(free_pages=5), second).sequences[0])
 
 
 def test_a_turn_that_comes_first_computes_the_answer_itself(qwen: Any, ask: Any, say: Say, prompt: Any) -> None:

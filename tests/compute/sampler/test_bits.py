@@ -97,8 +97,8 @@ def test_batch_invariant_sample_does_not_depend_on_other_requests(
 
     requests = [request(number) for number in range(12)]
     alone = {each.request_id: run_all(sampler(), each)[each.request_id] for each in requests}
-    for pages in (60, 6):
-        crowd = run_all(sampler(pages=pages), *requests)
+    for free_pages in (None, 5):
+        crowd = run_all(sampler(free_pages=free_pages), *requests)
         for name, result in crowd.items():
             assert_same(result, alone[name])
 
@@ -108,7 +108,7 @@ def test_youngest_requests_wait_for_memory_and_results_do_not_change(
 ) -> None:
     requests = [ask(str(i), prompt(20, i), 150 + i, temperature=1.0, seed=i) for i in range(6)]
     plenty = run_all(qwen.sampler(), *requests)
-    scarce = run_all(qwen.sampler(pages=8), *requests)
+    scarce = run_all(qwen.sampler(free_pages=7), *requests)
     for name, result in plenty.items():
         assert tokens_of(scarce[name].sequences[0]) == tokens_of(result.sequences[0])
         close_logprobs(scarce[name].sequences[0].logprobs_T, result.sequences[0].logprobs_T, ulps=128)

@@ -94,12 +94,12 @@ def test_cached_prefix_does_not_suppress_requested_prompt_logprobs(
 
 
 def test_least_recently_used_pages_are_evicted(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
-    sampler = qwen.sampler(pages=6)  # two for each prompt, and one for its decoded tokens
+    sampler = qwen.sampler(free_pages=5)  # two for each prompt, and one for its decoded tokens
     a, b, c = (ask(str(seed), prompt(250, seed), 2) for seed in range(3))
     assert [hit(sampler, one) for one in (a, b, a, c)] == [0, 0, 249, 0]
     assert [hit(sampler, one) for one in (a, c)] == [249, 249]
     assert hit(sampler, b) == 0
-    small, long = qwen.sampler(pages=6), ask("long", prompt(500, 9), 2)
+    small, long = qwen.sampler(free_pages=5), ask("long", prompt(500, 9), 2)
     assert [hit(small, one) for one in (long, long, a, long)] == [0, 499, 0, 256]  # a used the last of the four pages
 
 

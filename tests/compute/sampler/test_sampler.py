@@ -320,7 +320,7 @@ def test_short_request_may_have_more_samples_than_slots(
 
 def test_a_prompt_that_fills_the_pool_is_served(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     request = ask("a", prompt(200), 20)
-    full = qwen.sampler(pages=3)  # two pages, and the prefix cache keeps the prompt's last page
+    full = qwen.sampler(free_pages=2)  # two pages, and the prefix cache keeps the prompt's last page
     expected = run_all(qwen.sampler(), request)["a"].sequences[0]
     (got,) = run_all(full, request)["a"].sequences
     assert tokens_of(got) == tokens_of(expected)
@@ -358,7 +358,7 @@ def test_prompt_longer_than_the_kv_cache_is_refused(qwen: Any, ask: Any, run_all
 
 def test_streamed_pieces_add_up_to_the_result(qwen: Any, ask: Any, prompt: Any) -> None:
     """Includes requests that are preempted or served without the batch."""
-    sampler = qwen.sampler(pages=8)
+    sampler = qwen.sampler(free_pages=7)
     wishes = {"temperature": 1.0, "stream": True, "topk_sample": 3}
     asked = [
         *(ask(f"long {i}", prompt(20, i), 150, num_samples=2, seed=i, **wishes) for i in range(3)),
