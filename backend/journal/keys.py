@@ -20,6 +20,7 @@ from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, Table, as_view, columns, insert_if_absent, missing
 from tinkerflow.backend.journal.project_limits import ProjectLimit
+from tinkerflow.backend.journal.quotas import move_totals
 from tinkerflow.backend.journal.tables import ApiKey, EndedToken, ServiceSecret
 
 _SHOWN = len(KEY_PREFIX) + 6
@@ -162,6 +163,7 @@ class Keys(Aggregate):
 
 def _adopt_local_rows(connection: sa.Connection, project: str) -> None:
     """Give all rows that were created without a key to `project`. Otherwise no key could read them."""
+    move_totals(connection, LOCAL_OWNER, project)
     for table in Table.metadata.sorted_tables:
         if "owner" in table.c:
             connection.execute(table.update().where(table.c.owner == LOCAL_OWNER).values(owner=project))

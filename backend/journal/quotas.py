@@ -79,6 +79,7 @@ KEPT = (
     "feedback",
     "metrics",
 )  # columns of project_total
+_TOTALS = (*KEPT, "kept_bytes")
 
 
 _REMEDIES = {  # actions that a client can take itself
@@ -235,6 +236,19 @@ _ADD = {
     ).columns(number=sa.BigInteger, kept_bytes=sa.BigInteger)
     for kept in KEPT
 }
+
+
+_MOVE = sa.text(
+    f"INSERT INTO project_total (owner, {', '.join(_TOTALS)})"
+    f" SELECT :project, {', '.join(_TOTALS)} FROM project_total WHERE owner = :owner"
+    " ON CONFLICT (owner) DO UPDATE SET " + ", ".join(f"{n} = project_total.{n} + excluded.{n}" for n in _TOTALS)
+)
+
+
+def move_totals(connection: sa.Connection, owner: str, project: str) -> None:
+    """Add the totals of `owner` to those of `project`, which may already have restored or imported rows."""
+    connection.execute(_MOVE, {"owner": owner, "project": project})
+    connection.execute(sa.delete(ProjectTotal).where(col(ProjectTotal.owner) == owner))
 
 
 def text_bytes(*texts: str | None) -> int:

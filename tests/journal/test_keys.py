@@ -8,7 +8,10 @@ import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import LOCAL_OWNER
-from tinkerflow.backend.journal import NewSession
+from tinkerflow.backend.journal import Limits, NewSession
+from tinkerflow.backend.journal.quotas import KEPT
+
+ONE_OF_ALL = Limits(**dict.fromkeys((*KEPT, "kept_bytes"), 1))
 
 
 def test_a_key_opens_its_project(scene, clock):
@@ -33,6 +36,18 @@ def test_first_key_takes_over_sessions_made_without_a_key(scene):
     journal.keys.create("second", "search")
     owners = {session: journal.sessions.get(session, None).owner for session in (local, other, later)}
     assert owners == {local: "research", other: "other", later: LOCAL_OWNER}
+
+
+def test_first_key_takes_over_local_rows_of_a_project_that_has_restored_rows(scene):
+    journal = scene.journal
+    local = {"owner": LOCAL_OWNER, "sdk_version": "0", "display_name": "mine"}
+    for owner in (LOCAL_OWNER, "research"):  # `tinkerflow checkpoint rebuild-index` restores rows of any project
+        journal.sessions.create(NewSession(**local | {"owner": owner}))
+    before = {use.setting: use.used for use in journal.project_limits.use("research", ONE_OF_ALL)}
+    journal.keys.create("laptop", "research")
+    after = {use.setting: use.used for use in journal.project_limits.use("research", ONE_OF_ALL)}
+    assert after == {setting: 2 * used for setting, used in before.items()} and after["max_sessions"] == 2
+    assert not any(use.used for use in journal.project_limits.use(LOCAL_OWNER, ONE_OF_ALL))
 
 
 def test_revoked_key_is_refused(scene, clock):
