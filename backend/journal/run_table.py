@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import UserError
@@ -39,10 +42,29 @@ def _last_value(metric: str) -> sa.ScalarSelect[Any]:
     return newest.correlate(Model).scalar_subquery()
 
 
+class _MetadataText(FunctionElement[str]):
+    """The text under a key of the metadata; NULL if there is none. clauses: the column and the key."""
+
+    type = sa.String()
+    inherit_cache = True
+
+
+@compiles(_MetadataText)
+def _metadata_text(element: _MetadataText, compiler: SQLCompiler, **options: Any) -> str:
+    column, key = (compiler.process(clause, **options) for clause in element.clauses)
+    return f"({column} ->> {key})"
+
+
+@compiles(_MetadataText, "sqlite")
+def _metadata_text_on_sqlite(element: _MetadataText, compiler: SQLCompiler, **options: Any) -> str:
+    # A path of SQLite's JSON functions cannot name a key with a quote, and before 3.45 none that JSON escapes.
+    column, key = (compiler.process(clause, **options) for clause in element.clauses)
+    return f"(SELECT value FROM json_each({column}) WHERE key = {key})"
+
+
 def _in_metadata(key: str) -> sa.SQLColumnExpression[str]:
     """The text under a key of the run's metadata."""
-    text: sa.ColumnElement[str] = _METADATA[key].as_string()
-    return text
+    return _MetadataText(_METADATA, sa.literal(key, sa.String))
 
 
 _REWARD = _last_value(REWARD)
@@ -171,7 +193,7 @@ def _has(word: str) -> sa.ColumnElement[bool]:
     ]
     key, equals, value = word.partition("=")
     if equals and key:
-        anywhere.append(sa.func.lower(_field(key)) == value.lower())
+        anywhere.append(sa.func.lower(_field(key)) == sa.func.lower(value))
         if key == "model":  # its last part, as the table shows it
             anywhere.append(col(Model.base_model).iendswith(f"/{value}", autoescape=True))
             if f"/{EMBEDDED}".endswith(f"/{value.lower()}"):

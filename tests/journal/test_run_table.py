@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
@@ -128,3 +130,16 @@ def test_runs_that_ended_without_work_are_found_by_a_search_or_in_their_session(
     listed = scene.journal.models.runs("local", limit=20, offset=0)
     assert [run.model.id for run in listed.rows] == shown and listed.total == len(shown), "clients see the same"
     assert scene.journal.models.run(refused, "local").model.id == refused
+
+
+@pytest.mark.parametrize("key", ["größe", 'a"b', "a\\b", "a\tb", "a.b", "a[0]", "$", "a'b", "\N{WINE GLASS} %s:x"])
+def test_any_key_of_the_metadata_can_be_a_column_a_group_and_a_search(scene, key):
+    run = scene.model(user_metadata={key: "Ärzte", "other": "5"})
+    for query in (RunQuery(columns=(key, "none")), RunQuery(group=key), RunQuery(shlex.quote(f"{key}=Ärzte"))):
+        (row,) = scene.journal.run_table.page("local", query, limit=10, offset=0).rows
+        assert (row.model.id, row.values, row.group) == (
+            run,
+            ("Ärzte", None) if query.columns else (),
+            "Ärzte" if query.group else "",
+        )
+    assert not scene.journal.run_table.page("local", RunQuery('"a=b'), limit=10, offset=0).rows
