@@ -12,7 +12,7 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import TooManyError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view
-from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, rule_of, text_bytes
+from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, lock_project, rule_of, text_bytes
 from tinkerflow.backend.journal.tables import FeedbackRow
 
 _AT_ONCE = 8  # rows fetched from the database at a time
@@ -53,20 +53,17 @@ class FeedbackGiven(Aggregate):
 
     def check(self, owner: str, limits: Limits) -> None:
         """TooManyError if the project has reached its limit for the last 24 hours."""
-        if not (most := limits.feedback_per_day):
-            return
-        latest = sa.select(col(FeedbackRow.at)).where(col(FeedbackRow.owner) == owner)
-        with self._read() as connection:  # ids increase with time, and are indexed
-            oldest = connection.execute(latest.order_by(col(FeedbackRow.id).desc()).offset(most - 1).limit(1)).scalar()
-        if oldest is not None and oldest > self._now() - timedelta(days=1):
-            rule = rule_of("feedback_per_day")
-            raise TooManyError(f"this project has rated {most} answers in 24 hours, its limit {rule}")
+        if limits.feedback_per_day:
+            with self._read() as connection:
+                self._check(connection, owner, limits.feedback_per_day)
 
     def add(self, new: NewFeedback, limits: Limits = NO_LIMITS) -> int:
         """Store feedback and return its id. The audit log gets the key, not the text. TooManyError as in `check`."""
-        self.check(new.owner, limits)
         now = self._now()
         with self._write() as connection:
+            if limits.feedback_per_day:
+                lock_project(connection, new.owner)
+                self._check(connection, new.owner, limits.feedback_per_day)
             row = {**asdict(new), "at": now}
             texts = text_bytes(json.dumps(new.prompt), new.answer, new.text) + len(new.tokens) + len(new.logprobs)
             count_kept(connection, new.owner, "feedback", texts, limits)
@@ -107,3 +104,11 @@ class FeedbackGiven(Aggregate):
                 if size > _MOST_CHARACTERS:
                     break
         return found
+
+    def _check(self, connection: sa.Connection, owner: str, most: int) -> None:
+        latest = sa.select(col(FeedbackRow.at)).where(col(FeedbackRow.owner) == owner)
+        # Ids increase with time, and are indexed.
+        oldest = connection.execute(latest.order_by(col(FeedbackRow.id).desc()).offset(most - 1).limit(1)).scalar()
+        if oldest is not None and oldest > self._now() - timedelta(days=1):
+            rule = rule_of("feedback_per_day")
+            raise TooManyError(f"this project has rated {most} answers in 24 hours, its limit {rule}")

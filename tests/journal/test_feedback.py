@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -49,3 +51,17 @@ def test_project_has_a_daily_limit_of_feedback(scene: Any, clock: Any) -> None:
     give(scene, "c", limits)  # the first one is a day old
     with pytest.raises(TooManyError):
         give(scene, "d", limits)
+
+
+def test_simultaneous_feedback_does_not_exceed_the_daily_limit(scene: Any) -> None:
+    together = Barrier(4)
+
+    def try_to_give(n: int) -> bool:
+        together.wait()
+        try:
+            return give(scene, str(n), Limits(feedback_per_day=1)) > 0
+        except TooManyError:
+            return False
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(try_to_give, range(4))) == 1
