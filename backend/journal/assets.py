@@ -78,7 +78,7 @@ class Assets(Aggregate):
         key_id: the deleting key, for the audit log.
         """
         with self._write() as connection:
-            row = get_owned(connection, AssetRow, asset_id, owner, lock=True)
+            row = get_owned(connection, AssetRow, asset_id, owner, lock="change")
             if row.piece:  # otherwise an interrupted deletion has already written the event
                 self._note(connection, audit.AuditedEvent.ASSET_DELETED, row, key_id)
             connection.execute(sa.update(AssetRow).where(col(AssetRow.id) == asset_id).values(piece=""))

@@ -92,7 +92,7 @@ class CustomLosses(Aggregate):
         """
         loss_id, request_id, now = custom_loss_id(loss.session_id, loss.seq_id), new_id("req"), self._now()
         with self._write() as connection:
-            session = get_owned(connection, Session, loss.session_id, loss.owner, lock=True)
+            session = get_owned(connection, Session, loss.session_id, loss.owner, lock="share")
             error = loss.error
             if error is None and len(loss.definition) > JSON_BYTES:
                 error = f"the custom loss has {len(loss.definition)} characters as JSON: must have at most {JSON_BYTES}"

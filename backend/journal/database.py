@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import sqlalchemy as sa
 from sqlalchemy import Row, event
@@ -46,6 +46,7 @@ _LEASE = sa.select(_PROCESS.c.epoch).where(_PROCESS.c.name == "engine").with_for
 
 T = TypeVar("T")
 Owned = type[Any]  # a table with the columns `id` and `owner`
+RowLock = Literal["share", "change"]  # of many transactions that read a row, or of one that may change it
 
 
 # ------------------------------------------------------------------ tables and their columns
@@ -289,12 +290,13 @@ def in_chunks(items: Collection[T]) -> Iterator[list[T]]:
 
 
 def get_owned(
-    connection: sa.Connection, table: type[Table], row_id: str, owner: str | None, *, lock: bool = False
+    connection: sa.Connection, table: type[Table], row_id: str, owner: str | None, *, lock: RowLock | None = None
 ) -> Row[Any]:
     """The row `row_id` of `table`. NotFoundError: the row is missing or has another owner.
 
     This function alone decides access to sessions, models, samplers and requests. owner: None may access all rows.
-    lock: lock the row against changes until the transaction of `connection` ends.
+    lock: lock the row against changes until the transaction of `connection` ends. A transaction that may change the row
+    must choose `change`: two that share the lock and then change the row would wait for each other.
     """
     found = connection.execute(_select_owned(table, lock), {"row_id": row_id, "as_owner": owner}).one_or_none()
     if found is None:
@@ -420,9 +422,11 @@ def _converted(kind: Any) -> type[Any] | None:
 
 
 @cache
-def _select_owned(table: type[Table], lock: bool) -> sa.Select[Any]:
+def _select_owned(table: type[Table], lock: RowLock | None) -> sa.Select[Any]:
     owned = sa.select(table).where(is_owned(table))
-    return owned.with_for_update(read=True) if lock else owned
+    if lock is None:
+        return owned
+    return owned.with_for_update(read=True) if lock == "share" else owned.with_for_update(key_share=True)
 
 
 @cache

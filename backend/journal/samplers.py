@@ -100,7 +100,7 @@ class Samplers(Aggregate):
         other content.
         """
         with self._write() as connection:
-            session = get_owned(connection, Session, sampler.session_id, sampler.owner, lock=True)
+            session = get_owned(connection, Session, sampler.session_id, sampler.owner, lock="share")
             if session.state != SessionState.ACTIVE:
                 raise UserError(session_over(session.id, session.state, session.detail)[0])
             if not insert_sampler(connection, sampler, self._now(), limits):

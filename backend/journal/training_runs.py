@@ -132,7 +132,7 @@ class Runs(Aggregate):
         with self._write() as connection:
             lock_quotas(connection, limits, request)
             # Locked, so that a concurrent end of the session either includes this model or comes first.
-            session = get_owned(connection, Session, model.session_id, model.owner, lock=True)
+            session = get_owned(connection, Session, model.session_id, model.owner, lock="share")
             failure: Failure = None if request.error is None else (request.error, UserError.category)
             if session.state != SessionState.ACTIVE:
                 failure = session_over(session.id, session.state, session.detail)
@@ -208,7 +208,7 @@ class Runs(Aggregate):
         any. NotFoundError: unknown or foreign model.
         """
         with self._write() as connection:
-            model = get_owned(connection, Model, model_id, owner, lock=True)
+            model = get_owned(connection, Model, model_id, owner, lock="change")
             request_id = None
             if model.state in TAKES_WORK:
                 waiting = sa.select(col(Request.id)).where(col(Request.model_id) == model_id, _IS_UNLOAD)
@@ -287,7 +287,7 @@ class Runs(Aggregate):
         NotFoundError: unknown or foreign run.
         """
         with self._write() as connection:
-            metadata = get_owned(connection, Model, model_id, owner, lock=True).user_metadata
+            metadata = get_owned(connection, Model, model_id, owner, lock="change").user_metadata
             noted = {**metadata, OUTCOME: outcome, REASON: reason}
             if noted == metadata:
                 return

@@ -92,7 +92,7 @@ class Uploads(Aggregate):
 
     def _note(self, upload_id: str, file: str, name: str, pieces: int) -> str:
         with self._write() as connection:
-            row = get_owned(connection, UploadRow, upload_id, None, lock=True)
+            row = get_owned(connection, UploadRow, upload_id, None, lock="change")
             before = str(row.files.get(file, ("",))[0])
             if pieces and before != name:
                 raise anew(file)

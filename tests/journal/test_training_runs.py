@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 
@@ -82,3 +84,21 @@ def test_executed_requests_of_an_ended_model_are_deleted_with_its_session(scene)
     scene.journal.sessions.finish(session, "local")
     scene.journal.models.forget_ended()
     assert scene.journal.recovery.count_executed(model, 0) == 0
+
+
+def test_simultaneous_unloads_and_outcomes_of_a_model_do_not_interfere(scene):
+    models, together = [scene.model() for _ in range(5)], Barrier(2, timeout=60)
+
+    def end(outcome):
+        unloads = []
+        for model in models:
+            together.wait()
+            unloads.append(scene.journal.models.request_unload(model, outcome))
+            together.wait()
+            scene.journal.models.note_outcome(model, "local", "completed", outcome)
+        return unloads
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(end, ("one", "other"))
+    assert one == other and len(set(one)) == 5
+    assert all(len(scene.journal.requests.ready(model)) == 1 for model in models)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
+from threading import Barrier
 
 import pytest
 
@@ -50,6 +52,20 @@ def test_upload_is_visible_to_its_owner_only(journal, clock):
     assert asdict(new).items() <= asdict(found).items() and (found.files, found.path) == ({}, None)
     with pytest.raises(NotFoundError):
         journal.uploads.get(new.id, "other")
+
+
+def test_files_of_an_upload_may_begin_at_the_same_time(journal, clock):
+    new = begun(journal, clock)
+    together = Barrier(2, timeout=60)
+
+    def begin(file):
+        for n in range(20):
+            together.wait()
+            journal.uploads.begin_file(new.id, file, f"{file}@{n}")
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(begin, "ab"))
+    assert journal.uploads.get(new.id, None).files == {"a": ["a@19", 0], "b": ["b@19", 0]}
 
 
 def test_only_the_newest_pieces_of_an_uploaded_file_count(journal, clock):
