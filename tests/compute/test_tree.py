@@ -72,9 +72,10 @@ def check(target: Platform, trees: TreeRows, window: int | None, sinks: list[flo
     @jax.jit
     def both(q: Any, k: Any, v: Any, slope: Any, ends: Any, depths: Any) -> Any:
         """Values and gradients of the kernels and of masked attention."""
-        o, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, ends, sinks_H, depths), q, k, v)
-        expected, pull_plain = jax.vjp(lambda q, k, v: plain(q, k, v, TreeRows(ends, depths), window, sinks_H), q, k, v)
-        return (o, *pull(slope)), (expected, *pull_plain(slope))
+        o, pull = jax.vjp(lambda q, k, v, sinks_H: kernel(q, k, v, ends, sinks_H, depths), q, k, v, sinks_H)
+        rows = TreeRows(ends, depths)
+        expected, pull_plain = jax.vjp(lambda q, k, v, sinks_H: plain(q, k, v, rows, window, sinks_H), q, k, v, sinks_H)
+        return jax.tree.leaves((o, pull(slope))), jax.tree.leaves((expected, pull_plain(slope)))
 
     for found, expected in zip(*both(q, k, v, slope, ends, depths), strict=True):
         close(found, expected, ulps=64)

@@ -150,17 +150,26 @@ def _each_row(
     return o_BHTd
 
 
-def _forward_with_barrier(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> tuple[jax.Array, Any]:
+def _forward_with_barrier(
+    kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks_H: jax.Array | None
+) -> tuple[jax.Array, Any]:
     """The result, and the values that the backward pass needs.
 
     The kernel writes the logarithm of each query 128 times in float32, which is twice the bytes of its result. Without
     the barrier, XLA may keep all copies until the backward pass.
     """
-    return jax.lax.optimization_barrier(jax.vjp(lambda q, k, v: _each_row(kernel, q, k, v, *rest), q, k, v))
+    return jax.lax.optimization_barrier(
+        jax.vjp(lambda q, k, v, sinks_H: _each_row(kernel, q, k, v, segments, sinks_H), q, k, v, sinks_H)
+    )
+
+
+def _backward_with_barrier(pull: Any, d_o: jax.Array) -> tuple[Any, ...]:
+    d_q, d_k, d_v, d_sinks_H = pull(d_o)
+    return None, d_q, d_k, d_v, None, d_sinks_H
 
 
 _with_barrier = jax.custom_vjp(_each_row)
-_with_barrier.defvjp(_forward_with_barrier, lambda pull, d_o: (None, *pull(d_o), None, None))
+_with_barrier.defvjp(_forward_with_barrier, _backward_with_barrier)
 
 
 # ------------------------------------------------------------------ NVIDIA

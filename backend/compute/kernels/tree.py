@@ -103,8 +103,8 @@ def attend(
 ) -> jax.Array:
     """softmax(q k scale) v over the keys seen, [B, T, H, d].
 
-    kernels: of the platform. how: how they compute. sinks_H: one more term of a head's denominators, without a
-    gradient. ends_BT, positions_BT: as in `TreeRows`.
+    kernels: of the platform. how: how they compute. sinks_H: one more term of a head's denominators. ends_BT,
+    positions_BT: as in `TreeRows`.
     """
     return _forward(kernels, how, q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, positions_BT)[0]
 
@@ -123,13 +123,17 @@ def _forward(
     sinks = none if sinks_H is None else sinks_H.astype(jnp.float32) * TO_BASE_2
     o, log_totals = kernels.forward(how, q, k, v, tree, sinks)
     o, log_totals = checkpoint_name(o, "attended"), checkpoint_name(log_totals, "log_totals")
-    return o, (q, k, v, tree, o, log_totals)
+    return o, (q, k, v, tree, o, log_totals, sinks_H)
 
 
 def _backward(kernels: Kernels, how: How, kept: tuple[Any, ...], d_o: jax.Array) -> tuple[Any, ...]:
-    q, k, v, tree, o, log_totals = kept
+    q, k, v, tree, o, log_totals, sinks_H = kept
     means = jnp.einsum("bthd,bthd->bht", d_o, o, preferred_element_type=jnp.float32)
-    return *kernels.slopes(how, q, k, v, tree, d_o, log_totals, means), None, None, None
+    d_sinks_H = None
+    if sinks_H is not None:  # a sink's value is 0, so the gradient of its weight is 0
+        weights_BHT = jnp.exp2(sinks_H.astype(jnp.float32)[:, None] * TO_BASE_2 - log_totals)
+        d_sinks_H = -jnp.sum(weights_BHT * means, axis=(0, 2)).astype(sinks_H.dtype)
+    return *kernels.slopes(how, q, k, v, tree, d_o, log_totals, means), None, d_sinks_H, None
 
 
 attend.defvjp(_forward, _backward)

@@ -38,7 +38,7 @@ _SCORE_BYTES = 12  # weights and their slopes, float32, and both again in the dt
 _UNSEEN = np.finfo(np.float32).min
 
 Rows = tuple[jax.Array, jax.Array | None]  # ends_BT, and positions_BT if windows count positions and not columns
-Residuals = tuple[jax.Array, jax.Array, jax.Array, Rows, jax.Array, tuple[jax.Array, ...]]
+Residuals = tuple[jax.Array, jax.Array, jax.Array, Rows, jax.Array, tuple[jax.Array, ...], jax.Array | None]
 
 
 def attend_trees(
@@ -128,24 +128,24 @@ def _forward(
         outputs.append(_ungrouped(o_BGmd.astype(v_BGSd.dtype), end - start))
         log_totals.append(checkpoint_name(top + jnp.log(total), "log_totals"))
     o_BTHd = checkpoint_name(jnp.concatenate(outputs, axis=1), "attended")
-    return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, rows, o_BTHd, tuple(log_totals))
+    return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, rows, o_BTHd, tuple(log_totals), sinks_H)
 
 
 def _backward(
     window: int | None, kept: Residuals, d_o_BTHd: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    q_BTHd, k_BTGd, v_BTGd, rows, o_BTHd, log_totals = kept
+) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+    q_BTHd, k_BTGd, v_BTGd, rows, o_BTHd, log_totals, sinks_H = kept
     G = k_BTGd.shape[2]
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     d_k, d_v = jnp.zeros(k_BGSd.shape, jnp.float32), jnp.zeros(v_BGSd.shape, jnp.float32)
-    d_q = []
+    d_q, d_sinks_H = [], None if sinks_H is None else jnp.zeros(sinks_H.shape, jnp.float32)
     for (start, end), log_total in zip(_blocks(q_BTHd.shape[1]), log_totals, strict=True):
         here, first = slice(start, end), _first(window, start, rows)
         k, v = k_BGSd[:, :, first:end], v_BGSd[:, :, first:end]
         q_BGmd, o_BGmd, d_o_BGmd = (
             _grouped(x, G) for x in (_scaled(q_BTHd[:, here]), o_BTHd[:, here], d_o_BTHd[:, here])
         )
-        # Weights without the sink's weight. The sink has no value, so it does not change the slope.
+        # Weights without the sink's weight. The sink's value is 0, so the gradient of its weight is 0.
         weights = jnp.exp(_scores(window, q_BGmd, k, rows, start, end) - log_total)
         # The slope of a softmax is its weights times (their gradients - the mean of the gradients). The mean is the dot
         # product of d_o and o.
@@ -153,13 +153,16 @@ def _backward(
         d_scores = (weights * (_product("bgmd,bgsd->bgms", d_o_BGmd, v) - mean)).astype(q_BGmd.dtype)
         d_v = d_v.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", weights.astype(v.dtype), d_o_BGmd))
         d_k = d_k.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", d_scores, q_BGmd))
+        if sinks_H is not None:
+            of_sinks = jnp.exp(_sinks(sinks_H, G, end - start) - log_total) * mean
+            d_sinks_H -= jnp.sum(of_sinks.reshape(len(of_sinks), *sinks_H.shape, -1), axis=(0, 2))
         d_q.append(_ungrouped(_scaled(_product("bgms,bgsd->bgmd", d_scores, k)), end - start))
     return (
         jnp.concatenate(d_q, axis=1).astype(q_BTHd.dtype),
         _heads_first(d_k).astype(k_BTGd.dtype),
         _heads_first(d_v).astype(v_BTGd.dtype),
         None,
-        None,
+        None if sinks_H is None else d_sinks_H.astype(sinks_H.dtype),
     )
 
 

@@ -28,7 +28,10 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("glm4_moe_lite", "gemma4_text"))],
+    [
+        "qwen3_5_moe",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("glm4_moe_lite", "gemma4_text", "gpt_oss")),
+    ],
 )
 def test_layers_of_every_kind_train_whole(family, tmp_path, examples, forward, ask, run_all):
     """Compares linear attention, experts of both routers, latents, heads of two widths and layer inputs with torch.
