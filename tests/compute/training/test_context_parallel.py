@@ -57,7 +57,8 @@ def test_row_pieces_equal_one_device(model, meshes, tmp_path):
             assert found[f"{mesh} flops"] * fsdp * tensor == pytest.approx(found[f"{ALONE} flops"], rel=0.25)
         for name in [name for name in found if name.startswith(mesh) and not name.endswith("flops")]:
             is_close = close_logprobs if name.endswith(" 0") and "attention" not in name else close
-            is_close(found[name], found[name.replace(mesh, ALONE)], ulps=4096)
+            # Gemma 4's gradients cancel most: on one device they are up to 6,500 ulps from those in float64.
+            is_close(found[name], found[name.replace(mesh, ALONE)], ulps=8192 if model == "gemma4_text" else 4096)
 
 
 @pytest.mark.parametrize(
