@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import sqlite3
 import tarfile
@@ -22,6 +23,7 @@ from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_privat
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import EMBEDDED_FOLDER
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.checkpoint import RECOVERY
 from tinkerflow.deployments.options import existing
 
 MANIFEST = "tinkerflow-backup.json"
@@ -135,10 +137,23 @@ def _add_database(tar: tarfile.TarFile, name: str, file: Path) -> Iterator[str]:
 
 def _add_folder(tar: tarfile.TarFile, name: str, folder: Path) -> str:
     count = 0
-    for path in [folder, *sorted(folder.rglob("*"))] if folder.is_dir() else []:
+    # The service soon deletes recovery snapshots that newer ones have replaced, but the copied database names them.
+    for path in sorted(_inside(folder), key=lambda path: (RECOVERY not in path.relative_to(folder).parts, path)):
         try:
             tar.add(path, f"{name}/{path.relative_to(folder)}", recursive=False)
         except FileNotFoundError:  # the file expired meanwhile
             continue
         count += path.is_file()
     return f"{name}: {count} file(s)"
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """The folder and everything in it, without folders that are deleted meanwhile. OSError: one cannot be read."""
+
+    def check(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    yield folder
+    for base, folders, files in os.walk(folder, onerror=check):
+        yield from (Path(base, name) for name in (*folders, *files))

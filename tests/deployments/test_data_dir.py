@@ -10,6 +10,7 @@ import tarfile
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -171,6 +172,28 @@ def test_backup_is_made_during_writes_and_restored_into_a_new_folder(tmp_path: P
     assert (tmp_path / "new/store/run/tensors").read_bytes() == b"\1" * 100
     assert (tmp_path / "new/group.secret").read_text() == "s3cret"
     assert open_to_others(tmp_path / "new") == []
+
+
+def test_backup_takes_recovery_snapshots_first_and_leaves_out_what_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = filled(tmp_path / "data")
+    for folder in ("a/weights/kept", "a/weights/gone", "b/recovery/seq-1"):
+        (settings.data_dir / "store" / folder).mkdir(parents=True)
+        (settings.data_dir / "store" / folder / "tensors").write_bytes(b"1")
+    scandir = os.scandir
+
+    def delete_before_it_is_read(path: Any) -> Any:
+        if Path(path).name == "gone":
+            Path(path, "tensors").unlink()
+            Path(path).rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", delete_before_it_is_read)
+    assert "store: 3 file(s)" in list(write_backup(settings, tmp_path / "b.tar"))
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        stored = [member.name for member in tar if member.isfile() and member.name.startswith("store/")]
+    assert stored == ["store/b/recovery/seq-1/tensors", "store/a/weights/kept/tensors", "store/run/tensors"]
 
 
 def test_restored_service_uses_the_embedded_model_of_its_data_dir(tmp_path: Path) -> None:
