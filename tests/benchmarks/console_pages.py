@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 import sqlalchemy as sa
+from tests.benchmarks.connection import cpu_seconds
 
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.clock import SystemClock
@@ -63,12 +64,6 @@ def furnish(folder: Path, runs: int, steps: int) -> str:
                 connection.execute(sa.insert(RunMetricValue), values)
     engine.dispose()
     return ids[0]
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process (man 5 proc)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

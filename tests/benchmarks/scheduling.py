@@ -37,6 +37,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 import httpx
 import tinker
+from tests.benchmarks.connection import memory
 from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, server, step, tree, warm
 from tinker import types
 
@@ -230,10 +231,9 @@ def resident(pid: int) -> str:
     sizes = []
     for process in tree(pid):
         try:
-            pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+            sizes.append(memory(process) / 2**20)
         except OSError:  # it has ended
             continue
-        sizes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
     return f"{sum(sizes):.1f} MiB ({' + '.join(f'{size:.0f}' for size in sizes)})"
 
 

@@ -19,12 +19,12 @@ from typing import TypeVar
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
+from tests.benchmarks import connection
 from tests.benchmarks.small_model import make_small
 from tinker import types
 
 from tinkerflow.backend.settings import Settings
 
-TICK = os.sysconf("SC_CLK_TCK")
 _MOST_CALLS = 20
 T = TypeVar("T")
 
@@ -154,10 +154,10 @@ def cpu_seconds(pid: int) -> dict[str, float]:
     spent: dict[str, float] = {}
     for process in tree(pid):
         try:
-            fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+            seconds = connection.cpu_seconds(process)
             command = Path(f"/proc/{process}/cmdline").read_bytes().decode().replace("\0", " ")
         except OSError:
             continue
         part = next((name for name, words in _PARTS.items() if words in command), "other")
-        spent[part] = spent.get(part, 0.0) + (int(fields[11]) + int(fields[12])) / TICK
+        spent[part] = spent.get(part, 0.0) + seconds
     return spent

@@ -331,7 +331,7 @@ def fill_zero_parameters(model: Any) -> None:
                 buffer.uniform_(0.5, 1.0)
 
 
-@pytest.fixture(scope="session", params=[f"{family}-{head}" for family in registered() for head in ("tied", "untied")])
+@pytest.fixture(scope="session", params=[f"{family}-{head}" for head in ("untied", "tied") for family in registered()])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """A model of each family, with and without tied embeddings."""
     family, head = request.param.split("-")

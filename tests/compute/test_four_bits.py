@@ -15,7 +15,7 @@ from scipy.stats import norm
 from tests.compiled import forget_programs
 from tests.compute.closeness import close_logprobs
 from tests.compute.conftest import Reference, build
-from tests.compute.test_parity import chosen, in_peft, same_gradients, scores, skip_unless  # noqa: F401 (chosen is a fixture)
+from tests.compute.test_parity import REPRESENTATIVES, in_peft, same_gradients, scores, skip_unless
 
 from tinkerflow.backend.compute.models.families import family_of, load_config, projections, registered
 from tinkerflow.backend.compute.models.family import open_unpacked
@@ -52,7 +52,11 @@ def rounded_folder(model: Reference, folder) -> None:
 
 @pytest.fixture(scope="module", params=registered())
 def family(request, tmp_path_factory):
-    """For each family: the rounded model, an executor in 4 bits, and one with the rounded weights in float32."""
+    """For each family: the rounded model, an executor in 4 bits, and one with the rounded weights in float32.
+
+    Tests are skipped for a family whose matrices are those of another representative.
+    """
+    skip_unless(REPRESENTATIVES - {"olmo2", "qwen3_moe", "qwen3_vl"}, request.param, request.config)
     model, folder = (
         build(tmp_path_factory.mktemp(request.param), request.param, tied=False),
         tmp_path_factory.mktemp("rounded"),
@@ -65,7 +69,7 @@ def family(request, tmp_path_factory):
 @pytest.fixture
 def compared(request):
     """Skip slow tests for all families except for a dense one and one with experts."""
-    skip_unless({"qwen3", "gpt_oss"}, request)
+    skip_unless({"qwen3", "gpt_oss"}, request.node.callspec.params["family"], request.config)
 
 
 def test_numbers_are_quantiles_of_the_normal_distribution():
@@ -99,7 +103,6 @@ def test_four_bit_values_are_rounded_by_the_bfloat16_scale():
     np.testing.assert_allclose(found, nearest, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("chosen")
 def test_logprobs_of_four_bit_weights_equal_rounded_weights(family, examples, adapter, forward):
     data, (_, packed_one, plain) = examples(LENGTHS), family
     for one in (packed_one, plain):

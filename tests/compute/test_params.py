@@ -1,9 +1,10 @@
-"""Weights from one file or several, and as bfloat16. Errors name tensors that are missing, unknown or do not fit."""
+"""Weights of every family, from one file or several. Errors name tensors that are missing, unknown or do not fit."""
 
 from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -12,9 +13,22 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tinkerflow.backend.compute.mesh import WEIGHTS, make_mesh
-from tinkerflow.backend.compute.models.families import family_of, layers_with, load_config, parse_config
+from tinkerflow.backend.compute.models.families import (
+    family_of,
+    layer_input_tensors,
+    layer_tensors,
+    layers_with,
+    load_config,
+    parse_config,
+    projections,
+    registered,
+)
 from tinkerflow.backend.compute.models.params import by_layer, count, load_params, params_like
+from tinkerflow.backend.compute.models.peft_names import targets
+from tinkerflow.backend.compute.models.vision_config import tower_tensors
+from tinkerflow.backend.compute.weights.files import open_tensors
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.commands import LoraSpec
 
 _STORED = ("e_score_correction_bias", "layer_scalar")  # transformers' buffers that files contain
 
@@ -50,6 +64,43 @@ def test_abstract_parameters_match_loaded_ones_in_shape_dtype_and_sharding(refer
     like = params_like(config, mesh, "bfloat16", base_weights=base_weights)
     described = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree) for tree in (loaded, like)]
     assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("reference", [f"{family}-untied" for family in registered()], indirect=True)
+def test_parameter_names_and_shapes_match_the_checkpoint(reference):
+    cfg = load_config(reference.folder)
+    family, wanted = family_of(cfg), {}
+    stored = family.unpack(cfg, open_tensors(reference.folder, "m"))
+    for matrix in projections(cfg).values():
+        for place in np.ndindex(matrix.stack):
+            wanted[f"{matrix.name(place)}.weight"] = (matrix.outputs, matrix.inputs)
+    tower = tower_tensors(cfg.vision, cfg.hidden) if cfg.vision is not None else {}
+    for tensor in (*layer_tensors(cfg).values(), *tower.values()):
+        layers = range(cfg.layers) if tensor.layers is None else tensor.layers
+        wanted |= {tensor.tensor.format(layer): tensor.shape for layer in layers}
+    wanted |= {
+        family.names.embed: (cfg.vocab, cfg.hidden),
+        family.names.final_norm: (cfg.hidden,),
+        **dict(layer_input_tensors(cfg).values()),
+    }
+    held = {name: array.shape for name, array in stored.items() if not name.startswith(family.skipped)}
+    assert held == wanted
+    modules = dict(reference.model.named_modules())  # transformers fuses the experts of a layer
+    for matrix in projections(cfg).values():
+        place = tuple(size - 1 for size in matrix.stack)
+        module = matrix.name(place).split(".experts.")[0]
+        assert module.replace("block_sparse_moe", "mlp") in modules  # transformers renames that of MiniMax-M2
+
+
+@pytest.mark.parametrize("reference", [f"{family}-untied" for family in registered()], indirect=True)
+def test_each_lora_switch_adapts_some_matrices(reference):
+    switches = ("train_attn", "train_mlp", "train_unembed")
+    for cfg in (load_config(reference.folder), replace(load_config(reference.folder), tied=True)):
+        attention, mlp, unembed = (
+            set(targets(cfg, LoraSpec(4, **{name: name == switch for name in switches}))) for switch in switches
+        )
+        assert attention and mlp and unembed == {"unembed"}
+        assert sorted([*attention, *mlp, *unembed]) == sorted(projections(cfg))
 
 
 def test_a_matrix_is_split_over_all_axes_where_a_device_computes_a_part_by_itself(qwen3):

@@ -80,30 +80,26 @@ def changed_families():
     return changed if len(changed) <= MOST_CHANGED else set()
 
 
-def skip_unless(usual, request):
-    family = request.node.callspec.params["family"]
-    if not request.config.getoption("--families") and family not in usual | changed_families():
+def skip_unless(usual, family, config):
+    if not config.getoption("--families") and family not in usual | changed_families():
         pytest.skip("runs with --families, or when the family's file changes")
 
 
 @pytest.fixture
-def chosen(request):
-    """Skip the test for a family that is not a representative, unless its file has changed."""
-    skip_unless(REPRESENTATIVES, request)
-
-
-@pytest.fixture
 def sampled(request):
-    """Skip as `chosen` does, with fewer representatives."""
-    skip_unless(SAMPLED, request)
+    """Skip the test for most representatives."""
+    skip_unless(SAMPLED, request.node.callspec.params["family"], request.config)
 
 
 @pytest.fixture(scope="module", params=registered())
 def family(request, tmp_path_factory):
     """A model of each family, its executor, and the parts that PEFT adapts module by module.
 
-    PEFT adapts fused experts in its own way: tests/compute/test_experts.py tests them.
+    Tests are skipped for a family that is not a representative, unless its file has changed. PEFT adapts fused experts
+    in its own way: tests/compute/test_experts.py tests them.
     """
+    thorough = {"qwen3_vl_moe"} if request.config.getoption("--thorough") else set()  # a test of images
+    skip_unless(REPRESENTATIVES | thorough, request.param, request.config)
     model = build(tmp_path_factory.mktemp(request.param), request.param, tied=False)
     yield model, model.executor(), {"train_mlp": not load_config(model.folder).experts}
     forget_programs()  # no other family needs them
@@ -145,7 +141,6 @@ def in_peft(model, executor, adapter_id, folder):
         adapted.unload().requires_grad_(True)  # PEFT froze it
 
 
-@pytest.mark.usefixtures("chosen")
 def test_logprobs_of_the_base_model(family, examples, forward):
     base, executor, _ = family
     same_logprobs(base, executor, examples(LENGTHS), forward)
@@ -176,7 +171,6 @@ def test_adapter_and_its_gradients_as_peft_has_them(
         same_gradients(gradients(executor, "a"), by_torch)
 
 
-@pytest.mark.usefixtures("chosen")
 def test_two_optimizer_steps_equal_peft(family, tmp_path, examples, adapter, forward, gradients):
     base, executor, parts = family
     adapter(executor, "steps", **parts)
@@ -210,7 +204,6 @@ def test_two_optimizer_steps_equal_peft(family, tmp_path, examples, adapter, for
         np.testing.assert_array_equal(array, weights[name])
 
 
-@pytest.mark.usefixtures("chosen")
 def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, examples, adapter, forward):
     base, executor, parts = family
     adapter(executor, "out", **parts)
@@ -236,7 +229,6 @@ def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, 
         np.testing.assert_array_equal(array, trained[1][name])
 
 
-@pytest.mark.usefixtures("chosen")
 def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, examples, adapter, forward):
     """Includes experts, fused in the files or not. Transformers reads the written files."""
     base, executor, _ = family

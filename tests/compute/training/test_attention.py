@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +41,7 @@ def seen_from(ends, positions, window):
 
 
 @of_every_kind
-@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("block", [16, 64])
 def test_token_attends_to_its_example_causally(monkeypatch, block, window, sinks):
     monkeypatch.setattr(attention, "_BLOCK", block)
     rng = np.random.default_rng(0)
@@ -47,7 +49,7 @@ def test_token_attends_to_its_example_causally(monkeypatch, block, window, sinks
     q, k, v = (rng.normal(size=(B, T, heads, d)).astype(np.float32) for heads in (H, G, G))
     ends, positions = trees(0, B, T)
     attend = attention.attend_trees(jnp.asarray(ends), make_mesh(1, 1), positions_BT=jnp.asarray(positions))
-    found = attend(q, k, v, window=window, sinks_H=sinks)
+    found = jax.jit(partial(attend, window=window, sinks_H=sinks))(q, k, v)
     k, v = (np.repeat(x, H // G, axis=2) for x in (k, v))
     scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(d)
     weights = np.where(seen_from(ends, positions, window)[:, None], np.exp(scores), 0)
@@ -75,7 +77,8 @@ def test_attention_gradient_matches_the_plain_formula(monkeypatch, block, window
         attend = attention.attend_trees(ends, make_mesh(1, 1), positions_BT=positions)
         return attend(q, k, v, window=window, sinks_H=sinks)
 
-    found, expected = (jax.tree.leaves(jax.vjp(of, q, k, v, sinks)[1](slope)) for of in (ours, plainly))
+    gradients = jax.jit(lambda *of: [jax.tree.leaves(jax.vjp(by, *of)[1](slope)) for by in (ours, plainly)])
+    found, expected = gradients(q, k, v, sinks)
     for a, b in zip(found, expected, strict=True):
         close(a, b, ulps=64)
 

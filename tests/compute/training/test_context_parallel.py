@@ -36,7 +36,8 @@ def train(folder: Path, *meshes: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("model", "meshes"),
     [
-        ("qwen3", ("2x1x1", "4x1x1", "8x1x1")),
+        ("qwen3", ("2x1x1", "8x1x1")),
+        pytest.param("qwen3", ("4x1x1",), marks=pytest.mark.thorough),
         pytest.param("qwen3", ("4x1x2",), marks=pytest.mark.thorough),
         pytest.param("gpt_oss", ("4x2x1",), marks=pytest.mark.thorough),
         pytest.param("qwen3_moe", ("2x4x1", "1x8x1"), marks=pytest.mark.thorough),
