@@ -29,6 +29,7 @@ _READ = {
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # other values change the base model's weights
 _KEY = re.compile(r"\^?(experts\.\\d\+\.)?[\w.]+")
 _ALL_LINEAR = "all-linear"  # PEFT's name for every linear module except the unembedding
+_UNUSABLE = (re.error, regex.error, TimeoutError, OverflowError, RecursionError, MemoryError)  # errors of patterns
 _PATTERN_SECONDS = 5.0  # limit for all patterns of a config, because a pattern may backtrack without end
 
 
@@ -163,8 +164,9 @@ class Targets:
             return any(".".join(parts[n:]) in self._names[field] for n in range(len(parts)))
         began = time.monotonic()
         try:
+            re.compile(pattern)  # PEFT's own module: it has no recursive patterns, for which the time limit fails
             return regex.fullmatch(pattern, module, timeout=max(self._seconds_left, 0.001)) is not None
-        except (regex.error, TimeoutError) as error:
+        except _UNUSABLE as error:
             rule = f"must be a pattern that can be used ({error})"
             raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(pattern)}: {rule}") from error
         finally:
