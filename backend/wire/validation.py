@@ -156,12 +156,19 @@ def _checkpoint_name(value: str) -> str:
 def _small_metadata(values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     if info.context == STORED:
         return values
-    texts = (value if isinstance(value, str) else json.dumps(value) for value in values.values())
+    texts = (value if isinstance(value, str) else _json(value) for value in values.values())
     size = sum(len(text.encode()) for text in (*values, *texts))
     if len(values) > MAX_METADATA_PAIRS or size > MAX_METADATA_BYTES:
         rule = f"at most {MAX_METADATA_PAIRS} pairs with {MAX_METADATA_BYTES} bytes in all"
         raise ValueError(rule, f"{len(values)} pairs with {size} bytes")
     return values
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:  # 1e999 is read as infinity, which JSON cannot write and Postgres does not store
+        raise ValueError("JSON in which all numbers are finite") from None
 
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_no_nul)]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from tinkerflow.api import console, routes
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.wire import SaveWeights, WireModel
-from tinkerflow.backend.wire.validation import MAX_METADATA_BYTES, Metadata, Text
+from tinkerflow.backend.wire.validation import MAX_METADATA_BYTES, AnyMetadata, Metadata, Text
 
 
 def subclasses(model: type[WireModel]) -> Iterator[type[WireModel]]:
@@ -141,6 +141,7 @@ class Example(WireModel):
     items: Annotated[list[int] | str, Field(max_length=3)] = "x"
     inner: list[Inner] = Field(default_factory=list)
     user_metadata: Metadata = Field(default_factory=dict)
+    facts: AnyMetadata = Field(default_factory=dict)
     renamed: int = Field(default=0, alias="wire_name")
 
 
@@ -166,6 +167,7 @@ class Example(WireModel):
         ({"inner": [2]}, "inner[0] is 2: must be a JSON object"),
         ({"user_metadata": {"a": 1}}, "user_metadata['a'] is 1: must be a string"),
         ({"user_metadata": {"a": "x" * MAX_METADATA_BYTES}}, "must be at most 256 pairs with 16384 bytes in all"),
+        ({"facts": {"a": [1e999]}}, "facts is {'a': [inf]}: must be JSON in which all numbers are finite"),
         ({"wire_name": "x"}, "wire_name is 'x': must be a whole number"),
     ],
 )
