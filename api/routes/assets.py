@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from tinkerflow.api.call import Authorized, Call, PageLimit, PageOffset, Router
 from tinkerflow.api.openapi import takes_bytes
 from tinkerflow.api.schemas import Wire
-from tinkerflow.backend.core.errors import BodyTooLargeError, NotFoundError, UserError
+from tinkerflow.backend.core.errors import BodyTooLargeError, NotFoundError, StoreError, UserError
 from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.spec.limits import MAX_ASSET_BYTES
 from tinkerflow.backend.wire.images import LOCATIONS
@@ -73,7 +73,11 @@ def _keep(call: Call, file: bytes) -> AssetStored:
     asset_id = f"asset-{digest[:32]}"
     if not assets.begin(asset_id, call.owner, len(file), call.limits).piece:
         name = new_id("put")
-        store.uploads.write_piece(asset_id, name, 0, file)
+        try:
+            store.uploads.write_piece(asset_id, name, 0, file)
+        except StoreError:
+            assets.give_up(asset_id, call.owner)  # otherwise it would count, but no list would show it
+            raise
         try:
             first = assets.arrived(asset_id, call.owner, name, call.key_id)
         except NotFoundError:

@@ -59,6 +59,13 @@ class Assets(Aggregate):
                 self._note(connection, audit.AuditedEvent.ASSET_UPLOADED, row, key_id)
         return str(row.piece)
 
+    def give_up(self, asset_id: str, owner: str) -> None:
+        """Delete the row of an image whose pieces could not be stored, unless they arrived in another upload."""
+        its = sa.delete(AssetRow).where(col(AssetRow.id) == asset_id, col(AssetRow.owner) == owner)
+        with self._write() as connection:
+            if connection.execute(its.where(col(AssetRow.piece) == "")).rowcount:
+                uncount_kept(connection, owner, "images", 1, 0)
+
     def page(self, owner: str, *, limit: int, offset: int) -> list[AssetView]:
         """The owner's images that have arrived, newest first."""
         there = sa.select(AssetRow).where(col(AssetRow.owner) == owner, col(AssetRow.piece) != "")

@@ -10,6 +10,7 @@ import pytest
 from tests.api.conftest import Running
 from tests.api.test_futures import sampler
 
+from tinkerflow.backend.core.errors import StoreAwayError
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.store.uploaded_files import UploadedFiles
 from tinkerflow.backend.wire import tinker_pb2 as pb
@@ -137,6 +138,19 @@ def test_interrupted_deletion_leaves_no_location_without_a_file(server: Running,
     assert "data" not in prompted(server, name, 0, kept["location"])["prompt"]["chunks"][0]
     assert sent(server).json() == kept
     assert "data" in prompted(server, name, 1, kept["location"])["prompt"]["chunks"][0]
+
+
+def test_image_that_the_store_refused_does_not_count(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(max_images=1)
+
+    def refuse(*_: object) -> None:
+        raise StoreAwayError("no space left")
+
+    with monkeypatch.context() as here:
+        here.setattr(UploadedFiles, "write_piece", refuse)
+        assert sent(server).status_code == 503
+    assert sent(server, FILE + b"!").status_code == 200
+    assert sent(server).status_code == 400
 
 
 def test_file_deleted_during_its_upload_leaves_nothing(server: Running, monkeypatch: Any) -> None:
