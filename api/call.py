@@ -144,6 +144,12 @@ class Call:
         """The limits of the key's project: its own limits, or else those of the settings."""
         return replace(self.services.limits, **self.identity.limits)
 
+    def limits_of(self, project: str) -> Limits:
+        """The limits of the project that the request writes into, which is another project only for admin keys."""
+        if project == self.owner:
+            return self.limits
+        return self.journal.project_limits.of(project, self.services.limits)
+
     @property
     def journal(self) -> Journal:
         """The journal."""

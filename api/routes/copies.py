@@ -50,7 +50,7 @@ def _copy(call: Call, wanted: CopyWeights) -> str:
     token = call.request.headers.get(_TOKEN) or wanted.weights_access_token
     access = None if token is None else access_hash(token)
     source = call.journal.checkpoints.get(str(source_path), call.owner, access=access)
-    call.journal.checkpoints.check_storage(owner, call.limits)
+    call.journal.checkpoints.check_storage(owner, call.limits_of(owner))
     ttl, now = wanted.ttl_seconds, call.services.clock.now()
     expires_at = None if ttl is None else now + timedelta(seconds=ttl)
     saved = call.services.store.copy(source.path, run_id, owner=owner, expires_at=expires_at, request_id=session_id)

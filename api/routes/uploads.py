@@ -143,7 +143,7 @@ def _start(call: Call, asked: StartUpload) -> UploadStarted:
         max_bytes=largest_size(load_config(card.path, name=card.name), spec),
         expires_at=expires,
     )
-    call.journal.uploads.start(new, call.limits)
+    call.journal.uploads.start(new, call.limits_of(owner))
     return UploadStarted(upload_id=upload_id, urls={file: url for file, (url, _) in links.items()}, expires=expires)
 
 

@@ -333,3 +333,19 @@ def test_copy_counts_against_the_storage_of_its_destination(start: Any, engine: 
     answer = server.post("copy_weights", {"source_path": server.result(saved).json()["path"]})
     assert answer.status_code == 400 and "(max_stored_bytes); delete some" in answer.json()["detail"]
     assert server.journal.checkpoints.page("local").total == 1
+
+
+def test_copy_of_an_admin_counts_against_the_limits_of_the_other_project(start: Any, engine: Any) -> None:
+    server = start()
+    model = server.model()
+    saved = server.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}).json()["request_id"]
+    copy = {"source_path": server.result(saved).json()["path"], "destination_project_id": "small"}
+    keys, limits = server.journal.keys, server.journal.project_limits
+    _, admin = keys.create("admin", "local", admin=True)
+    keys.create("other", "small")
+    server.clock.advance(1.0)  # so that the server looks for keys again
+    limits.set("local", {"max_training_runs": 1})
+    assert server.post("copy_weights", copy, admin).status_code == 200
+    limits.set("small", {"max_stored_bytes": 1})
+    answer = server.post("copy_weights", copy, admin)
+    assert answer.status_code == 400 and "must be below 1 to save more (max_stored_bytes)" in answer.json()["detail"]

@@ -143,6 +143,16 @@ def test_uploads_count_against_the_projects_limits(start: Callable[..., Running]
     assert full.status_code == 400 and f"together they must be at most {most} (max_stored_bytes)" in full.text
 
 
+def test_upload_of_an_admin_counts_against_the_limits_of_the_other_project(server: Running) -> None:
+    _, admin = server.journal.keys.create("admin", "local", admin=True)
+    server.journal.keys.create("other", "small")
+    server.clock.advance(1.0)  # so that the server looks for keys again
+    server.journal.project_limits.set("local", {"max_stored_bytes": 1})
+    begun(server, admin, destination_project_id="small")
+    server.journal.project_limits.set("small", {"max_stored_bytes": 1})
+    assert server.post(START, {**ASKED, "destination_project_id": "small"}, admin).status_code == 400
+
+
 def test_number_of_open_uploads_is_limited(server: Running) -> None:
     for _ in range(MOST_OPEN):
         begun(server)
