@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any
 
+from fastapi import Query
 from pydantic import Field
 
 from tinkerflow.api.call import Authorized, Call, Router
@@ -30,6 +31,7 @@ router = Router(busy=1)
 
 _MOST_REQUESTS = 500  # on a page
 _MOST_BYTES = 2**23  # of the payloads on a page; a single larger request forms a page of its own
+After = Annotated[int, Query(ge=-1, lt=2**63)]
 
 
 class HistorySession(Wire):
@@ -133,7 +135,7 @@ async def blames(run_id: str, call: Authorized) -> Wire:
 
 
 @router.get("/training_runs/{run_id}/history")
-async def history(run_id: str, call: Authorized, after: int = -1, payloads: bool = True) -> History:
+async def history(run_id: str, call: Authorized, after: After = -1, payloads: bool = True) -> History:
     """The answered requests of a run in order, with a seq_id above `after`; without `payloads`, only their hashes.
 
     The setting `history` and the run's metadata determine whether a run has a history. Requests from the last minutes
