@@ -18,7 +18,7 @@ from sqlmodel import col
 
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.core.ids import custom_loss_id, new_id
-from tinkerflow.backend.journal.database import JSON_BYTES, Aggregate, get_owned, insert_if_absent
+from tinkerflow.backend.journal.database import JSON_BYTES, Aggregate, get_owned, in_chunks, insert_if_absent
 from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, text_bytes
 from tinkerflow.backend.journal.tables import (
     CustomLossRow,
@@ -157,7 +157,7 @@ class CustomLosses(Aggregate):
         """
         now = self._now()
         usable = (
-            col(StabilityRow.sequence_id).in_(sequence_ids),
+            col(StabilityRow.sequence_id).in_(sa.bindparam("ids", expanding=True)),
             col(StabilityRow.session_id) == session_id,
             col(StabilityRow.used_at) >= now - STABILITY_KEPT,
         )
@@ -169,7 +169,8 @@ class CustomLosses(Aggregate):
         )
         with self._write() as connection:
             used = sa.update(StabilityRow).where(*usable).values(used_at=now).returning(*columns)
-            infos = {row.sequence_id: _record(row) for row in connection.execute(used)}
+            found = (row for ids in in_chunks(sequence_ids) for row in connection.execute(used, {"ids": ids}))
+            infos = {row.sequence_id: _record(row) for row in found}
             if absent := sorted(set(sequence_ids) - infos.keys()):
                 raise NotFoundError(
                     f"sequence_id {absent[0]!r}: this session has no record of it. Sample with "

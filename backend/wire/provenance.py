@@ -38,7 +38,7 @@ def sequences_named(datum: pb.Datum, index: int) -> set[str]:
     named: set[str] = set()
     for field in ("model_input_spans", "loss_fn_input_spans"):
         for where, _, span in _spans(datum, index, field):
-            if not span.sequence_id:
+            if not span.sequence_id or "\0" in span.sequence_id:
                 raise broken(f"{where}.sequence_id", span.sequence_id, "a sequence's id")
             if min(span.offset, span.length) < 0:
                 raise UserError(f"{where} has offset {span.offset} and length {span.length}: must both be >= 0")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError
-from tinkerflow.backend.journal import SequencesRecorded
+from tinkerflow.backend.journal import SequencesRecorded, database
 from tinkerflow.backend.spec.commands import StabilityInfo
 from tinkerflow.backend.spec.supports import Supports
 
@@ -37,6 +37,15 @@ def test_unknown_and_foreign_sequences_look_alike(scene):
         scene.journal.custom_losses.stability(session, {"req-1-0", "req-9-0"})
     with pytest.raises(NotFoundError, match="'req-1-0'"):
         scene.journal.custom_losses.stability(scene.session(), {"req-1-0"})
+
+
+def test_more_sequences_than_a_statement_takes_are_read_in_chunks(scene, monkeypatch, statements):
+    monkeypatch.setattr(database, "_AT_ONCE", 2)  # SQLite takes 32,766 parameters, or 250,000
+    session, names = scene.session(), [f"req-{n}-0" for n in range(5)]
+    record(scene, session, *names)
+    with statements() as made:
+        assert scene.journal.custom_losses.stability(session, names).keys() == set(names)
+    assert len(made) == 3
 
 
 def test_use_of_a_record_restarts_its_day(scene, clock):

@@ -129,6 +129,7 @@ def test_sampled_supports_are_placed_at_their_target_token(body: Any, loss: str)
         (lambda d: setattr(d.loss_fn_input_spans[1].sampled_tokens, "offset", 1), "3 tokens were sampled"),
         (lambda d: setattr(d.loss_fn_input_spans[1].sampled_tokens, "offset", -1), "must both be >= 0"),
         (lambda d: setattr(d.loss_fn_input_spans[1].sampled_tokens, "sequence_id", ""), "sequence_id is ''"),
+        (lambda d: setattr(d.loss_fn_input_spans[1].sampled_tokens, "sequence_id", "a\0"), r"sequence_id is 'a\x00'"),
         (
             lambda d: d.loss_fn_inputs["target_tokens"].__setattr__("dense", np.int64([6, 7, 1, 9]).tobytes()),
             "position 2 is token 1, but 8 was sampled there in 'req-1-0'",
