@@ -55,6 +55,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _INT64 = np.dtype("<i8")
 _TOKEN = np.dtype("<i4")
 
+_MOST_SIZE = 2**48  # of a dimension; NumPy makes no array of the shape [0, 2**62], although it has no cells
 _MOST_FIELDS = 2**16  # top-level fields of a request: most of them are data, up to MAX_DATA
 _VARINT, _LENGTH_DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types, the last with their sizes
 _VARINT_BYTES = 10  # of the longest varint
@@ -537,8 +538,8 @@ def _shape_of(tensor: pb.Tensor, name: str) -> tuple[int, ...]:
         if tensor.WhichOneof("encoding") == "sparse_csr":
             raise broken(f"{name}.shape", [], "given for a sparse tensor")
         return (len(tensor.dense) // _dtype_of(tensor, name).itemsize,)
-    if len(shape) > 2 or min(shape) < 0:
-        raise broken(f"{name}.shape", list(shape), "[T] or [T, K]")
+    if len(shape) > 2 or min(shape) < 0 or max(shape) > _MOST_SIZE:
+        raise broken(f"{name}.shape", list(shape), f"[T] or [T, K], with sizes up to {_MOST_SIZE}")
     return shape
 
 

@@ -231,6 +231,8 @@ WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
      "data[1].loss_fn_inputs['target_tokens'].shape is [3, 1, 1]: must be [T] or [T, K]"),
     ("negative dimension", "cross_entropy", lambda m: one(m).loss_fn_inputs["weights"].shape.__setitem__(0, -3),
      "data[1].loss_fn_inputs['weights'].shape is [-3]: must be [T] or [T, K]"),
+    ("huge dimension", "cross_entropy", lambda m: one(m).loss_fn_inputs["weights"].shape.__setitem__(0, 2**62),
+     "data[1].loss_fn_inputs['weights'].shape is [4611686018427387904]: must be [T] or [T, K], with sizes up to"),
 ]  # fmt: skip
 
 
