@@ -9,7 +9,7 @@ from pydantic import AwareDatetime, Field
 from tinkerflow.api.call import Authorized, Router
 from tinkerflow.api.checkpoints import CheckpointDetails, CheckpointType, checkpoint, kind_of
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.schemas import Owner, OwnOwner, UserOwner, Wire
+from tinkerflow.api.schemas import Names, Owner, OwnOwner, UserOwner, Wire
 from tinkerflow.backend.journal import CheckpointQuery
 
 router = Router(busy=1)
@@ -25,11 +25,11 @@ class CheckpointCursor(Wire):
 class SearchCheckpoints(Wire):
     """Filters of a search. A checkpoint must match all of them."""
 
-    project_ids: tuple[str, ...] | None = None
+    project_ids: Names | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
     checkpoint_type: CheckpointType | None = None
     owner: Owner = OwnOwner()
-    base_models: tuple[str, ...] | None = None
+    base_models: Names | None = None
     limit: int = Field(default=50, ge=1, le=200)
     cursor: CheckpointCursor | None = None
 

@@ -13,7 +13,7 @@ from pydantic import AwareDatetime, Field
 from tinkerflow.api.call import AccessScope, Authorized, PageLimit, PageOffset, Router
 from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.schemas import FinishedBecause, FinishReason, Owner, OwnOwner, UserOwner, Wire
+from tinkerflow.api.schemas import FinishedBecause, FinishReason, Names, Owner, OwnOwner, UserOwner, Wire
 from tinkerflow.api.trace import trace
 from tinkerflow.backend.journal import SessionFailure, SessionQuery, SessionState, SessionSummary, plain_metadata
 
@@ -37,7 +37,7 @@ class ClientFinishedStatus(Wire):
     """Filter: sessions that the client ended, for one of these reasons or for any reason."""
 
     type: Literal["client_finished"]
-    reasons: tuple[FinishedBecause, ...] | None = Field(default=None, min_length=1)
+    reasons: tuple[FinishedBecause, ...] | None = Field(default=None, min_length=1, max_length=100)
 
 
 class SearchCursor(Wire):
@@ -51,12 +51,12 @@ class SearchSessions(Wire):
     """Filters of a search. A session must match all of them."""
 
     session_id: str | None = None
-    project_ids: tuple[str, ...] | None = None
+    project_ids: Names | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
     display_name: str | None = Field(default=None, min_length=1)
     owner: Owner = OwnOwner()
     statuses: tuple[Annotated[PlainStatus | ClientFinishedStatus, Field(discriminator="type")], ...] | None = Field(
-        default=None, min_length=1
+        default=None, min_length=1, max_length=100
     )
     limit: int = Field(default=50, ge=1, le=200)
     cursor: SearchCursor | None = None

@@ -69,7 +69,11 @@ def test_pages_contain_each_checkpoint_once(server: Running, journal: Journal, m
 
 
 @pytest.mark.parametrize(
-    "query", [{"limit": 0}, {"limit": 201}, {"checkpoint_type": "x"}, {"cursor": {"last_created_at": "2026-01-01"}}]
+    "query",
+    [
+        *({"limit": 0}, {"limit": 201}, {"checkpoint_type": "x"}, {"cursor": {"last_created_at": "2026-01-01"}}),
+        *({"project_ids": ["x"] * 1001}, {"base_models": ["x"] * 1001}),
+    ],
 )
 def test_invalid_search_queries_are_refused(server: Running, query: dict[str, Any]) -> None:
     assert server.post("checkpoints/search", query).status_code == 400
