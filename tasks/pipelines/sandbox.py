@@ -45,7 +45,9 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 @dataclass(frozen=True)
 class Ran:
     """A program that ended. status: its exit status, or minus the signal that ended it; 127 if it could not be started.
-    timed_out: it exceeded a time limit. output, errors: the first MiB of each.
+
+    It is not started if its files cannot be written, for example because an earlier command has filled the memory of
+    the sandbox. timed_out: it exceeded a time limit. output, errors: the first MiB of each.
     """
 
     status: int
@@ -184,7 +186,9 @@ def _slot() -> asyncio.Semaphore:
 
 
 def _encoded(content: str | bytes) -> str:
-    return b64encode(content.encode() if isinstance(content, str) else content).decode()
+    # A model may write half of a surrogate pair, which is an error of its program and not of the sandbox.
+    data = content.encode(errors="surrogatepass") if isinstance(content, str) else content
+    return b64encode(data).decode()
 
 
 def _settings(megabytes: int, folders: Sequence[str], *, isolated: bool) -> str:

@@ -108,15 +108,15 @@ def limit(seconds: float, megabytes: int, *, isolated: bool) -> None:
 def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, Any]:
     """Execute a command. Returns its result. folder: of its files. isolated: this process has its own namespaces."""
     seconds, megabytes, first = spec["seconds"], spec["megabytes"], os.getpid() == 1
-    for name, content in spec["files"].items():
-        path = Path(folder, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(content))
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(spec["stdin"].encode())
-        given.seek(0)
         program, *arguments = spec["command"]
         try:
+            for name, content in spec["files"].items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(base64.b64decode(content))
+            given.write(spec["stdin"].encode(errors="surrogatepass"))
+            given.seek(0)
             process = subprocess.Popen(
                 [sys.executable if program == "python" else program, *arguments],
                 cwd=spec["folder"] or folder,
@@ -127,7 +127,10 @@ def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, A
                 preexec_fn=lambda: limit(seconds, megabytes, isolated=isolated),  # noqa: PLW1509  this process has one thread
                 start_new_session=True,
             )
-        except (OSError, ValueError) as error:  # the command is too long, has a NUL character, or does not exist
+        except (OSError, ValueError) as error:
+            # The sandbox's memory is full, or the command is too long, has a NUL character, or does not exist.
+            with suppress(OSError):
+                given.close()  # it may hold input that could not be written
             return {"status": _NOT_STARTED, "timed_out": False, "output": "", "errors": f"{error}\n"}
         try:
             timed_out = process.wait(spec["wall_seconds"]) == -signal.SIGXCPU

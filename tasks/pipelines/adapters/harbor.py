@@ -112,7 +112,9 @@ class _Terminal:
         task = self._task
         folders = [task.workdir, "/tests", "/logs/verifier", "/logs/agent"]
         self._sandbox = await self._open.enter_async_context(Sandbox(task.megabytes, folders, task.image))
-        await self._execute("true", task.files)
+        ran = await self._execute("true", task.files)
+        if ran.status:
+            raise EnvironmentUnavailableError(f"task {task.name}: its files cannot be written: {ran.errors}")
         return tuple(self._facts["prompt"])
 
     async def answered(self, text: str) -> Reply:

@@ -72,6 +72,17 @@ async def test_unstartable_program_ends_with_status_127(kind: str, command: list
     assert (ran.status, ran.timed_out, ran.output) == (127, False, "") and ran.errors
 
 
+async def test_files_and_input_that_a_sandbox_cannot_write_are_errors_of_the_program(kind: str) -> None:
+    async with sandbox.Sandbox() as box:
+        ran = await box.execute(["true"], {"a" * 300: ""})
+        assert (ran.status, ran.timed_out) == (127, False) and "File name too long" in ran.errors
+        half = "\ud800"  # of a surrogate pair, as a model may write it in JSON
+        ran = await box.execute(["python", "main.py"], {"main.py": f"print('{half}')"})
+        assert ran.status == 1 and "SyntaxError" in ran.errors
+        ran = await box.execute(["wc", "-c"], stdin=half)
+        assert (ran.status, ran.output.strip()) == (0, "3")
+
+
 async def test_commands_of_a_sandbox_share_its_files(kind: str) -> None:
     async with sandbox.Sandbox() as box:
         await box.execute(["python", "-c", "open('a', 'w').write('one')"], {"b": b"\xff"})
