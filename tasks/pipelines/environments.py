@@ -162,14 +162,17 @@ def refuse_code(field: str, path: str) -> None:
 def called_tools(text: str) -> tuple[str, list[Json]]:
     """Split an answer into its text and its tool calls, with `name` and `arguments`.
 
-    Calls have the form of Hermes and Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Others stay in the text.
+    Calls have the form of Hermes and Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Others stay in the text,
+    such as a call without a name, or with half of a surrogate pair, which no tokenizer accepts.
     """
     calls = []
     for found in [*_CALL.finditer(text)]:
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             call = json.loads(found[1])
-            calls.append({"name": call["name"], "arguments": call["arguments"]})
-            text = text.replace(found[0], "")
+            json.dumps(call, ensure_ascii=False).encode()
+            if isinstance(call["name"], str):
+                calls.append({"name": call["name"], "arguments": call["arguments"]})
+                text = text.replace(found[0], "")
     return text, calls
 
 

@@ -23,6 +23,7 @@ from tinkerflow.tasks.pipelines.environments import (
     Facts,
     Message,
     Reply,
+    called_tools,
     facts_of,
     unrewarded,
 )
@@ -471,3 +472,18 @@ async def test_a_conversation_ends_when_its_context_is_full(tokenizer: Any, rend
     assert (len(one.turns), len(other.turns)) == (1, 1)
     with pytest.raises(UserError, match="an answer may have 4: the context has 5"):
         await Rollouts(renderer, Counting, 2, 4, max_context=5).groups(Echo(tokenizer), [ROW], [1])
+
+
+def test_tool_calls_that_cannot_be_passed_on_stay_in_the_text() -> None:
+    def written(name: str, arguments: str) -> str:
+        return f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'
+
+    wrong = [
+        written('"f"', r'{"a": "\ud800"}'),
+        written("5", "{}"),
+        written('"f"', "[" * 10**5),
+        written('"f"', '{"a"'),
+    ]
+    wrong.append(written('"f"', "[" * 10**5 + "]" * 10**5))
+    right = written('"f"', r'{"a": "\ud83d\ude00"}')
+    assert called_tools("".join([*wrong, right])) == ("".join(wrong), [{"name": "f", "arguments": {"a": "\U0001f600"}}])
