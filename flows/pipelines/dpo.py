@@ -17,6 +17,7 @@ from tinkerflow.tasks.pipelines.parameters import DpoParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import TokenizedExample
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
+from tinkerflow.tasks.pipelines.work import digest
 
 if TYPE_CHECKING:
     import tinker
@@ -74,9 +75,13 @@ class DpoRecipe:
     _held_out_reference: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     async def prepare(self, trainer: Trainer) -> None:
-        """Measure with the reference, the model before the first step. A resumed run uses the same values."""
+        """Measure with the reference, the model before the first step.
+
+        A resumed run uses the same values, unless its held-out rows are others.
+        """
         self._reference = await _reference(trainer, "reference", self.examples)
-        self._held_out_reference = await _reference(trainer, "reference-held-out", self.held_out_examples)
+        rows = digest(*(part.tobytes() for one in self.held_out_examples for part in (one.tokens, one.weights)))
+        self._held_out_reference = await _reference(trainer, f"reference-held-out-{rows}", self.held_out_examples)
 
     def begin(self, step: int) -> None:
         """Do nothing: a step depends on no other step."""

@@ -26,7 +26,7 @@ from prefect.exceptions import PrefectException
 from tinkerflow.backend.core.clock import Clock, SystemClock
 from tinkerflow.tasks.pipelines.curves import Points, data_url, picture
 from tinkerflow.tasks.pipelines.data import DataReport
-from tinkerflow.tasks.pipelines.progress import SegmentRecord, StepMetrics
+from tinkerflow.tasks.pipelines.progress import Sample, SegmentRecord, StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -137,15 +137,21 @@ class RunArtifacts:
         await self.text("data", "\n\n".join(data_page(name, report) for name, report in reports.items()), "data report")
 
     async def samples(self, segments: Sequence[SegmentRecord]) -> None:
-        """Show the answers after the first segment and after the last four, one column for each."""
-        sampled = [segment for segment in segments if segment.samples]
-        if not sampled:
+        """Show the answers after the first segment and after the last four, one column for each.
+
+        A run may be resumed with other prompts for samples. A prompt that a segment did not sample has no answer there.
+        """
+        found = [segment for segment in segments if segment.samples]
+        if not found:
             return
-        shown = [sampled[0], *sampled[1:][-4:]]
-        rows = []
-        for i, first in enumerate(shown[0].samples):
-            answers = {f"after step {segment.last_step}": segment.samples[i].answer for segment in shown}
-            rows.append({"prompt": first.prompt} | answers | ({"wanted": first.wanted} if first.wanted else {}))
+        shown = [found[0], *found[1:][-4:]]
+        sampled = {f"after step {segment.last_step}": _by_prompt(segment.samples) for segment in shown}
+        rows = [
+            {"prompt": first.prompt}
+            | {name: samples[key].answer if key in samples else "" for name, samples in sampled.items()}
+            | ({"wanted": first.wanted} if first.wanted else {})
+            for key, first in {key: one for samples in sampled.values() for key, one in samples.items()}.items()
+        ]
         await self.table("samples", rows, "greedy answers over time")
 
     async def put(self, kind: str, create: Any, data: object, title: str, name: str) -> None:
@@ -167,6 +173,15 @@ class RunArtifacts:
                 await client.update_artifact(self._made[kind], update)
         except (httpx.HTTPError, PrefectException) as error:
             log.warning("artifact %s was not written: %s: %s", kind, type(error).__name__, error)
+
+
+def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[str, int], Sample]:
+    """Samples by their prompts, which are numbered because rows may end with the same message."""
+    found: dict[tuple[str, int], Sample] = {}
+    for sample in samples:
+        number = sum(prompt == sample.prompt for prompt, _ in found)
+        found[sample.prompt, number] = sample
+    return found
 
 
 def data_page(name: str, report: DataReport) -> str:

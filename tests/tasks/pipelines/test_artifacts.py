@@ -72,6 +72,21 @@ async def test_answers_of_first_and_last_segments_are_compared(put: list[tuple[s
     assert len(put) == 1
 
 
+async def test_answers_of_a_run_that_was_resumed_with_other_prompts_stay_with_their_prompts(
+    put: list[tuple[str, Any]],
+) -> None:
+    def segment(step: int, prompts: str) -> SegmentRecord:
+        samples = [Sample(prompt=prompt, answer=f"{prompt}{step}{i}") for i, prompt in enumerate(prompts)]
+        return SegmentRecord(first_step=step, last_step=step, state="s", steps=[], samples=samples)
+
+    await RunArtifacts("x").samples([segment(1, "ppq"), segment(2, "qp")])
+    assert put[0][1] == [
+        {"prompt": "p", "after step 1": "p10", "after step 2": "p21"},
+        {"prompt": "p", "after step 1": "p11", "after step 2": ""},
+        {"prompt": "q", "after step 1": "q12", "after step 2": "q20"},
+    ]
+
+
 async def test_artifacts_are_not_written_outside_a_flow_run() -> None:
     def create(**_: Any) -> Any:
         raise AssertionError("an artifact was made")
