@@ -19,7 +19,8 @@ from urllib.parse import parse_qsl, urlsplit
 import httpx
 
 from tinkerflow.backend.core.errors import UserError, broken
-from tinkerflow.tasks.pipelines.connection import address
+from tinkerflow.backend.settings import Settings
+from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
 _PAGE = 1000
 _GOOD = 0.5  # answers with a higher reward are worth imitating
@@ -35,7 +36,7 @@ def rated_rows(url: str, kind: str) -> Iterator[dict[str, Any]]:
     UserError: the URL is wrong, or the server refuses the request.
     """
     block, since = _parse(url)
-    base_url, key = address(block)
+    base_url, key = _address(block) if block else server_from_environment(Settings())
     by_prompt: dict[str, dict[str, dict[str, Any]]] = {}
     for one in _read(base_url, key, since):
         by_prompt.setdefault(json.dumps(one["prompt"]), {})[one["sample_id"]] = one
@@ -65,6 +66,15 @@ def _answers(one: Mapping[str, Any]) -> list[tuple[float, str]]:
         reward = 0.0 if one["label"] == "bad" or one["text"] is not None else 1.0
     written = [] if one["text"] is None else [(float("inf"), one["text"])]
     return [*written, (reward, one["answer"])]
+
+
+def _address(block: str) -> tuple[str, str]:
+    try:
+        from tinkerflow.tasks.pipelines.connection import address  # needs Prefect, which the client lacks
+    except ModuleNotFoundError as error:
+        absent = f"{error.name} is not installed: pip install 'tinkerflow[pipelines]'"
+        raise UserError(f"data.url: the Prefect block {block!r} cannot be read, because {absent}") from error
+    return address(block)
 
 
 def _parse(url: str) -> tuple[str, datetime | None]:

@@ -87,3 +87,11 @@ def test_other_commands_name_their_extra(client: Path, folder: Path) -> None:
         last = done.stderr.strip().splitlines()[-1]
         assert done.returncode == 1 and f"{user} needs packages that are not installed, such as aiohttp" in last, last
         assert last.endswith(f": pip install 'tinkerflow[{extra}]'")
+
+
+def test_client_reads_no_block_of_prefect(client: Path, folder: Path) -> None:
+    words = ["-m", "tinkerflow", "data", "check", "journal://mine?rated=true", "--pipeline", "sft"]
+    done = subprocess.run([client, *words], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "'mine' cannot be read, because prefect is not installed" in done.stderr, (
+        done.stderr
+    )
