@@ -142,9 +142,16 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> str:
-    """The pipeline that parameters belong to, recognized by a parameter that only this pipeline has."""
+    """The pipeline that parameters belong to: one that has all of them, best one that is known by one of them."""
     marks = {"champion": "nightly", "grid": "sweep", "beta": "dpo", "teacher": "distill", "reward": "rl"}
-    return next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
+    best = next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
+    fitting = [
+        name
+        for name, model in PARAMETERS.items()
+        if {field for field, about in model.model_fields.items() if about.is_required()} <= set(values)
+        if set(values) <= set(model.model_fields)
+    ]
+    return best if best in fitting or not fitting else fitting[0]
 
 
 def check_files(

@@ -447,3 +447,11 @@ def test_a_check_for_no_pipeline_names_the_columns_that_most_pipelines_refuse(tm
         assert check_files(console, Settings(data_dir=tmp_path), sources, "", 0)
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("not used: id: rl gives them" in text and "--pipeline sft, or add: --ignore id" in text) is noted
+
+
+@pytest.mark.parametrize("pipeline", PARAMETERS)
+def test_pipeline_of_a_file_is_recognized_by_its_parameters(pipeline: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = example_file(f"{pipeline}.yaml")
+    found, wanted = sources_of(None, file, "", {}), sources_of(None, file, pipeline, {})
+    assert [one.use for one in found] == [one.use for one in wanted]
