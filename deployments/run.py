@@ -118,7 +118,8 @@ def other_data_dir(parameters: AnyParameters, settings: Settings, url: str) -> s
         return ""
     return (
         f"warning: the service at {url} does not use the data dir {settings.data_dir}, so it does not find "
-        "the rollouts, evaluations and champions of this run: give the --data-dir of its `tinkerflow up`"
+        "the rollouts, evaluations and champions of this run: give the --data-dir of its `tinkerflow up`, or set "
+        "TINKERFLOW_PIPELINES for both"
     )
 
 
