@@ -35,6 +35,7 @@ def play(path: str | Path, *, ignore: Collection[str] = (), partial: bool = Fals
     path: the cassette. While `tinkerflow cassette record -o` records into this file, the block is answered by the real
     service. ignore: dotted paths of fields that may differ, such as `user_metadata.started`. partial: accept a
     recording that was interrupted.
+
     UserError: the file cannot be replayed. CassetteError, at the end of the block: a request differed from the
     recording, or was missing. An exception of the block itself takes precedence.
     """

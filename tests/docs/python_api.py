@@ -28,6 +28,7 @@ PUBLIC = {
     "Tests of your own flows": {
         "tinkerflow.deployments.testing": ("tiny_service", "plain_calls", "prefect_harness", "TinyService"),
         "tinkerflow.deployments.cassettes.testing": ("cassette",),
+        "tinkerflow.deployments.cassettes.play": ("play",),
     },
     EXTENSION_POINTS: {
         "tinkerflow.backend.spec.registry": ("registered",),
