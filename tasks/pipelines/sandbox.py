@@ -44,10 +44,11 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 @dataclass(frozen=True)
 class Ran:
-    """A program that ended. status: its exit status, or minus the signal that ended it; 127 if it could not be started.
+    """A program that ended.
 
-    It is not started if its files cannot be written, for example because an earlier command has filled the memory of
-    the sandbox. timed_out: it exceeded a time limit. output, errors: the first MiB of each.
+    status: its exit status, or minus the signal that ended it; 127 if it could not be started, for example because an
+    earlier command has filled the sandbox's memory, so that its files cannot be written. timed_out: it exceeded a time
+    limit. output, errors: the first MiB of each.
     """
 
     status: int

@@ -138,7 +138,8 @@ def _backward(
     G = k_BTGd.shape[2]
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     d_k, d_v = jnp.zeros(k_BGSd.shape, jnp.float32), jnp.zeros(v_BGSd.shape, jnp.float32)
-    d_q, d_sinks_H = [], None if sinks_H is None else jnp.zeros(sinks_H.shape, jnp.float32)
+    d_sinks_H = jnp.zeros(q_BTHd.shape[2], jnp.float32)
+    d_q = []
     for (start, end), log_total in zip(_blocks(q_BTHd.shape[1]), log_totals, strict=True):
         here, first = slice(start, end), _first(window, start, rows)
         k, v = k_BGSd[:, :, first:end], v_BGSd[:, :, first:end]
@@ -155,7 +156,7 @@ def _backward(
         d_k = d_k.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", d_scores, q_BGmd))
         if sinks_H is not None:
             of_sinks = jnp.exp(_sinks(sinks_H, G, end - start) - log_total) * mean
-            d_sinks_H -= jnp.sum(of_sinks.reshape(len(of_sinks), *sinks_H.shape, -1), axis=(0, 2))
+            d_sinks_H -= jnp.sum(of_sinks.reshape(len(of_sinks), len(sinks_H), -1), axis=(0, 2))
         d_q.append(_ungrouped(_scaled(_product("bgms,bgsd->bgmd", d_scores, k)), end - start))
     return (
         jnp.concatenate(d_q, axis=1).astype(q_BTHd.dtype),
