@@ -14,7 +14,7 @@ from tinkerflow.api.identity import Identity
 from tinkerflow.backend.core.clock import Clock
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import sampler_id
-from tinkerflow.backend.journal import CheckpointView, Journal, NewSampler, NewSession, SessionState
+from tinkerflow.backend.journal import CheckpointView, Journal, Limits, NewSampler, NewSession, SessionState
 
 NAME = "OpenAI and Anthropic endpoints"  # the display name of these sessions
 _MOST_SAMPLERS = 256  # in one session. Then a new session begins, so that unused checkpoints are released
@@ -47,14 +47,17 @@ class EndpointSamplers:
         self._sessions: dict[tuple[str, str], _Session] = {}
         self._opening: dict[tuple[str, str], asyncio.Lock] = {}
 
-    async def address(self, identity: Identity, base_model: str, saved: CheckpointView | None) -> tuple[str, str, int]:
+    async def address(
+        self, identity: Identity, base_model: str, saved: CheckpointView | None, limits: Limits
+    ) -> tuple[str, str, int]:
         """The address for a new request of a key: its session, its sampler, and a new sequence id.
 
-        saved: the checkpoint to sample; None for the base model itself.
+        saved: the checkpoint to sample; None for the base model itself. UserError: the project has reached one of its
+        `limits`.
         """
         key = (identity.owner, identity.key_id)
         async with self._opening.setdefault(key, asyncio.Lock()):
-            session = await self._session(key, identity)
+            session = await self._session(key, identity, limits)
             # A checkpoint that is saved again under the same path has a new attempt.
             weights = (base_model, "", "") if saved is None else (base_model, saved.path, saved.attempt)
             sampler = session.samplers.get(weights)
@@ -62,7 +65,7 @@ class EndpointSamplers:
                 new = sampler_id(session.id, len(session.samplers))
                 path = None if saved is None else saved.path
                 row = NewSampler(new, session.id, identity.owner, base_model, path)
-                sampler = _Sampler(await asyncio.to_thread(self._journal.samplers.open, row))
+                sampler = _Sampler(await asyncio.to_thread(self._journal.samplers.open, row, limits))
                 session.samplers[weights] = sampler
             sampler.next_seq += 1
             return session.id, sampler.id, sampler.next_seq - 1
@@ -71,7 +74,7 @@ class EndpointSamplers:
         """Keep a session alive. Returns whether it is still active."""
         return await asyncio.to_thread(self._journal.sessions.heartbeat, session_id, None) is SessionState.ACTIVE
 
-    async def _session(self, key: tuple[str, str], identity: Identity) -> _Session:
+    async def _session(self, key: tuple[str, str], identity: Identity, limits: Limits) -> _Session:
         now, session = self._clock.monotonic(), self._sessions.get(key)
         if session is not None and len(session.samplers) < _MOST_SAMPLERS:
             if now - session.beat_at < self.beat_seconds:
@@ -84,7 +87,7 @@ class EndpointSamplers:
                 session.beat_at = now
                 return session
         new = NewSession(identity.owner, __version__, tags=("endpoints",), display_name=NAME, key_id=identity.key_id)
-        session_id = await asyncio.to_thread(self._journal.sessions.create, new)
+        session_id = await asyncio.to_thread(self._journal.sessions.create, new, limits)
         self._forget_idle(now)
         session = self._sessions[key] = _Session(session_id, now)
         return session

@@ -236,7 +236,7 @@ async def generate(
     with naming(names):
         await call.slowly(_check, target, values)
     session_id, sampler, seq_id = await call.services.samplers.address(
-        call.identity, target.card.name, target.checkpoint
+        call.identity, target.card.name, target.checkpoint, call.limits
     )
     values |= {"sampling_session_id": sampler, "seq_id": seq_id}
     listener = await call.services.subscriptions.tokens.listen(stream_name(sampler, seq_id)) if stream else None

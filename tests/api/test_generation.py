@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,23 @@ def test_generation_is_a_sample_in_the_session_of_the_key(
             assert len(journal.sessions.ids("ann", limit=9, offset=0)) == 2
             assert journal.sessions.ids("bob", limit=9, offset=0) == []
             journal.sessions.create(NewSession("bob", ""))
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("limit", ["max_sessions", "max_samplers"])
+def test_sessions_and_samplers_of_the_endpoints_count_against_limits(
+    journal: Journal, engine: Engine, lettered: ModelCard, settings_for: Callable[..., Settings], limit: str
+) -> None:
+    async def scene() -> None:
+        async with calls(journal, settings_for(**{limit: 1})) as of:
+            first, other = of(ANN), of(replace(ANN, key_id="key-c"))
+            target = await resolve(first, BASE)
+            for _ in range(2):
+                assert await (await generate(first, target, [2], {"max_tokens": 1})).result()
+            with pytest.raises(UserError, match=limit):
+                await generate(other, target, [2], {"max_tokens": 1})
+            assert await (await generate(of(BOB), target, [2], {"max_tokens": 1})).result()
 
     asyncio.run(scene())
 
