@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tests.api.conftest import BASE, Running
 
-from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal
+from tinkerflow.api.routes import weights
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal, database
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -66,6 +67,21 @@ def test_pages_contain_each_checkpoint_once(server: Running, journal: Journal, m
             break
         query["cursor"] = page["next_cursor"]
     assert sorted(seen) == sorted(paths) and len(seen) == 5
+
+
+def test_list_of_a_run_is_complete_or_refused(
+    server: Running, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = "copy-0:train:0"
+    for n in range(6):
+        path = f"tinker://{run}/weights/c{n}"
+        put(journal, n, run_id=run, name=f"c{n}", path=path, user_metadata={"a": "b" * 300})
+    monkeypatch.setattr(database, "PAGE_BYTES", 1000)
+    listed = server.get(f"training_runs/{run}/checkpoints").json()["checkpoints"]
+    assert [one["checkpoint_id"] for one in listed] == [f"weights/c{n}" for n in reversed(range(6))]
+    monkeypatch.setattr(weights, "_MOST_PAGES", 2)
+    refused = server.get(f"training_runs/{run}/checkpoints")
+    assert refused.status_code == 400 and "has 6 checkpoints with long metadata" in refused.json()["detail"]
 
 
 @pytest.mark.parametrize(
