@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import safetensors.numpy
 import torch
@@ -112,6 +111,8 @@ def test_expert_training_repeats_bit_for_bit_and_does_not_recompile(executor, ex
 @pytest.mark.parametrize("own", [None, 1, 2, 3], ids="rank {}".format)
 def test_peft_loads_the_exported_adapter(moe, executor, adapter, tmp_path, examples, forward, own):
     """The rank of experts is that of other matrices (8) or lower, with a power of two as the quotient or not."""
+    import peft  # here, because the import takes seconds in each process that collects tests
+
     adapter(executor, "b", 8, train_unembed=False, expert_rank=own)
     state = executor.execute(ExportAdapter("b", optimizer=False))
     (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))

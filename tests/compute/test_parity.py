@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import safetensors.numpy
 import torch
@@ -131,6 +130,8 @@ def test_representative_families_cover_every_kind_of_layer(tmp_path_factory):
 @contextlib.contextmanager
 def in_peft(model, executor, adapter_id, folder):
     """The adapter in torch. The base model is restored at the end."""
+    import peft  # here, because the import takes seconds in each process that collects tests
+
     state = executor.execute(ExportAdapter(adapter_id, optimizer=False))
     (folder / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
     safetensors.numpy.save_file(dict(state.weights), folder / ADAPTER)

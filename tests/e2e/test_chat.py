@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 import tinker
@@ -35,7 +34,9 @@ def gpt(server: Any) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def claude(server: Any) -> Iterator[anthropic.Anthropic]:
+def claude(server: Any) -> Iterator[Any]:
+    import anthropic  # here, because the import takes seconds in each process that collects tests
+
     with anthropic.Anthropic(base_url=server.api_url, api_key="tml-test", max_retries=0) as client:
         yield client
 
@@ -104,7 +105,7 @@ def test_chat_gives_the_greedy_tokens_and_logprobs_of_the_sampling_client(
 
 
 def test_adapter_answers_differently_from_its_base_model(
-    server: Any, gpt: openai.OpenAI, claude: anthropic.Anthropic, taught: dict[str, str]
+    server: Any, gpt: openai.OpenAI, claude: Any, taught: dict[str, str]
 ) -> None:
     base, greets = chat(gpt, server.base_model, []), chat(gpt, taught["greets"], [])
     assert greets.choices[0].message.content == "I am a helpful model."
@@ -140,7 +141,7 @@ def test_next_turn_of_a_conversation_finds_the_last_answer_in_the_prefix_cache(
 
 
 def test_a_tool_is_called_whole_and_in_streams_of_both_forms(
-    gpt: openai.OpenAI, claude: anthropic.Anthropic, taught: dict[str, str]
+    gpt: openai.OpenAI, claude: Any, taught: dict[str, str]
 ) -> None:
     whole = chat(gpt, taught["calls"], TOOLS).choices[0]
     assert whole.finish_reason == "tool_calls"

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import peft
 import pyrage
 import pytest
 import tinker
@@ -76,6 +75,8 @@ def theirs(model: Any) -> np.ndarray:
 def test_downloaded_checkpoint_gives_equal_logprobs_in_peft_and_merged(
     server: Any, service: tinker.ServiceClient, make_datum: Any, cli: Any, tmp_path: Path
 ) -> None:
+    import peft  # here, because the import takes seconds in each process that collects tests
+
     trainers = [train(server, service, make_datum), train(server, service, make_datum, train_unembed=False)]
     saved = trainers[0].save_state("final").result().path
     exported = trainers[1].save_weights_external("final").result().path

@@ -11,13 +11,11 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from peft.utils.other import get_pattern_key
 from safetensors.numpy import save
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -89,6 +87,8 @@ def merged_by_hand(model: PreTrainedModel, state: AdapterState) -> PreTrainedMod
     ],
 )
 def test_peft_gives_the_logits_of_merged_weights(tmp_path: Path, family: str, tied: bool, spec: LoraSpec) -> None:
+    import peft  # here, because the import takes seconds in each process that collects tests
+
     model = base_model(family, tied=tied)
     state = random_adapter(model, spec)
     store = Store.open(f"file://{tmp_path}")
@@ -109,6 +109,8 @@ def test_peft_gives_the_logits_of_merged_weights(tmp_path: Path, family: str, ti
 
 
 def test_peft_reports_no_missing_or_unexpected_keys(tmp_path: Path) -> None:
+    import peft
+
     model = base_model("qwen3", tied=False)
     state = random_adapter(model, LoraSpec(rank=4))
     saved = Store.open(f"file://{tmp_path}").save("run", "weights", "x", state, CheckpointMeta("org/base", "local"))
@@ -133,6 +135,8 @@ def test_peft_config_lists_the_adapted_modules() -> None:
 
 
 def test_base_model_revision_has_a_separate_field(tmp_path: Path) -> None:
+    import peft
+
     names = [f"base_model.model.lm_head.lora_{m}.weight" for m in "AB"]
     (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("org/base@refs/pr/1", LoraSpec(rank=8), names))
     config = peft.LoraConfig.from_pretrained(tmp_path)
@@ -144,6 +148,8 @@ def test_base_model_revision_has_a_separate_field(tmp_path: Path) -> None:
 )
 def test_patterns_match_experts_only(module: str, parts: tuple[str, str, str]) -> None:
     """Uses PEFT's lookup, for modules and for the fused parameters of transformers 5."""
+    from peft.utils.other import get_pattern_key
+
     layer = "model.layers.1"
     shared = [f"{layer}.mlp.shared_experts.{part}" for part in ("gate_proj", "down_proj")]
     experts = [f"{layer}.{module}.experts.{number}.{part}" for number in (0, 12) for part in parts]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -91,8 +90,10 @@ def gpt(server: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def claude(server: Running) -> Iterator[anthropic.Anthropic]:
+def claude(server: Running) -> Iterator[Any]:
     """Anthropic's client, connected to the server."""
+    import anthropic  # here, because the import takes seconds in each process that collects tests
+
     with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
         yield client
 

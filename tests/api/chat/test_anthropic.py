@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import pytest
 from tests.api.chat.conftest import END, Speaker
 from tests.api.chat.test_openai import CALL
@@ -18,7 +17,7 @@ ASKED: Any = {"model": BASE, "messages": HI, "max_tokens": 50}
 TEXT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}{END}"
 
 
-def test_an_answer(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_an_answer(claude: Any, speaker: Speaker) -> None:
     speaker.says(f"Hello 🐻{END}")
     done = claude.messages.create(
         **ASKED,
@@ -39,7 +38,7 @@ def test_an_answer(claude: anthropic.Anthropic, speaker: Speaker) -> None:
     assert speaker.params.max_tokens == 4096 - len(speaker.tokens)
 
 
-def test_thinking_and_calls_are_blocks_whole_and_streamed(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_thinking_and_calls_are_blocks_whole_and_streamed(claude: Any, speaker: Speaker) -> None:
     speaker.says(TEXT)
     done = claude.messages.create(**ASKED, tools=TOOLS, thinking={"type": "enabled", "budget_tokens": 1024})
     thinking, text, call = done.content
@@ -71,7 +70,7 @@ def test_stream_events_follow_the_order_of_anthropic(post: Callable[..., Any], s
     ]
 
 
-def test_blocks_of_earlier_turns_are_part_of_the_prompt(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_blocks_of_earlier_turns_are_part_of_the_prompt(claude: Any, speaker: Speaker) -> None:
     speaker.says(f"Rain.{END}")
     messages: Any = [
         *HI,
@@ -98,7 +97,7 @@ def test_blocks_of_earlier_turns_are_part_of_the_prompt(claude: anthropic.Anthro
     assert speaker.prompt.endswith(f"tool\nwet{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\nIt is")
 
 
-def test_answer_with_thinking_can_be_sent_in_the_next_turn(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_answer_with_thinking_can_be_sent_in_the_next_turn(claude: Any, speaker: Speaker) -> None:
     asked: Any = {**ASKED, "tools": TOOLS, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     for stream in (False, True):
         speaker.says(TEXT)
@@ -116,14 +115,14 @@ def test_answer_with_thinking_can_be_sent_in_the_next_turn(claude: anthropic.Ant
         assert f"<|im_start|>tool\nwet{END}" in speaker.prompt
 
 
-def test_token_count_equals_the_usage_of_the_answer(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_token_count_equals_the_usage_of_the_answer(claude: Any, speaker: Speaker) -> None:
     speaker.says(f"x{END}")
     claude.messages.create(**ASKED, tools=TOOLS)
     counted = claude.messages.count_tokens(model=BASE, messages=HI, tools=TOOLS)
     assert counted.input_tokens == len(speaker.tokens)
 
 
-def test_broken_call_is_returned_as_text(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+def test_broken_call_is_returned_as_text(claude: Any, speaker: Speaker) -> None:
     for stream in (False, True):
         speaker.says(CALL[:45], reason="length")
         if stream:
@@ -135,9 +134,9 @@ def test_broken_call_is_returned_as_text(claude: anthropic.Anthropic, speaker: S
         assert done.stop_reason == "max_tokens"
 
 
-def test_unknown_models_and_keys_raise_errors_of_the_client_library(
-    claude: anthropic.Anthropic, speaker: Speaker
-) -> None:
+def test_unknown_models_and_keys_raise_errors_of_the_client_library(claude: Any, speaker: Speaker) -> None:
+    import anthropic  # here, because the import takes seconds in each process that collects tests
+
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(**(ASKED | {"model": "nobody"}))
     with pytest.raises(anthropic.AuthenticationError):
