@@ -99,29 +99,6 @@ def test_published_checkpoints_are_readable_by_all_and_changed_by_their_owner(pe
     assert log.count("checkpoint_published") == 4 and log.count("checkpoint_unpublished") == 2
 
 
-def test_private_checkpoints_look_missing_to_other_projects(people: Any) -> None:
-    ann, bob = people("ann"), people("bob")
-    model = ann.train()
-    export = model.save_weights_external("x").result().path
-    path = model.save_state("ck").result().path
-    for where in (path, export, path + "-none"):
-        one = bob.one(where)
-        for method, tail, body in (
-            ("DELETE", "", None),
-            ("POST", "/publish", None),
-            ("DELETE", "/publish", None),
-            ("PUT", "/ttl", {"ttl_seconds": None}),
-            ("GET", "/archive", None),
-            *([("GET", "/external_weights_urls", None)] if where == export else []),
-        ):
-            answer = bob.request(method, one + tail, json=body)
-            assert (answer.status_code, answer.json()) == (404, {"detail": f"checkpoint {where!r} does not exist"})
-        copied = bob.request("POST", "copy_weights", json={"source_path": where, "destination_project_id": "team-b"})
-        assert copied.status_code == 404
-        assert bob.request("POST", "weights_info", json={"tinker_path": where}).status_code == 404
-    assert [c.public for c in ann.rest.list_user_checkpoints().result().checkpoints] == [False, False]
-
-
 def test_a_ttl_is_set_cleared_and_bounded(people: Any) -> None:
     ann = people("ann")
     model = ann.train()

@@ -369,6 +369,8 @@ def test_routes_treat_objects_of_another_project_as_missing(server: Running, peo
             assert "does not exist" in foreign[1], (str(one), foreign)
         else:
             assert foreign[0] == (200 if one.found else 404), (str(one), foreign)
+            if "{kind}" in one.route[1]:
+                assert json.loads(foreign[1]) == {"detail": f"checkpoint {it!r} does not exist"}, (str(one), foreign)
         theirs[n] = missing
     assert everything(ann) == before, "the requests changed nothing"
     # The same requests succeed for the owner, so no cell above is vacuous.
