@@ -105,12 +105,13 @@ def test_embedded_model_is_created_once(tmp_path):
     assert with_base_models(Settings(data_dir=tmp_path, base_models=("a/b",))).base_models == ("a/b",)
 
 
-def test_fetch_prints_the_folders_of_the_settings_models(tmp_path):
+def test_fetch_prints_the_folders_of_the_settings_models(tmp_path, monkeypatch):
     made = tinkerflow("models", "fetch", "--data-dir", str(tmp_path))
     folder = made.stdout.splitlines()[-1]
     assert (folder, made.returncode) == (str(tmp_path / "models" / "tinkerflow" / "tiny-qwen3"), 0)
-    again = tinkerflow("models", "fetch", "--no-weights", TINKERFLOW_BASE_MODELS=f'["{folder}"]')
-    named = tinkerflow("models", "fetch", "--no-weights", "--base-model", folder)
+    named = CliRunner().invoke(every_command(), ["models", "fetch", "--no-weights", "--base-model", folder])
+    monkeypatch.setenv("TINKERFLOW_BASE_MODELS", f'["{folder}"]')
+    again = CliRunner().invoke(every_command(), ["models", "fetch", "--no-weights"])
     assert again.stdout == named.stdout == f"{folder}\n"
     missing = tinkerflow("models", "fetch", TINKERFLOW_BASE_MODELS='["nobody/nothing"]', HF_HOME=str(tmp_path))
     assert missing.returncode == 1
