@@ -54,7 +54,8 @@ NOT_FAST = (
 # Tests of bits, of compiled programs, of many steps and of the README's commands compile programs as users run them.
 # Other tests compile without most optimizations, in a third of the time.
 AS_USERS_RUN_IT = (
-    *("accelerators", "benchmarks", "compute/test_matmul.py"),
+    "accelerators",
+    "benchmarks",
     *(f"compute/sampler/test_{name}.py" for name in ("bits", "drift_alarms")),
     *(f"compute/training/test_{name}.py" for name in ("bits", "optimizer", "train_work")),
     *(f"e2e/test_{name}.py" for name in ("crash_loop", "quickstart", "readme", "wheel")),

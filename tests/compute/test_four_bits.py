@@ -15,15 +15,13 @@ from scipy.stats import norm
 from tests.compiled import forget_programs
 from tests.compute.closeness import close_logprobs
 from tests.compute.conftest import Reference, build
-from tests.compute.test_parity import REPRESENTATIVES, in_peft, same_gradients, scores, skip_unless
+from tests.compute.test_parity import LENGTHS, REPRESENTATIVES, in_peft, same_gradients, scores, skip_unless
 
 from tinkerflow.backend.compute.models.families import family_of, load_config, projections, registered
 from tinkerflow.backend.compute.models.family import open_unpacked
 from tinkerflow.backend.compute.weights.files import DTYPES
 from tinkerflow.backend.compute.weights.quantized import NF4, FourBit, block_of, block_scales, packed
 from tinkerflow.backend.spec.commands import CreateAdapter, LoraSpec
-
-LENGTHS = (1, 7, 33)
 
 
 def computed_back(matrix: np.ndarray) -> np.ndarray:

@@ -126,7 +126,6 @@ async def test_a_rank_that_lacks_programs_compiles_them(
         return [int(requests) - int(hits) for hits, requests in counts]
 
     assert min(await missing()) > 0
-    assert await missing() == [0, 0]
     (folder,) = (tmp_path / "cache").glob("*/rank-1")
     os.truncate(next(folder.glob("jit__lambda*-cache")), 100)
     assert await missing() == [0, 1]

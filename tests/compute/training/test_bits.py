@@ -1,7 +1,14 @@
-"""Neither neighbouring rows nor an export change the bits of training."""
+"""Neither neighbouring rows nor an export nor the way that few rows are multiplied change the bits of training."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.compute.closeness import close
+
+from tinkerflow.backend.compute.kernels.matmul import matmul
 from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
@@ -45,3 +52,14 @@ def test_continuing_from_an_export_is_bitwise_equal(shared_executor, examples, f
     assert ends[0].step == ends[1].step == 3
     assert all((w == ends[1].weights[n]).all() for n, w in ends[0].weights.items())
     assert all((m == ends[1].moments[n]).all() for n, m in ends[0].moments.items())
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (384, 128), (768, 2048)])
+def test_64_rows_have_the_bits_of_the_plain_product(inputs: int, outputs: int) -> None:
+    """Includes gradients of the matrix, which full-parameter training needs."""
+    rng = np.random.default_rng(0)
+    x, slope = (jnp.asarray(rng.normal(size=(64, size)), jnp.float32) for size in (inputs, outputs))
+    weight = jnp.asarray(rng.normal(size=(outputs, inputs)), jnp.float32)
+    y, pull = jax.vjp(jax.jit(matmul), x, weight)
+    assert np.array_equal(y, jax.jit(lambda x, weight: jnp.einsum("mi,oi->mo", x, weight))(x, weight))
+    close(np.asarray(pull(slope)[1]), np.asarray(slope).T @ np.asarray(x), ulps=128)
