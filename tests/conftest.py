@@ -57,7 +57,7 @@ AS_USERS_RUN_IT = (
     "accelerators",
     "benchmarks",
     *(f"compute/sampler/test_{name}.py" for name in ("bits", "drift_alarms")),
-    *(f"compute/training/test_{name}.py" for name in ("bits", "optimizer", "train_work")),
+    *(f"compute/training/test_{name}.py" for name in ("bits", "train_work")),
     *(f"e2e/test_{name}.py" for name in ("crash_loop", "quickstart", "readme", "wheel")),
 )
 # Files whose tests share a service. One process runs all files of a line, and starts their service once.
