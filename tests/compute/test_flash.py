@@ -36,13 +36,19 @@ def test_packed_rows_equal_the_values_and_gradients_of_cpu_attention(target, T, 
         kernel = flash_attention(mesh, T, window, interpret=True)
     assert kernel is not None
     plain = attend_trees(ends, mesh)
-    found, pull = jax.vjp(lambda q, k, v, sinks_H: kernel(q, k, v, ends, sinks_H), q, k, v, sinks_H)
-    expected, pull_plain = jax.vjp(
-        lambda q, k, v, sinks_H: plain(q, k, v, window=window, sinks_H=sinks_H), q, k, v, sinks_H
-    )
-    close(found, expected, ulps=64)
-    for a, b in zip(*(jax.tree.leaves(each(slope)) for each in (pull, pull_plain)), strict=True):
-        close(a, b, ulps=64)
+
+    @jax.jit
+    def both(*of: Any) -> Any:
+        """Values and gradients of the kernel and of CPU attention."""
+        attends = (
+            lambda q, k, v, sinks_H: kernel(q, k, v, ends, sinks_H),
+            lambda q, k, v, sinks_H: plain(q, k, v, window=window, sinks_H=sinks_H),
+        )
+        made = [jax.vjp(attend, *of) for attend in attends]
+        return [jax.tree.leaves((out, pull(slope))) for out, pull in made]
+
+    for found, expected in zip(*both(q, k, v, sinks_H), strict=True):
+        close(found, expected, ulps=64)
 
 
 def test_less_memory_gives_the_same_bits():
