@@ -188,7 +188,10 @@ def _index_select(x: Shaped, dim: int, index: Shaped) -> Shaped:
 
 
 def _gather(x: Shaped, dim: int, index: Shaped, **_: Any) -> Shaped:
-    return _resized(_elementwise(_resized(x, dim, 1), _resized(index, dim, 1)), dim, index.shape[dim])
+    read = _resized(x, dim, index.shape[dim])
+    if len(index.shape) != len(x.shape) or any(size > most for size, most in zip(index.shape, read.shape, strict=True)):
+        raise ValueError(f"index of shape {list(index.shape)} for a tensor of shape {list(x.shape)}, dim {dim}")
+    return Shaped(index.shape)
 
 
 def _diff(x: Shaped, n: int = 1, dim: int = -1) -> Shaped:
@@ -248,7 +251,7 @@ def _getattr(x: Any, name: str) -> Any:
 
 
 def _getitem(x: Any, index: Any) -> Any:
-    """The shape of `x[index]`, by NumPy's rules for basic and advanced indices."""
+    """The shape of `x[index]`, by torch's rules: those of NumPy, except that integers select first."""
     if not isinstance(x, Shaped):
         return x[index]
     items = list(index) if isinstance(index, tuple) else [index]
@@ -260,21 +263,25 @@ def _getitem(x: Any, index: Any) -> Any:
     sizes = iter(x.shape)
     kept: list[int] = []
     selected: list[tuple[int, ...]] = []
-    places: list[tuple[int, int]] = []  # of index tensors and integers: in the index, and in the result
-    for place, item in enumerate(items):
+    places: list[tuple[int, int]] = []  # of index tensors: in the index without integers, and in the result
+    place = 0
+    for item in items:
         if item is None:
             kept.append(1)
         elif isinstance(item, slice):
             kept.append(len(range(*item.indices(next(sizes)))))
         else:
-            if isinstance(item, int) and not -(size := next(sizes)) <= item < size:
+            size = next(sizes)
+            if isinstance(item, int) and not -size <= item < size:
                 raise IndexError(f"index {item} of a dimension with {size}")
-            if not isinstance(item, int):
-                next(sizes)
-            selected.append(np.shape(item) if isinstance(item, list) else getattr(item, "shape", ()))
+            shape = np.shape(item) if isinstance(item, list) else getattr(item, "shape", ())
+            if not shape:
+                continue
+            selected.append(shape)
             places.append((place, len(kept)))
+        place += 1
     together = all(after[0] == before[0] + 1 for before, after in pairwise(places))
-    at = places[0][1] if places and (together or not any(selected)) else 0
+    at = places[0][1] if places and together else 0
     return Shaped((*kept[:at], *np.broadcast_shapes(*selected), *kept[at:]))
 
 

@@ -83,6 +83,18 @@ def elementwise(logprobs, old, advantages):
     return loss, {"custom/y:mean": y.to(torch.float32).mean()}
 
 
+def corners(logprobs, old, advantages):
+    same, zero = logprobs - logprobs.detach(), torch.zeros_like(old)
+    loss = same.abs().sum() + abs(same).sum() + F.l1_loss(same, zero, reduction="sum") + F.softplus(same, 1, 0).sum()
+    return loss + F.smooth_l1_loss(same, zero, beta=0.0) + F.smooth_l1_loss(logprobs, old, beta=0.0), {}
+
+
+def indices(logprobs, old, advantages):
+    both, index = torch.stack([logprobs, old], dim=1), torch.arange(old.size(0))[:3]
+    picked = both[None][0, :, index % 2] * advantages[:, None]
+    return picked.sum() + both.gather(0, index[:, None]).sum() + both.square().gather(1, index[None] % 2).sum(), {}
+
+
 LENGTHS = (1, 5, 12)
 
 
@@ -124,9 +136,11 @@ def compute(loss: CustomLoss, examples: tuple[Example, ...], logprobs: list[np.n
     return [outcome[:2] for outcome in outcomes], losses.result().metrics
 
 
-@pytest.mark.parametrize("fn", [ppo, gspo, masked, reductions, shapes, elementwise], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", [ppo, gspo, masked, reductions, shapes, elementwise, corners, indices], ids=lambda fn: fn.__name__
+)
 def test_custom_loss_equals_torch_in_value_slope_and_metrics(fn):
-    examples = data(LENGTHS[1:] if fn in (reductions, shapes) else LENGTHS)  # the std of one value is NaN
+    examples = data(LENGTHS[1:] if fn in (reductions, shapes, indices) else LENGTHS)  # the std of one value is NaN
     rng = np.random.default_rng(1)
     logprobs = [-rng.exponential(1.5, e.targets_TK.shape).astype(np.float32) for e in examples]
     expected_losses, expected_slopes, expected_metrics = in_torch(fn, examples, logprobs)

@@ -1,7 +1,8 @@
 """The torch functions that a traced loss may call, in jax.numpy. `backend/spec/torch_names.py` lists their names.
 
 Values are arrays, Python numbers (sizes), tuples and dtypes. Where a function has a corner, its slope is torch's: clamp
-passes the slope at its bounds, and a maximum over a dimension passes the slope to one place.
+passes the slope at its bounds, an absolute value has the slope 0 at 0, and a maximum over a dimension passes the slope
+to one place.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ def _extreme(whole: Op, pairwise: Op, place: Op) -> Op:
         return Extremes(values, indices) if keepdim else Extremes(values.squeeze(dim), indices.squeeze(dim))
 
     return extreme
+
+
+def _abs(x: Any) -> Any:
+    return x * jnp.sign(x) if isinstance(x, jax.Array) else abs(x)
 
 
 def _clamp(x: Any, low: Any = None, high: Any = None, **named: Any) -> Any:
@@ -146,7 +151,28 @@ def _huber_term(d: jax.Array, delta: float, _: float) -> jax.Array:
 
 
 def _smooth_term(d: jax.Array, _: float, beta: float) -> jax.Array:
-    return jnp.where(jnp.abs(d) < beta, 0.5 * d * d / beta, jnp.abs(d) - 0.5 * beta)
+    return jnp.where(jnp.abs(d) < beta, 0.5 * d * d / beta, jnp.abs(d) - 0.5 * beta) if beta else _abs(d)
+
+
+def _gather(x: jax.Array, dim: int, index: jax.Array, **_: Any) -> jax.Array:
+    """The index may be smaller than `x` in other dimensions. Then only the first places of `x` are read."""
+    kept = [slice(size) for size in index.shape]
+    kept[dim] = slice(None)
+    return jnp.take_along_axis(x[tuple(kept)], index, axis=dim)
+
+
+def _getitem(x: Any, index: Any) -> Any:
+    """x[index]. Integers select first, as in torch, so they do not move the dimensions of index tensors."""
+    if not isinstance(x, jax.Array):
+        return x[index]
+    items = index if isinstance(index, tuple) else (index,)
+    rest = tuple(item for item in items if not _selects(item))
+    first = (item if _selects(item) or item is ... else slice(None) for item in items if item is not None)
+    return x[tuple(first)][rest]
+
+
+def _selects(item: Any) -> bool:
+    return isinstance(item, int) or (isinstance(item, jax.Array) and not item.ndim)
 
 
 def _getattr(x: Any, name: str) -> Any:
@@ -180,14 +206,14 @@ def _math(name: str) -> Op:
 
 
 _NUMPY = (
-    "abs", "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "square", "negative", "sign",
+    "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "square", "negative", "sign",
     "floor", "ceil", "round", "trunc", "reciprocal", "sin", "cos", "tanh", "isnan", "isinf",
     "isfinite", "logical_not", "logical_and", "logical_or", "logical_xor", "multiply", "remainder",
     "maximum", "minimum", "logaddexp",
 )  # fmt: skip
 OPS: Mapping[str, Op] = {
     **{name: getattr(jnp, name) for name in _NUMPY},
-    "absolute": jnp.abs,
+    **dict.fromkeys(("abs", "absolute"), _abs),
     "rsqrt": jax.lax.rsqrt,
     "neg": jnp.negative,
     "sigmoid": jax.nn.sigmoid,
@@ -196,7 +222,7 @@ OPS: Mapping[str, Op] = {
     "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate=approximate == "tanh"),
     "logsigmoid": jax.nn.log_sigmoid,
     "softplus": lambda x, beta=1.0, threshold=20.0: jnp.where(
-        x * beta > threshold, x, jax.nn.softplus(jnp.minimum(x * beta, threshold)) / beta
+        x * beta > threshold, x, jax.nn.softplus(jnp.where(x * beta > threshold, 0, x * beta)) / beta
     ),
     "erf": jax.scipy.special.erf,
     "xlogy": jax.scipy.special.xlogy,
@@ -246,7 +272,7 @@ OPS: Mapping[str, Op] = {
     "argmin": lambda x, dim=None, keepdim=False: jnp.argmin(x, axis=dim, keepdims=keepdim),
     "count_nonzero": lambda x, dim=None: jnp.count_nonzero(x, axis=_axes(dim)),
     "mse_loss": lambda x, target, reduction="mean", **_: _reduced((x - target) ** 2, reduction),
-    "l1_loss": lambda x, target, reduction="mean", **_: _reduced(jnp.abs(x - target), reduction),
+    "l1_loss": lambda x, target, reduction="mean", **_: _reduced(_abs(x - target), reduction),
     "huber_loss": _huber(_huber_term),
     "smooth_l1_loss": _huber(_smooth_term),
     "reshape": lambda x, *shape, **named: x.reshape(_sizes(shape or (named["shape"],))),
@@ -263,7 +289,7 @@ OPS: Mapping[str, Op] = {
     "roll": lambda x, shifts, dims=None: jnp.roll(x, _axes(shifts), _axes(dims)),
     "narrow": lambda x, dim, start, length: jax.lax.slice_in_dim(x, start, start + length, axis=dim),
     "index_select": lambda x, dim, index: jnp.take(x, index, axis=dim),
-    "gather": lambda x, dim, index, **_: jnp.take_along_axis(x, index, axis=dim),
+    "gather": _gather,
     "diff": lambda x, n=1, dim=-1: jnp.diff(x, n=n, axis=dim),
     "dot": jnp.dot,
     "matmul": jnp.matmul,
@@ -287,6 +313,7 @@ OPS: Mapping[str, Op] = {
     "arange": _arange,
     "getattr": _getattr,
     **{f"operator.{name}": _on_numbers(getattr(operator, name)) for name in OPERATORS},
-    "operator.getitem": operator.getitem,  # its index may be a slice
+    "operator.abs": _on_numbers(_abs),
+    "operator.getitem": _getitem,
     **{f"math.{name}": _math(name) for name in MATH},
 }
