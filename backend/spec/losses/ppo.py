@@ -26,14 +26,13 @@ def ppo(logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[st
 
     log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
     bounds = thresholds(inputs, config)
-    # A clipped token's loss is constant. Its ratio may overflow, and 0 times the slope of infinity is NaN, so the
-    # differentiated formula gets another ratio there.
+    # The clipped term is the lower one only beyond the bound on the side of the advantage. There the loss is constant.
+    # The ratio may overflow, and 0 times the slope of infinity is NaN, so the differentiated formula gets another one.
     exact = jax.lax.stop_gradient(jnp.exp(log_ratio))
     bound = jnp.clip(exact, *bounds)
     constant = jnp.where(advantages > 0, exact > bound, exact < bound)
     ratio = jnp.exp(jnp.where(constant, 0.0, log_ratio))
-    objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, *bounds) * advantages)
-    return -jnp.where(constant, bound * advantages, objective)
+    return -jnp.where(constant, bound * advantages, ratio * advantages)
 
 
 LOSS = LossSpec(

@@ -111,6 +111,13 @@ def test_nan_logprob_is_not_masked():
     assert np.isnan(loss[0]).all() and np.isfinite(loss[1:]).all()
 
 
+def test_ratio_at_its_bound_has_the_whole_slope():
+    lp, inputs = draw((5, 2), own=False)
+    inputs["logprobs"] = lp
+    _, slope = losses_and_slopes(choose("ppo", {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}), lp, inputs)
+    assert np.array_equal(slope, -inputs["advantages"] * inputs["weights"])
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="loss_fn is 'nope': must be one of"):
         choose("nope", {})
