@@ -33,7 +33,7 @@ def rated_rows(url: str, kind: str) -> Iterator[dict[str, Any]]:
     chat, prompt_completion (also for `auto`): the answers that were rated good, or the better text. preference: for a
     prompt whose answers were rated differently, the best and the worst. prompt: every prompt once, with the best
     answer as `answer`, for rewards that compare.
-    UserError: the URL is wrong, or the server refuses the request.
+    UserError: the URL is wrong, or the server does not answer or refuses the request.
     """
     block, since = _parse(url)
     base_url, key = _address(block) if block else server_from_environment(Settings())
@@ -103,7 +103,10 @@ def _read(base_url: str, key: str, since: datetime | None) -> Iterator[dict[str,
     asked: dict[str, str | int] = {"limit": _PAGE} | ({} if since is None else {"since": since.isoformat()})
     with httpx.Client(base_url=base_url, headers={"X-API-Key": key}, timeout=60) as http:
         while True:
-            answer = http.get("v1/feedback", params=asked)
+            try:
+                answer = http.get("v1/feedback", params=asked)
+            except httpx.HTTPError as error:
+                raise UserError(f"data.url: no server answers at {base_url} ({error})") from error
             if answer.status_code != 200:
                 raise UserError(f"data.url: {base_url} answered {answer.status_code}: {answer.text[:200]}")
             page = answer.json()["data"]

@@ -170,7 +170,7 @@ def _files(filesystem: AbstractFileSystem, path: str, source: DataSource) -> lis
 def _names_in(filesystem: AbstractFileSystem, folder: str) -> list[str]:
     try:
         return [PurePosixPath(name).name for name in filesystem.ls(folder, detail=False)]
-    except OSError:
+    except Exception:  # noqa: BLE001  clients of remote files raise their own errors, and this is only for a hint
         return []
 
 

@@ -399,6 +399,7 @@ def test_unreadable_file_is_named(tmp_path: Path, work: str, renderer: Renderer)
         ("twice.csv", "", r"must name every column once, not \['a', 'a'\]"),
         ("nowhere://x/rows.jsonl", "", "Protocol not known: nowhere"),
         ("away://x/rows.jsonl", "", "data.url 'away://x/rows.jsonl': no route to the hub"),
+        ("http://127.0.0.1:9/data/rows.jsonl", "", "url 'http://127.0.0.1:9/data/rows.jsonl': does not exist"),
     ):
         place = url if "://" in url else str(tmp_path / url)
         with pytest.raises(UserError, match=message):

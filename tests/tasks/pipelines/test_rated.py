@@ -53,3 +53,10 @@ def test_all_pages_are_read_and_a_refusal_is_raised(monkeypatch: pytest.MonkeyPa
         transport=httpx.MockTransport(lambda request: httpx.Response(401, text="who are you?")), **more))  # fmt: skip
     with pytest.raises(UserError, match="answered 401: who are you"):
         list(rated_rows("journal://?rated=true", "auto"))
+
+
+def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-key")
+    with pytest.raises(UserError, match=r"^data\.url: no server answers at http://127\.0\.0\.1:9 \("):
+        list(rated_rows("journal://?rated=true", "auto"))
