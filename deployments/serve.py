@@ -40,6 +40,7 @@ from tinkerflow.tasks.pipelines.environments import MAY_IMPORT
 
 if TYPE_CHECKING:
     from prefect import Flow
+    from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.events.schemas.automations import AutomationCore
     from prefect.schedules import Schedule
 
@@ -392,13 +393,13 @@ def _schedule(wanted: dict[str, Any]) -> Schedule:
             case {"cron": str(cron), **rest}:
                 CronSchedule(cron=cron, timezone=rest.get("timezone"))  # validates, which Cron does not
                 return Cron(cron, **rest)
-            case {"interval": int() | float() as seconds, **rest}:
+            case {"interval": int() | float() as seconds, **rest} if seconds > 0 and not isinstance(seconds, bool):
                 return Interval(seconds, **rest)
     except ValidationError as error:
         raise UserError(f"schedules: {explain(error)}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"schedules: {wanted!r}: {error}") from error
-    raise UserError(f"schedules: {wanted!r}: must have cron, or interval in seconds")
+    raise UserError(f"schedules: {wanted!r}: must have cron, or interval in seconds above 0")
 
 
 def check_parameters(wanted: Deployment) -> None:
@@ -414,9 +415,8 @@ def check_parameters(wanted: Deployment) -> None:
 def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]:
     """The flow of a deployment, and its arguments for `Runner.aadd_flow` of Prefect.
 
-    UserError: the flow cannot be imported, or a schedule is wrong. `check_parameters` checks parameters.
+    UserError: the flow cannot be imported, or a schedule or the limit is wrong. `check_parameters` checks parameters.
     """
-    from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.flows import load_flow_from_entrypoint
     from prefect.types.entrypoint import EntrypointType
 
@@ -426,7 +426,6 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
     except Exception as error:  # any error of the module
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"deployment {wanted.name!r}: entrypoint {wanted.entrypoint!r}: {why}") from error
-    limit = wanted.concurrency_limit
     return unless_changed(flow, wanted.entrypoint), {
         "name": wanted.name,
         "description": wanted.description,
@@ -434,9 +433,23 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
         "tags": wanted.tags,
         "schedules": [_schedule(schedule) for schedule in wanted.schedules],
         "paused": wanted.paused,
-        "concurrency_limit": ConcurrencyLimitConfig.model_validate(limit) if isinstance(limit, dict) else limit,
+        "concurrency_limit": _concurrency_limit(wanted),
         "entrypoint_type": EntrypointType.MODULE_PATH,
     }
+
+
+def _concurrency_limit(wanted: Deployment) -> int | ConcurrencyLimitConfig | None:
+    """How many runs of a deployment may run at the same time, as Prefect takes it. UserError: the limit is wrong."""
+    from prefect.client.schemas.objects import ConcurrencyLimitConfig
+
+    limit = wanted.concurrency_limit
+    try:
+        found = ConcurrencyLimitConfig.model_validate(limit) if isinstance(limit, dict) else limit
+    except ValidationError as error:
+        raise UserError(f"deployment {wanted.name!r}: concurrency_limit: {explain(error)}") from error
+    if found is not None and (found if isinstance(found, int) else found.limit) < 1:
+        raise UserError(f"deployment {wanted.name!r}: concurrency_limit {limit!r}: must be at least 1")
+    return found
 
 
 def unless_changed(flow: Flow[..., Any], entrypoint: str) -> Flow[..., Any]:

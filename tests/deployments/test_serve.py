@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import io
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -97,6 +98,16 @@ def test_invalid_entry_points_and_schedules_are_refused_early() -> None:
     for schedule in ({"cron": "61 3 * * *"}, {"cron": "1 3 * * *", "timezone": "Europe/Berlim"}):
         with pytest.raises(UserError, match=r"^schedules: .*[Ii]nvalid .*$"):
             make_deployment(Deployment(name="x", entrypoint=entrypoint, parameters=parameters, schedules=[schedule]))
+    for seconds in (0, -5, True, math.inf, math.nan):
+        with pytest.raises(UserError, match=r"^schedules: {'interval': "):
+            make_deployment(
+                Deployment(name="x", entrypoint=entrypoint, parameters=parameters, schedules=[{"interval": seconds}])
+            )
+    for limit in (0, {"limit": 0}, {"limit": "many"}, {"most": 1}):
+        with pytest.raises(UserError, match=r"^deployment 'x': concurrency_limit"):
+            make_deployment(
+                Deployment(name="x", entrypoint=entrypoint, parameters=parameters, concurrency_limit=limit)  # type: ignore[arg-type]
+            )
     for unknown in ("no_module.flow", "tinkerflow.flows.pipelines.sft.nightly"):
         with pytest.raises(UserError, match=f"^deployment 'x': entrypoint '{unknown}': .*$"):
             make_deployment(Deployment(name="x", entrypoint=unknown, parameters=parameters))
