@@ -91,6 +91,14 @@ def print_wide(table: Table, *, empty: str = "") -> None:
     plain_console(width=max(plain_console().width, 240)).print(table)
 
 
+def write_output(file: Path, text: str) -> None:
+    """Write the file of the option --output. UserError: the file cannot be written."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise UserError(f"--output {str(file)!r}: cannot be written ({error.strerror})") from error
+
+
 def existing(settings: Settings, url: str) -> str:
     """The URL of a store. UserError: the store is a folder of a data dir that does not exist."""
     if f"{url}/".startswith(f"{settings.data_dir.as_uri()}/") and not settings.data_dir.is_dir():

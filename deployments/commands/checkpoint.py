@@ -12,7 +12,16 @@ import typer
 from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
 from tinkerflow.backend.core.ids import IMPORTED, LOCAL_OWNER, new_id
 from tinkerflow.backend.spec.limits import MAX_TTL
-from tinkerflow.deployments.options import DataDir, database_of, existing, minute, print_wide, setting, settings_with
+from tinkerflow.deployments.options import (
+    DataDir,
+    database_of,
+    existing,
+    minute,
+    print_wide,
+    setting,
+    settings_with,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from tinkerflow.backend.settings import Settings
@@ -296,7 +305,7 @@ def card(
     if output is None:
         print(text, end="")
     else:
-        output.write_text(text)
+        write_output(output, text)
 
 
 def _card(opened: Store, saved: Saved, base: Path, settings: Settings, *, merged: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tinkerflow.deployments.options import DataDir, print_wide, settings_with
+from tinkerflow.deployments.options import DataDir, print_wide, settings_with, write_output
 
 if TYPE_CHECKING:
     from tinkerflow.deployments.recorded_run import RecordedRun
@@ -152,7 +152,7 @@ def receipt(
 
     with _recorded(run, data_dir) as recorded:
         issued = recorded.api.ask(f"training_runs/{quoted(run)}/receipt")
-    output.write_text(json.dumps(issued, indent=1) + "\n")
+    write_output(output, json.dumps(issued, indent=1) + "\n")
     last = issued["marks"][-1]
     print(f"{output}: {last['seq_id'] + 1} requests up to step {last['step']}, signed by {issued['public_key']}")
 

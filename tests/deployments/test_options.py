@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.commands import every_command
-from tinkerflow.deployments.options import explain, plain_console, setting, settings_with
+from tinkerflow.deployments.options import explain, plain_console, setting, settings_with, write_output
 from tinkerflow.deployments.setting_help import _fields, describe
 
 
@@ -115,3 +115,10 @@ def test_console_prints_text_without_markup() -> None:
 def test_an_empty_list_is_one_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
     done = CliRunner().invoke(every_command(), [*words, "--data-dir", str(tmp_path)], catch_exceptions=False)
     assert done.stdout == line
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    for file, reason in ((tmp_path / "none" / "card.md", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError) as error:
+            write_output(file, "text")
+        assert error.value.message == f"--output {str(file)!r}: cannot be written ({reason})"
