@@ -213,22 +213,24 @@ async def _deploy(server: Any, name: str, **more: object) -> str:
     return str((await _ask(server, "deployments/", name=name, flow_id=flow["id"], **more))["id"])
 
 
-async def test_serve_follows_the_prefect_server_of_its_data_dir(
+async def test_serve_follows_the_prefect_server_of_its_data_dir_only(
     tmp_path: Path, prefect_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefect_database(tmp_path / "data")
+    """The server gets another address. Then a server with another data dir gets that address."""
+    data, file, log, end = (tmp_path / name for name in ("data", "prefect.yaml", "serve.log", "end.log"))
+    prefect_database(data)
+    prefect_database(tmp_path / "restored")
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    file, log = tmp_path / "prefect.yaml", tmp_path / "serve.log"
-    file.write_text("deployments: []\n")
-    command = [sys.executable, "-m", "tinkerflow", "serve", "--file", str(file), "--data-dir", str(tmp_path / "data")]
-    with log.open("w") as output, ExitStack() as stack:
-        server = await start_server(tmp_path / "data", stack.enter_context(await listen(0)))
+    command = [sys.executable, "-m", "tinkerflow", "serve", "--file", str(file), "--data-dir", str(data)]
+    with log.open("w") as output, end.open("w") as last, ExitStack() as stack:
+        server = await start_server(data, stack.enter_context(await listen(0)))
         await _deploy(server, "nightly")
         await _deploy(server, "of-a-pool", work_pool_name="elsewhere")
         served = await _deploy(server, "of-another-serve")
         engines = await _ask(server, "flows/", name="training_run")
         await _ask(server, "deployments/", name="training runs of data on host", flow_id=engines["id"])
         await _ask(server, "deployments/get_scheduled_flow_runs", deployment_ids=[served])
+        file.write_text("deployments: []\n")
         serving = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=asyncio.subprocess.STDOUT)
         try:
             await _until_logged(log, f"Prefect: {server.access.api_url}\n")
@@ -238,33 +240,16 @@ async def test_serve_follows_the_prefect_server_of_its_data_dir(
             assert named in log.read_text() and log.read_text().count("no process serves") == 1
             await server.stop()
             await _until_logged(log, f"Prefect at {server.access.api_url} does not answer")
-            old, server = server, await start_server(tmp_path / "data", stack.enter_context(await listen(0)))
+            old, server = server, await start_server(data, stack.enter_context(listening := await listen(0)))
             assert old.access.api_url != server.access.api_url
-            await _until_logged(log, f"Prefect: {server.access.api_url}\n")
+            await _until_logged(log, url := f"Prefect: {server.access.api_url}\n")
             serving.terminate()
             assert await asyncio.wait_for(serving.wait(), 120) == 0
-        finally:
-            if serving.returncode is None:
-                serving.kill()
-            await server.stop()
-    assert "Traceback" not in log.read_text(), log.read_text()
 
-
-async def test_serve_ends_in_one_line_when_another_data_dir_has_its_address(
-    tmp_path: Path, prefect_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefect_database(tmp_path / "restored")
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    file, log, old = tmp_path / "prefect.yaml", tmp_path / "serve.log", tmp_path / "old"
-    file.write_text("deployments:\n- {name: a, entrypoint: tinkerflow.flows.pipelines.sft.sft, parameters: ")
-    with file.open("a") as more:
-        more.write("{parameters: {name: a, data: {url: a.jsonl}}}}\n")
-    command = [sys.executable, "-m", "tinkerflow", "serve", "--file", str(file), "--data-dir", str(old)]
-    with log.open("w") as output, ExitStack() as stack:
-        server = await start_server(old, stack.enter_context(listening := await listen(0)))
-        serving = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=asyncio.subprocess.STDOUT)
-        try:
-            await _until_logged(log, url := f"Prefect: {server.access.api_url}\n")
+            sft = "{name: a, entrypoint: tinkerflow.flows.pipelines.sft.sft, parameters: {parameters: {name: a, "
+            file.write_text(f"deployments:\n- {sft}data: {{url: a.jsonl}}}}}}}}\n")
+            serving = await asyncio.create_subprocess_exec(*command, stdout=last, stderr=asyncio.subprocess.STDOUT)
+            await _until_logged(end, url)
             await server.stop()
             server = await start_server(tmp_path / "restored", listening)
             assert url == f"Prefect: {server.access.api_url}\n"
@@ -273,8 +258,9 @@ async def test_serve_ends_in_one_line_when_another_data_dir_has_its_address(
             if serving.returncode is None:
                 serving.kill()
             await server.stop()
-    said = log.read_text()
-    line = f"Prefect at {server.access.api_url} refuses the credential of data dir {old}: start `tinkerflow serve`"
+    assert "Traceback" not in log.read_text(), log.read_text()
+    said = end.read_text()
+    line = f"Prefect at {server.access.api_url} refuses the credential of data dir {data}: start `tinkerflow serve`"
     assert line in " ".join(said.split()), said
     assert "Traceback" not in said and "Warning" not in said and said.count("refuse") == 1, said
 
