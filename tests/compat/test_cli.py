@@ -48,22 +48,30 @@ def test_runs(cli: Cli, run: str, base_model: str) -> None:
     "tinker checkpoint delete",
 )
 def test_checkpoints(cli: Cli, trainer: tinker.TrainingClient, run: str) -> None:
-    path = trainer.save_state("by-hand").result().path
+    path, other = (trainer.save_state(name).result().path for name in ("by-hand", "other"))
+    sampler = trainer.save_weights_for_sampler("by-hand", ttl_seconds=3600).result().path
 
-    def now() -> dict[str, object]:
-        return next(each for each in cli.json("checkpoint", "list", "--run-id", run)["checkpoints"] if _is(each, path))
+    def now(one: str, *options: str) -> dict[str, object]:
+        return next(each for each in cli.json("checkpoint", "list", *options)["checkpoints"] if _is(each, one))
 
-    assert (now()["checkpoint_id"], now()["public"]) == ("weights/by-hand", False)
+    first = now(path, "--run-id", run)
+    assert (first["checkpoint_id"], first["checkpoint_type"], first["public"]) == ("weights/by-hand", "training", False)
+    assert now(sampler, "--run-id", run)["checkpoint_type"] == "sampler"
     assert "by-hand" in cli("checkpoint", "info", path)
     cli("checkpoint", "publish", path)
     cli("checkpoint", "set-ttl", path, "--ttl", "7200")
-    assert now()["public"] is True
-    assert now()["expires_at"] is not None
+    for found in (now(path, "--limit", "0"), info := cli.json("checkpoint", "info", path)):
+        assert (found["public"], found["expires_at"] is None) == (True, False)
+    assert info["lora_rank"] == 4
     cli("checkpoint", "unpublish", path)
-    cli("checkpoint", "set-ttl", path, "--remove")
-    assert (now()["public"], now()["expires_at"]) == (False, None)
-    cli("checkpoint", "delete", "--yes", path)
-    assert not any(_is(each, path) for each in cli.json("checkpoint", "list")["checkpoints"])
+    for one in (path, sampler):
+        cli("checkpoint", "set-ttl", one, "--remove")
+        assert (now(one, "--limit", "0")["public"], now(one, "--limit", "0")["expires_at"]) == (False, None)
+    assert cli.json("checkpoint", "info", path)["public"] is False
+    assert cli.json("checkpoint", "delete", "--yes", path, sampler)["deleted_count"] == 2
+    left = cli.json("checkpoint", "list", "--limit", "0")["checkpoints"]
+    assert any(_is(each, other) for each in left)
+    assert not any(_is(each, path) or _is(each, sampler) for each in left)
     assert "by-hand" in cli("checkpoint", "info", path, fails=True)
 
 

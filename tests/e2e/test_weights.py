@@ -137,35 +137,3 @@ def test_an_uploaded_adapter_trains_on(server: Any, service: tinker.ServiceClien
     imported.forward_backward([make_datum(TEXT)], "cross_entropy")
     imported.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     assert (ours(imported, make_datum) != ours(trainer, make_datum)).any()
-
-
-def test_the_command_line_manages_checkpoints(server: Any, service: tinker.ServiceClient, cli: Any) -> None:
-    trainer = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
-    run = trainer.get_info().model_id
-    first, second = (trainer.save_state(name).result().path for name in ("one", "two"))
-    sampler = trainer.save_weights_for_sampler("three", ttl_seconds=3600).result().path
-
-    listed, *_, infos = cli(
-        f"checkpoint list --run-id {run}",
-        f"checkpoint publish {first}",
-        f"checkpoint set-ttl {first} --ttl 7200",
-        f"checkpoint set-ttl {sampler} --remove",
-        f"checkpoint info {first}",
-    )
-    assert {one["tinker_path"]: one["checkpoint_type"] for one in listed["checkpoints"]} == {
-        first: "training",
-        second: "training",
-        sampler: "sampler",
-    }
-    assert (infos["public"], infos["expires_at"] is None, infos["lora_rank"]) == (True, False, 4)
-
-    every, _, info, deleted, left = cli(
-        "checkpoint list --limit 0",
-        f"checkpoint unpublish {first}",
-        f"checkpoint info {first}",
-        f"checkpoint delete --yes {first} {sampler}",
-        f"checkpoint list --run-id {run}",
-    )
-    assert next(one for one in every["checkpoints"] if one["tinker_path"] == sampler)["expires_at"] is None
-    assert (info["public"], deleted["deleted_count"]) == (False, 2)
-    assert [one["tinker_path"] for one in left["checkpoints"]] == [second]
