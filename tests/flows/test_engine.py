@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,13 @@ def engine(tmp_path: Path, base_model: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def workers() -> list[int]:
     """PIDs of the worker processes that this process started."""
-    pids = [int(p) for path in Path("/proc/self/task").glob("*/children") for p in path.read_text().split()]
-    return [pid for pid in pids if b"tinkerflow.backend.pool.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread or process that has just ended
+            for pid in path.read_text().split():
+                if b"tinkerflow.backend.pool.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(int(pid))
+    return found
 
 
 async def test_training_and_sampling_through_worker_processes(engine: Engine, connect: Any, base_model: str) -> None:

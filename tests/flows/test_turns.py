@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.flows.test_engine import workers
 from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.core import errors
@@ -228,17 +228,6 @@ async def test_requests_for_a_group_that_cannot_start_fail_with_the_reason(journ
     states = [journal.models.get(model, None).state for model in (live, new, paused)]
     assert states == [ModelState.LIVE, ModelState.FAILED, ModelState.CREATING]
     assert journal.queue.pending_models() == [paused]
-
-
-def workers() -> list[int]:
-    """PIDs of the worker processes that this process started."""
-    found = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread or process that has just ended
-            for pid in path.read_text().split():
-                if b"tinkerflow.backend.pool.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(int(pid))
-    return found
 
 
 async def test_five_base_models_share_two_groups(
