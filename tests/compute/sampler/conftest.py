@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.models.transformer import Params
 from tinkerflow.backend.compute.planning.memory_plan import plan_group
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.model import SamplerModel
-from tinkerflow.backend.compute.sampler.pages import PAGE, PageTable
+from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.training.budget import Budget
 from tinkerflow.backend.spec.commands import BaseWeights, GroupConfig, LoraSpec
@@ -67,7 +67,7 @@ class Tiny:
         prefill_budget: int = 1024,
         **changes: Any,
     ) -> Sampler:
-        """free_pages: other pages stay in use. Fewer `pages` would be another shape of all programs."""
+        """free_pages: the other pages are never used. Fewer `pages` would be another shape of all programs."""
         config = self.config(**changes)
         plan = plan_group(self.cfg, config)
         made = Sampler(
@@ -81,8 +81,8 @@ class Tiny:
             page=page,
             prefill_budget=prefill_budget,
         )
-        if free_pages is not None:
-            assert made.pages.reserve(PageTable(0), 0, (made.pages.free(0) - free_pages) * page)
+        while free_pages is not None and made.pages.free(0) > free_pages:
+            made.pages._free[0].popitem()
         return made
 
 
