@@ -64,7 +64,8 @@ class LocalBlobs:
                 path.unlink()
             except FileNotFoundError:
                 return False
-        flush(path.parent)
+        with suppress(FileNotFoundError):  # another process may have removed the folder
+            flush(path.parent)
         return True
 
     def remove_folder(self, prefix: str) -> None:
@@ -77,27 +78,31 @@ class LocalBlobs:
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
         """Remove drafts from before `before`, whose writers must have died."""
-        folder, cleared = self._root / prefix, 0
-        for path in folder.glob(".*") if folder.is_dir() else ():
+        cleared = 0
+        for path in self._paths(prefix):
             with suppress(FileNotFoundError):
-                if path.stat().st_mtime < before.timestamp():
+                if path.name[0] == "." and path.stat().st_mtime < before.timestamp():
                     path.unlink()
                     cleared += 1
         return cleared
 
     def children(self, prefix: str) -> list[str]:
         """The names in a folder, without drafts."""
-        folder = self._root / prefix
-        return sorted(path.name for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
+        return sorted(path.name for path in self._paths(prefix) if path.name[0] != ".")
 
     def written_at(self, prefix: str) -> datetime | None:
         """When a file in the folder was last written, drafts included."""
-        folder = self._root / prefix
         times = []
-        for path in folder.iterdir() if folder.is_dir() else ():
+        for path in self._paths(prefix):
             with suppress(FileNotFoundError):  # a draft that has just been renamed
                 times.append(path.stat().st_mtime)
         return datetime.fromtimestamp(max(times), UTC) if times else None
+
+    def _paths(self, prefix: str) -> list[Path]:
+        """The files in a folder, drafts included; none if there is no folder, or if another process removes it."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return list((self._root / prefix).iterdir())
+        return []
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:

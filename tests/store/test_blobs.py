@@ -130,6 +130,14 @@ def test_local_drafts_are_hidden_and_failed_creates_leave_none(tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".y.draft", "x"]
 
 
+def test_local_folder_that_disappears_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = LocalBlobs(tmp_path)
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # as if another process removed it after this check
+    assert blobs.children("a") == []
+    assert blobs.written_at("a") is None
+    assert blobs.clear_drafts("a", datetime.now(UTC)) == 0
+
+
 class LossyFileSystem(MemoryFileSystem):
     """An object store on a bad line: a write succeeds, its response is lost, and the client's retry finds it stored."""
 
