@@ -7,6 +7,7 @@ recorded one, byte for byte, and the first difference is noted.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,17 +72,22 @@ class Changes:
     sets: Sequence[Change] = ()
     without: Mapping[int, Collection[int] | None] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.first is not None and self.last is not None and self.last < self.first:
+            raise UserError(f"--to {self.last}: must be at least {self.first}, the first step (--from)")
+
     @staticmethod
     def parse_without(texts: Sequence[str]) -> dict[int, Collection[int] | None]:
         """Parse `812`, which leaves out step 812, and `812:3`, only row 3 of its data. UserError: another text."""
         found: dict[int, set[int] | None] = {}
         for text in texts:
-            step, separator, row = text.partition(":")
-            if not step.isdecimal() or (separator and not row.isdecimal()):
+            parts = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+            if parts is None:
                 raise UserError(f"--without {text!r}: must be STEP, or STEP:ROW for one row of the step's data")
-            if not separator:
-                found[int(step)] = None
-            elif (rows := found.setdefault(int(step), set())) is not None:
+            step, row = int(parts[1]), parts[2]
+            if row is None:
+                found[step] = None
+            elif (rows := found.setdefault(step, set())) is not None:
                 rows.add(int(row))
         return dict(found)
 

@@ -15,7 +15,7 @@ _LEAST_BYTES = 16
 def parse_address(text: str) -> tuple[str, int]:
     """The host (a name or an IPv4 address) and the port of "host:port". ValueError: anything else."""
     host, _, port = text.rpartition(":")
-    if not host or ":" in host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+    if not host or ":" in host or not (port.isascii() and port.isdigit() and len(port) < 6) or int(port) > 65535:
         raise ValueError(f"{text!r} must be HOST:PORT, with a name or an IPv4 address and a port of 0 to 65535")
     return host, int(port)
 

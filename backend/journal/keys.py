@@ -15,16 +15,14 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import KEY_PREFIX, LOCAL_OWNER, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, Table, as_view, columns, insert_if_absent, missing
-from tinkerflow.backend.journal.project_limits import ProjectLimit
+from tinkerflow.backend.journal.project_limits import ProjectLimit, checked_name
 from tinkerflow.backend.journal.quotas import move_totals
 from tinkerflow.backend.journal.tables import ApiKey, EndedToken, ServiceSecret
 
 _SHOWN = len(KEY_PREFIX) + 6
-LONGEST_NAME = 128  # characters of a name or a project
 _USE_NOTED_EVERY = timedelta(minutes=1)  # so that most checks of a key only read
 
 _WITH_LIMITS = (
@@ -76,10 +74,7 @@ class Keys(Aggregate):
 
         actor: for the audit log; see `audit.write_event`.
         """
-        name, project = name.strip(), project.strip()
-        for field, value in (("name", name), ("project", project)):
-            if not 1 <= len(value) <= LONGEST_NAME:
-                raise UserError(f"{field} is {value!r}: must have 1 to {LONGEST_NAME} characters")
+        name, project = checked_name("name", name), checked_name("project", project)
         secret, now = KEY_PREFIX + secrets.token_urlsafe(32), self._now()
         values = {"id": new_id("key"), "key_hash": hash_key(secret), "prefix": secret[:_SHOWN], "created_at": now}
         made = sa.insert(ApiKey).values(**values, name=name, project=project, admin=admin).returning(*columns(ApiKey))

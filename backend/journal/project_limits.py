@@ -16,6 +16,15 @@ from tinkerflow.backend.journal.quotas import Limits, use_of
 
 SETTINGS = [f"max_{limit.name}" for limit in fields(Limits)]
 _MOST = 2**62
+LONGEST_NAME = 128  # characters of a name or a project
+
+
+def checked_name(field: str, value: str) -> str:
+    """The value without surrounding spaces. field: "name" or "project". UserError: the value is empty or too long."""
+    value = value.strip()
+    if not 1 <= len(value) <= LONGEST_NAME:
+        raise UserError(f"{field} is {value!r}: must have 1 to {LONGEST_NAME} characters")
+    return value
 
 
 class ProjectLimit(Table, table=True):
@@ -44,8 +53,10 @@ class ProjectLimits(Aggregate):
         """Change a project's own limits, and return all of them.
 
         changes: by setting (`max_stored_bytes`). 0: no limit. None: the setting's value applies again. actor: for the
-        audit log. UserError: a name is not a limit of projects, or a value is out of range.
+        audit log. UserError: the project's name is empty or too long, a name is not a limit of projects, or a value is
+        out of range.
         """
+        project = checked_name("project", project)
         for name, value in changes.items():
             if name not in SETTINGS:
                 raise UserError(f"limit {name!r}: must be one of {', '.join(SETTINGS)}{did_you_mean(name, SETTINGS)}")

@@ -60,7 +60,7 @@ def list_limits(data_dir: DataDir = None) -> None:
 
 def _parsed(limit: str) -> tuple[str, int | None]:
     name, equals, value = limit.partition("=")
-    if not equals or not (value == "default" or value.isdecimal()):
+    if not equals or not (value == "default" or (value.isdecimal() and len(value) < 20)):
         raise UserError(f"limit {limit!r}: must be NAME=VALUE with a number or `default`, such as max_live_models=2")
     return name, None if value == "default" else int(value)
 

@@ -286,6 +286,8 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
         {},
         "limit 'max_live_model': must be one of max_sampling_requests, max_queued_tokens, ",
     ),
+    (["limit", "set", "team", f"max_live_models={'9' * 5000}"], {}, "must be NAME=VALUE with a number or `default`"),
+    (["limit", "set", " ", "max_live_models=2"], {}, "project is '': must have 1 to"),
     (["plan", "tinkerflow/tiny", "--topology", "h1000:8"], {}, "topology 'h1000:8': device 'h1000' is unknown"),
     (
         ["run", "sft", "--config", example_file("sft.yaml").as_posix()],

@@ -147,6 +147,8 @@ def test_history_commands_report_changes_and_invalid_words(run: str, command: An
         ("rerun", run, "--set", "learning_rat=1"): "adamw has no parameter 'learning_rat' (did you mean",
         ("rerun", run, "--set", "beta1=half"): "must be beta1=NUMBER",
         ("rerun", run, "--without", "5:x"): "must be STEP, or STEP:ROW",
+        ("rerun", run, "--without", "5:" + "9" * 5000): "must be STEP, or STEP:ROW",
+        ("rerun", run, "--from", "5", "--to", "3"): "--to 3: must be at least 5, the first step",
         ("rerun", "sess-0:train:0"): "'sess-0:train:0' does not exist",
         ("fork", run, "--step", "99"): "its run is at step 8",
         ("blame", run, "--step", "99"): "its history has no forward_backward of step 99",

@@ -14,8 +14,7 @@ from tinkerflow.api.identity import Identity
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.plot import LINES, Line
 from tinkerflow.backend.journal import KeyView, UsageKind, actor_of_key
-from tinkerflow.backend.journal.keys import LONGEST_NAME
-from tinkerflow.backend.journal.project_limits import LimitUse
+from tinkerflow.backend.journal.project_limits import LONGEST_NAME, LimitUse
 
 _DAYS = 30
 _PROJECTS = 20  # with their own limits, shown; `tinkerflow limit list` prints all
