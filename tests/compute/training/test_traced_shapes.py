@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -198,6 +197,7 @@ ITEMS = st.one_of(
 @example([2, 3, 4], [0, slice(None), np.zeros(2, int)], False)
 @given(st.lists(st.integers(2, 4), min_size=1, max_size=4), st.lists(ITEMS, min_size=1, max_size=4), st.booleans())
 def test_index_has_the_shape_of_torch(sizes, items, ellipsis):
+    torch = pytest.importorskip("torch")
     items = [*items, ...] if ellipsis else items
     abstract = tuple(Shaped(item.shape) if isinstance(item, np.ndarray) else item for item in items)
     try:
