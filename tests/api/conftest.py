@@ -353,7 +353,9 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
     stops: list[Callable[[], None]] = []
 
     def begin(**more: Any) -> Running:
-        listening = socket.create_server(("127.0.0.1", 0))  # holds the port from now on
+        # Holds the port from now on. asyncio sends small answers at once only if the socket names its protocol.
+        listening = socket.socket(proto=socket.IPPROTO_TCP)
+        listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         bound = more.pop("host", "127.0.0.1")
         recheck_seconds = more.pop("recheck_seconds", RECHECK_SECONDS)
