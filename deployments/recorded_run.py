@@ -176,9 +176,8 @@ class RecordedRun:
                 step = row["step"] + 1 if row["step"] else step
             after = page["next"]
 
-    def links(self) -> Iterator[Link]:
-        """The parts of all requests that a receipt covers."""
-        after: int | None = -1
+    def links(self, after: int | None = -1) -> Iterator[Link]:
+        """The parts that a receipt covers of all requests with a seq_id above `after`."""
         while after is not None:
             page = self._page(after=after, payloads=False)
             for row in page["requests"]:
@@ -192,15 +191,11 @@ class RecordedRun:
 
     def _step_after_load(self, seq_id: int) -> int:
         """The step of the first optim_step after a load, which continues the steps of the state; 1 if none."""
-        after: int | None = seq_id
-        while after is not None:
-            page = self._page(after=after, payloads=False)
-            for row in page["requests"]:
-                if row["step"] is not None:
-                    return int(row["step"])
-                if row["kind"] in _LOADS and row["error"] is None:
-                    return 1
-            after = page["next"]
+        for link in self.links(seq_id):
+            if link.step is not None:
+                return link.step
+            if link.kind in _LOADS and link.error is None:
+                break
         return 1
 
     def _page(self, **params: Any) -> Any:

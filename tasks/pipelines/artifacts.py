@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
@@ -178,9 +179,10 @@ class RunArtifacts:
 def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[str, int], Sample]:
     """Samples by their prompts, which are numbered because rows may end with the same message."""
     found: dict[tuple[str, int], Sample] = {}
+    seen: Counter[str] = Counter()
     for sample in samples:
-        number = sum(prompt == sample.prompt for prompt, _ in found)
-        found[sample.prompt, number] = sample
+        found[sample.prompt, seen[sample.prompt]] = sample
+        seen[sample.prompt] += 1
     return found
 
 
