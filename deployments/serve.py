@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tinkerflow.backend.core.disk import folder_of_url
 from tinkerflow.backend.core.errors import ServerError, UserError
-from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
+from tinkerflow.backend.core.prefect_access import TRAINING_FLOW, PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.config import make_absolute, read_yaml
 from tinkerflow.deployments.data_check import parameters_of
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from prefect.schedules import Schedule
 
 HEARTBEAT_SECONDS = 30
-_ENGINES_FLOW = "training_run"  # of the deployment that an engine registers (flows/prefect/flow_run.py)
 UNPOLLED_SECONDS = 60.0  # Prefect's own limit, after which a deployment is not ready
 WATCH_SECONDS = 2.0  # between checks of the Prefect server
 RESULTS = "tinkerflow-results"
@@ -351,7 +350,7 @@ async def unserved(served: Collection[str], seconds: float = UNPOLLED_SECONDS) -
         found = [
             (f"{flow}/{one.name}", one.last_polled)
             for one in await client.read_deployments()
-            if one.work_pool_name is None and (flow := (await client.read_flow(one.flow_id)).name) != _ENGINES_FLOW
+            if one.work_pool_name is None and (flow := (await client.read_flow(one.flow_id)).name) != TRAINING_FLOW
         ]
     return sorted(name for name, polled in found if name not in served and (polled is None or polled < oldest))
 

@@ -30,6 +30,7 @@ from tinkerflow.backend.core.process_identity import identity, is_alive
 
 SIGN_IN_PATH = "/tinkerflow/sign-in"
 LINK_SECONDS = 3600
+TRAINING_FLOW = "training_run"  # of training runs; the engine registers its deployment
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from prefect.client.schemas.objects import State
 from prefect.events import Event, RelatedResource
 from prefect.states import Pending, Running
 
+from tinkerflow.backend.core.prefect_access import TRAINING_FLOW
 from tinkerflow.backend.journal import AWAY
 from tinkerflow.flows.prefect.connection import PrefectConnection, RequestQueue, is_away, send_event
 from tinkerflow.flows.prefect.drawing import Drawing
@@ -37,7 +38,7 @@ by _Run_. _Cancel_ ends a model, _Suspend_ and _Resume_ pause and continue it, a
 the journal."""
 
 
-@flow(name="training_run", persist_result=False)
+@flow(name=TRAINING_FLOW, persist_result=False)
 async def training_run(model_id: str, base_model: str) -> None:
     """One model's training run. Its task runs have names such as `model-ab12-0/step-000017/forward_backward`.
 
