@@ -85,6 +85,7 @@ def test_earlier_checkpoint_with_unknown_rows_is_named() -> None:
                 "kind": "load_weights",
                 "step": None,
                 "payload": load,
+                "payload_hash": "",
                 "result_hash": "",
                 "error": None,
             }
