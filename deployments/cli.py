@@ -34,8 +34,11 @@ def main() -> None:
 def hide_password(words: list[str]) -> None:
     """Restart this command without a database password in its arguments, which every local user could read.
 
-    The URL moves to the environment, which only the same user can read.
+    The URL moves to the environment, which only the same user can read. The arguments of `cassette` stay, because they
+    contain the command line of another program.
     """
+    if words[0] == "cassette":
+        return
     for i, word in enumerate(words):
         name, given, value = word.partition("=")
         url = value if given else "".join(words[i + 1 : i + 2])

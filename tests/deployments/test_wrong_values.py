@@ -434,6 +434,7 @@ def test_a_database_password_is_moved_out_of_the_arguments(monkeypatch: pytest.M
         cli.hide_password(words)
     cli.hide_password(["up", "--database-url", "postgresql://me@db/tinkerflow"])
     cli.hide_password(["up", "--database-url", "sqlite:////tmp/a.db"])
+    cli.hide_password(["cassette", "record", "-o", "c", "--", "python", "loop.py", "--database-url", url])
     assert executed == [(["up", "--port", "0"], url)] * 2
     assert cli.has_password("postgresql:///x?host=db&password=secret")
     for url in ("postgresql:///x?host=db&password=secret", "postgresql://me:secret@db/x"):
