@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import os
 import shlex
+import shutil
 import sqlite3
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from tinkerflow import __version__
 from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_private
@@ -30,10 +34,11 @@ MANIFEST = "tinkerflow-backup.json"
 JOURNAL, PREFECT = "journal.db", "prefect/prefect.db"
 _FOLDERS = {"store": "store_url", "pipelines": "pipelines_url"}  # name in the file -> setting with the folder's URL
 _DRAFT = ".partial"
+_DAMAGED = (tarfile.TarError, OSError, ValueError, EOFError, zlib.error, lzma.LZMAError)  # also if people compress it
 
 
 def write_backup(settings: Settings, file: Path) -> Iterator[str]:
-    """Write a backup of the data dir to a new file. Yields lines for people.
+    """Write a backup of the data dir to a new file. Yields lines for people. Links are replaced by their targets.
 
     UserError: the file exists or cannot be written, or there is no data dir with a database.
     """
@@ -47,25 +52,33 @@ def write_backup(settings: Settings, file: Path) -> Iterator[str]:
         opened = open_private(draft, "wb")
     except OSError as error:
         raise UserError(f"backup {file}: cannot be written in its folder ({error.strerror})") from error
-    with opened as out, tarfile.open(fileobj=out, mode="w") as tar:
-        now = datetime.now(UTC).isoformat()
-        manifest = {"version": __version__, "made_at": now, "data_dir": str(settings.data_dir)}
-        _add_bytes(tar, MANIFEST, json.dumps(manifest).encode())
-        if (journal := settings.journal_file) is not None:
-            yield from _add_database(tar, JOURNAL, journal)
-        else:
-            yield "not copied: the journal is in PostgreSQL; copy it with pg_dump before this backup"
-        for name, setting in _FOLDERS.items():
-            url = getattr(settings, setting)
-            if url.startswith("file://"):
-                yield _add_folder(tar, name, folder_of_url(url))
-            else:
-                yield f"not copied: {name} is at {url}"
-        yield from _add_database(tar, PREFECT, settings.data_dir / PREFECT)
-        for secret in sorted(settings.data_dir.glob("*.secret")):
-            _add_bytes(tar, secret.name, secret.read_bytes())
+    try:
+        with opened as out, tarfile.open(fileobj=out, mode="w", dereference=True) as tar:
+            yield from _add_all(tar, settings)
+    except BaseException:
+        draft.unlink()  # perhaps it has filled the disk
+        raise
     draft.rename(file)
     yield f"backup: {file}, {file.stat().st_size / 2**20:.1f} MiB"
+
+
+def _add_all(tar: tarfile.TarFile, settings: Settings) -> Iterator[str]:
+    now = datetime.now(UTC).isoformat()
+    manifest = {"version": __version__, "made_at": now, "data_dir": str(settings.data_dir)}
+    _add_bytes(tar, MANIFEST, json.dumps(manifest).encode())
+    if (journal := settings.journal_file) is not None:
+        yield from _add_database(tar, JOURNAL, journal)
+    else:
+        yield "not copied: the journal is in PostgreSQL; copy it with pg_dump before this backup"
+    for name, setting in _FOLDERS.items():
+        url = getattr(settings, setting)
+        if url.startswith("file://"):
+            yield _add_folder(tar, name, folder_of_url(url))
+        else:
+            yield f"not copied: {name} is at {url}"
+    yield from _add_database(tar, PREFECT, settings.data_dir / PREFECT)
+    for secret in sorted(settings.data_dir.glob("*.secret")):
+        _add_bytes(tar, secret.name, secret.read_bytes())
 
 
 def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
@@ -76,15 +89,11 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
     if data_dir.is_dir() and any(data_dir.iterdir()):
         raise UserError(f"data dir {data_dir}: is not empty; give a new --data-dir, or move the old one away")
     try:
-        with tarfile.open(file) as tar:
-            first = tar.next()
-            content = None if first is None or first.name != MANIFEST else tar.extractfile(first)
-            if content is None:
-                raise UserError(f"backup {file}: was not written by `tinkerflow backup`")
-            manifest = json.loads(content.read())
-            make_folder((data_dir / PREFECT).parent)  # the archive has only its file
-            tar.extractall(data_dir, filter=_private)
-    except (tarfile.TarError, OSError, ValueError) as error:
+        manifest = _unpack(file, data_dir)
+    except BaseException as error:
+        _clear(data_dir)
+        if not isinstance(error, _DAMAGED):
+            raise
         reason = str(error).partition("\n")[0].rstrip(":")  # tarfile lists the reason of each format
         raise UserError(f"backup {file}: cannot be restored ({reason})") from error
     (data_dir / MANIFEST).unlink()
@@ -92,6 +101,33 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
     folder = shlex.quote(str(data_dir))
     yield f"restored the backup of {manifest['made_at'][:16]} UTC (tinkerflow {manifest['version']}) into {data_dir}"
     yield f"next: tinkerflow checkpoint verify --data-dir {folder} && tinkerflow up --data-dir {folder}"
+
+
+def _unpack(file: Path, data_dir: Path) -> dict[str, Any]:
+    """Unpack a backup. Returns its manifest. UserError: it is no backup. One of _DAMAGED: it is damaged."""
+    with tarfile.open(file) as tar:
+        first = tar.next()
+        content = None if first is None or first.name != MANIFEST else tar.extractfile(first)
+        if content is None:
+            raise UserError(f"backup {file}: was not written by `tinkerflow backup`")
+        manifest: dict[str, Any] = json.loads(content.read())
+        make_folder((data_dir / PREFECT).parent)  # the archive has only its file
+        tar.extractall(data_dir, filter=_private)
+        # tarfile also stops, without an error, at a damaged header and where a file was cut between two members.
+        assert tar.fileobj is not None
+        tar.fileobj.seek(tar.offset)
+        if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"the file is cut or damaged after byte {tar.offset}")
+    return manifest
+
+
+def _clear(folder: Path) -> None:
+    """Remove the content of a folder, if it exists."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _name_embedded_model(data_dir: Path) -> None:
@@ -155,5 +191,5 @@ def _inside(folder: Path) -> Iterator[Path]:
             raise error
 
     yield folder
-    for base, folders, files in os.walk(folder, onerror=check):
+    for base, folders, files in os.walk(folder, onerror=check, followlinks=True):
         yield from (Path(base, name) for name in (*folders, *files))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import multiprocessing
 import os
@@ -225,6 +226,45 @@ def test_foreign_or_malicious_backup_file_is_refused(tmp_path: Path) -> None:
         tar.addfile(tarfile.TarInfo("../../evil"))
     with pytest.raises(UserError, match="cannot be restored"):
         list(restore_backup(tmp_path / "evil.tar", tmp_path / "new"))
+
+
+def test_backup_of_a_store_behind_a_link_is_restored(tmp_path: Path) -> None:
+    settings = filled(tmp_path / "data")
+    for link in (settings.data_dir / "store" / "run", settings.data_dir / "store"):
+        link.rename(tmp_path / f"disk-{link.name}")
+        link.symlink_to(tmp_path / f"disk-{link.name}")
+    list(write_backup(settings, tmp_path / "b.tar"))
+    list(restore_backup(tmp_path / "b.tar", tmp_path / "new"))
+    assert (tmp_path / "new/store/run/tensors").read_bytes() == b"\1" * 100
+    assert not (tmp_path / "new/store").is_symlink()
+
+
+def written(file: Path, content: bytes) -> Path:
+    file.write_bytes(content)
+    return file
+
+
+def test_cut_or_damaged_backup_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    list(write_backup(filled(tmp_path / "data"), tmp_path / "b.tar"))
+    whole = (tmp_path / "b.tar").read_bytes()
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        middle = tar.getmember("store/run/tensors").offset
+    packed = gzip.compress(whole)
+    list(restore_backup(written(tmp_path / "b.tar.gz", packed), tmp_path / "packed"))
+    broken = bytearray(whole)
+    broken[middle + 10] ^= 1
+    for content in (whole[:middle], whole[: middle + 600], bytes(broken), packed[: len(packed) // 2]):
+        with pytest.raises(UserError, match="cannot be restored"):
+            list(restore_backup(written(tmp_path / "cut.tar", content), tmp_path / "new"))
+        assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_failed_backup_leaves_no_file(tmp_path: Path) -> None:
+    settings = filled(tmp_path / "data")
+    (settings.data_dir / "prefect" / "prefect.db").write_bytes(b"no database" * 100)
+    with pytest.raises(sqlite3.DatabaseError):
+        list(write_backup(settings, tmp_path / "b.tar"))
+    assert not list(tmp_path.glob("b.tar*"))
 
 
 def test_backup_names_parts_stored_elsewhere(tmp_path: Path) -> None:
