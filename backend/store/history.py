@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from threading import Lock
 from typing import NamedTuple
@@ -130,16 +131,32 @@ class HistoryStore:
             known = self._examined(run_id)
             if step not in known and len(known) >= _MOST_EXAMINED:
                 raise UserError(f"step {step}: run {run_id!r} has the rows of {len(known)} steps, the most of a run")
-            self._blobs.remove(key)
-            self._blobs.create(key, msgspec.json.encode(rows))
+            while not self._put(key, msgspec.json.encode(rows)):
+                pass  # another request changed the rows meanwhile, and the later one counts
 
     def blames(self, run_id: str, most: int = 5) -> dict[int, list[BlamedRow]]:
         """The rows that `write_blame` stored for the last `most` steps, by step, newest first."""
         found = {}
         with store_errors(self._url, f"read the examined rows of run {run_id}"):
             for step in reversed(self._examined(run_id)[-most:]):
-                found[step] = _ROWS.decode(self._blobs.read(_key(run_id, f"{_EXAMINED}{step:012d}")))
+                data = self._blobs.read(_key(run_id, f"{_EXAMINED}{step:012d}"))
+                try:
+                    found[step] = _ROWS.decode(data)
+                except msgspec.MsgspecError as error:
+                    raise StoreError(
+                        f"history of run {run_id}: the rows of step {step} are damaged ({error})"
+                    ) from error
         return found
+
+    def _put(self, key: str, data: bytes) -> bool:
+        """Write an object, new or in place of an earlier one. False: another writer changed the object meanwhile."""
+        try:
+            self._blobs.create(key, data)
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                return self._blobs.replace(key, self._blobs.read(key), data)
+            return False
+        return True
 
     def _examined(self, run_id: str) -> list[int]:
         names = self._blobs.children(f"{_FOLDER}/{check_run_id(run_id)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from random import Random
 
@@ -70,6 +71,19 @@ def test_the_rows_of_examined_steps_are_kept_until_the_history_goes(
         store.histories.write_blame(RUN, 6, rows)
     store.histories.remove_history(RUN)
     assert store.histories.blames(RUN) == {}
+
+
+def test_rows_that_two_requests_write_together_are_the_rows_of_one(store: Store) -> None:
+    rows = {number: [BlamedRow(number, 20, None, None)] for number in range(8)}
+    with ThreadPoolExecutor(len(rows)) as threads:
+        list(threads.map(lambda number: store.histories.write_blame(RUN, 3, rows[number]), rows))
+    assert store.histories.blames(RUN)[3] in rows.values()
+
+
+def test_damaged_rows_of_an_examined_step_are_an_error_of_the_store(store: Store) -> None:
+    store.blobs.create(f"history/{RUN}/blame-000000000003", b"[{")
+    with pytest.raises(StoreError, match=f"history of run {RUN}: the rows of step 3 are damaged"):
+        store.histories.blames(RUN)
 
 
 def test_every_flipped_bit_is_detected_and_named(tmp_path) -> None:
