@@ -9,7 +9,8 @@ champion/<name>                       the newest champion that a pipeline promot
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
@@ -25,6 +26,7 @@ from tinkerflow.backend.core.ids import about_id
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
+from tinkerflow.backend.store.failures import store_errors
 
 CHAMPION = "champion/"
 _open = cache(open_blobs)  # one for each URL
@@ -112,8 +114,8 @@ async def list_models(call: Call) -> Sequence[Listed]:
 
 def champions_of(call: Call, *paths: str) -> dict[str, str]:
     """The champions among the checkpoints at `paths`: each name with its time of promotion, or "" if unknown."""
-    work = work_folder(call)
-    newest = {name: newest_champion(work, name) for name in champion_names(work)}
+    with work_folder(call) as work:
+        newest = {name: newest_champion(work, name) for name in champion_names(work)}
     return {
         name: champion.get("promoted_at", "")
         for name, champion in newest.items()
@@ -122,9 +124,11 @@ def champions_of(call: Call, *paths: str) -> dict[str, str]:
 
 
 def _list(call: Call) -> list[Listed]:
-    listed, work = _base_models(call), work_folder(call)
+    listed = _base_models(call)
     contexts = {model.name: model.context for model in listed}
-    for name in champion_names(work):
+    with work_folder(call) as work:
+        names = champion_names(work)
+    for name in names:
         try:
             card, checkpoint = _find(call, CHAMPION + name)
         except UserError:
@@ -179,7 +183,8 @@ def _newest_of_run(call: Call, run_id: str) -> str:
 
 def _champion(call: Call, model: str) -> str:
     try:
-        champion = newest_champion(work_folder(call), model.removeprefix(CHAMPION))
+        with work_folder(call) as work:
+            champion = newest_champion(work, model.removeprefix(CHAMPION))
     except UserError:  # the name is invalid
         champion = None
     if champion is None:
@@ -196,6 +201,9 @@ def _champion(call: Call, model: str) -> str:
     return path
 
 
-def work_folder(call: Call) -> Blobs:
-    """The folder that pipelines write to."""
-    return _open(call.services.settings.pipelines_url)
+@contextmanager
+def work_folder(call: Call) -> Iterator[Blobs]:
+    """The folder that pipelines write to. Within this context, OSErrors become StoreErrors that name the folder."""
+    url = call.services.settings.pipelines_url
+    with store_errors(url, "read the files of pipelines"):
+        yield _open(url)

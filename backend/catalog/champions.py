@@ -20,8 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def champion_names(work: Blobs) -> list[str]:
-    """The names with champions, sorted."""
-    return work.children(_FOLDER)
+    """The names with champions, sorted. Folders whose names no champion can have are left out."""
+    return [name for name in work.children(_FOLDER) if _NAME.fullmatch(name)]
 
 
 def champion_key(name: str, number: int) -> str:

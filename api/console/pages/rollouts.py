@@ -9,6 +9,7 @@ import asyncio
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -30,7 +31,6 @@ from tinkerflow.backend.catalog.rollouts import (
 )
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import AuditedEvent
-from tinkerflow.backend.store.blobs import Blobs
 
 _SHADES = (0.05, 0.3, 0.7)  # the highest probability for each shade; the first shade is the strongest
 _ORDERS: dict[str, Callable[[RolloutSample], float]] = {
@@ -101,8 +101,7 @@ async def evaluations_page(run_id: str, visit: Visiting, wanted: AsWanted) -> Re
 
 async def _page(kind: Kind, run_id: str, visit: Visit, wanted: Wanted) -> Response:
     run = await asyncio.to_thread(visit.journal.models.get, run_id, visit.owner)
-    work = work_folder(visit.call)
-    numbers, found = await asyncio.to_thread(_read, work, kind, run.id, wanted.number)
+    numbers, found = await asyncio.to_thread(_read, visit, kind, run.id, wanted.number)
     if found is not None and run.owner != visit.identity.owner:
         seen = [f"{run.id}/{kind}/{found.step}"]
         await record(visit.call.services, AuditedEvent.PROJECT_SAMPLE_READ, visit.identity, run.owner, samples=seen)
@@ -114,18 +113,20 @@ async def _page(kind: Kind, run_id: str, visit: Visit, wanted: Wanted) -> Respon
                       groups=groups, shaded=tokenizer is not None)  # fmt: skip
 
 
-def _read(work: Blobs, kind: Kind, run_id: str, number: int | None) -> tuple[list[int], StepRollouts | None]:
+def _read(visit: Visit, kind: Kind, run_id: str, number: int | None) -> tuple[list[int], StepRollouts | None]:
     """The available numbers, and the rollouts of one. NotFoundError: `number` is not available."""
-    numbers = numbers_of(work, kind, run_id)
-    if number is None and not numbers:
-        return numbers, None
-    wanted = numbers[-1] if number is None else number
-    if wanted not in numbers:
-        missing = f"step {wanted:g} of training run {run_id!r} has no rollouts"
-        raise NotFoundError(
-            missing if kind == "rollouts" else f"training run {run_id!r} has no evaluation number {wanted:g}"
-        )
-    return numbers, read_rollouts(work, kind, run_id, wanted)
+    with work_folder(visit.call) as work:
+        numbers = numbers_of(work, kind, run_id)
+        if number is None and not numbers:
+            return numbers, None
+        wanted = numbers[-1] if number is None else number
+        if wanted in numbers:
+            with suppress(FileNotFoundError):  # a pipeline or a person removed them meanwhile
+                return numbers, read_rollouts(work, kind, run_id, wanted)
+    missing = f"step {wanted:g} of training run {run_id!r} has no rollouts"
+    raise NotFoundError(
+        missing if kind == "rollouts" else f"training run {run_id!r} has no evaluation number {wanted:g}"
+    )
 
 
 Piece = tuple[str, str, str]  # text, shade and title of some tokens

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import pytest
+from tests.api.console.conftest import of_checkpoint
 
 from tinkerflow.backend.catalog.rollouts import (
     DroppedRollout,
@@ -18,6 +21,7 @@ from tinkerflow.backend.catalog.rollouts import (
     write_rollouts,
 )
 from tinkerflow.backend.store.blobs import open_blobs
+from tinkerflow.backend.store.local import LocalBlobs
 
 
 @pytest.mark.parametrize("how", ["rerun_of", "fork_of"])
@@ -174,3 +178,27 @@ def test_rollouts_are_private_to_their_project_and_admin_reads_are_logged(
     looks = [entry.details["samples"] for entry in journal.audit.entries("team-ann")
              if entry.event == "project_sample_read"]  # fmt: skip
     assert looks == [[f"{run}/rollouts/3"]]
+
+
+def test_rollouts_that_are_removed_while_their_page_is_read_do_not_exist(
+    browser: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = server.model()
+    put_rollouts(server, run)
+    gone = {"rollouts": "has no rollouts", "evaluations": "has no evaluation number 9"}
+    monkeypatch.setattr("tinkerflow.api.console.pages.rollouts.numbers_of", lambda *_: [9])  # as listed before
+    for kind, text in gone.items():
+        page = browser.get(f"/training_runs/{run}/{kind}")
+        assert page.status_code == 404 and text in page.text
+
+
+def test_unreachable_files_of_pipelines_are_an_error_of_the_store(
+    browser: Any, server: Any, furnish: Any, lettered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    things = furnish()
+    folder = Path(server.settings.pipelines_url.removeprefix("file://"), "champions", "helpdesk (old)")
+    folder.mkdir(parents=True)  # a copy that a person made
+    assert browser.get(of_checkpoint(things.weights)).status_code == 200
+    monkeypatch.setattr(LocalBlobs, "children", Mock(side_effect=TimeoutError("no answer")))
+    reads = [f"/training_runs/{things.run}/rollouts", of_checkpoint(things.weights), "/playground"]
+    assert [browser.get(path).status_code for path in reads] == [503] * 3
