@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from tinkerflow.backend.core.process_identity import identity, is_alive
 
 SIGN_IN_PATH = "/tinkerflow/sign-in"
 LINK_SECONDS = 3600
+_CLOUD = re.compile(r"https://api((?:\.\w+)*\.prefect\.\w+)/api/accounts/([^/]+)/workspaces/([^/]+)")
 TRAINING_FLOW = "training_run"  # of training runs; the engine registers its deployment
 
 
@@ -139,9 +141,17 @@ def server_for_clients(data_dir: Path, environment: Mapping[str, str]) -> Prefec
     server, named = find_server(data_dir), environment.get("PREFECT_API_URL", "")
     if not named or (server is not None and _is_same(server.api_url, named)):
         return server
-    pages = urlsplit(environment.get("PREFECT_UI_URL") or named.removesuffix("/").removesuffix("/api"))
+    pages = urlsplit((environment.get("PREFECT_UI_URL") or _pages_of(named)).rstrip("/"))
     pages = pages._replace(netloc=pages.netloc.rpartition("@")[2])  # a password in the URL is for clients alone
     return PrefectAccess(named, environment.get("PREFECT_API_AUTH_STRING", ""), pages.geturl(), is_embedded=False)
+
+
+def _pages_of(api_url: str) -> str:
+    """The address of the pages of a server's API, as Prefect's client derives it. Prefect Cloud has another host."""
+    url, found = api_url.rstrip("/"), _CLOUD.fullmatch(api_url.rstrip("/"))
+    return (
+        url.removesuffix("/api") if found is None else "https://app{}/account/{}/workspace/{}".format(*found.groups())
+    )
 
 
 def _is_same(local: str, other: str) -> bool:

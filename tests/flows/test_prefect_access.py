@@ -18,7 +18,13 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.events import Event, Resource
 from prefect.events.clients import PrefectEventsClient
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_CLOUD_API_URL,
+    PREFECT_UI_URL,
+    temporary_settings,
+)
 from prefect_server import prefect_http
 from starlette.routing import WebSocketRoute
 from websockets.asyncio.client import connect as websocket
@@ -224,6 +230,22 @@ def test_clients_send_the_credential_only_to_the_server_of_their_data_dir(tmp_pa
     assert find_server(tmp_path) is not None
     forget_server(tmp_path, os.getpid())
     assert find_server(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "api",
+    [
+        *("https://api.prefect.cloud/api/accounts/a/workspaces/w", "https://prefect.example/api/"),
+        *("https://api.stg.prefect.dev/api/accounts/a/workspaces/w", "http://prefect:4200/below/api"),
+    ],
+)
+def test_pages_of_a_server_are_those_that_prefect_derives(tmp_path: Path, api: str) -> None:
+    server = server_for_clients(tmp_path, {"PREFECT_API_URL": api})
+    cloud = f"https://api.{'stg.prefect.dev' if 'stg' in api else 'prefect.cloud'}/api"
+    with temporary_settings({PREFECT_API_URL: api, PREFECT_CLOUD_API_URL: cloud}):
+        assert server is not None and server.pages_url == str(PREFECT_UI_URL.value()).rstrip("/")
+    named = server_for_clients(tmp_path, {"PREFECT_API_URL": api, "PREFECT_UI_URL": "https://pages.example/"})
+    assert named is not None and named.link("/runs", 0) == "https://pages.example/runs"
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"port": 1}', '{"port": 1, "process": "{}", "public_url": ""}'])
