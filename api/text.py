@@ -108,6 +108,7 @@ class Detokenizer:
         """stop: strings that end the text and are not part of it. special: show special tokens."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._reach = max(map(len, self._stop), default=1) - 1  # settled characters that may begin a stop string
         self._special = special
         self._known: list[int] = []  # tokens whose text is settled, the context for decoding later ones
         self._fresh: list[int] = []  # tokens after these
@@ -119,31 +120,36 @@ class Detokenizer:
         """Add new tokens. Returns the text that they settle; "" after a stop string."""
         if self.stopped is not None:
             return ""
+        settled, tail = [self._held], self._held
         for token in tokens:
             self._fresh.append(token)
-            self._settle(_MOST_HELD_BACK)
-            if any(string in self._held for string in self._stop):
+            added = self._settle(_MOST_HELD_BACK)
+            settled.append(added)
+            tail = tail[max(0, len(tail) - self._reach) :] + added
+            if any(string in tail for string in self._stop):
                 break  # as in the engine, the token that completes a stop string is the last
+        self._held = "".join(settled)
         return self._release(last=False)
 
     def finish(self) -> str:
         """End the text. Returns the text that was held back."""
         if self.stopped is None:
-            self._settle(0)
+            self._held += self._settle(0)
         return self._release(last=True)
 
-    def _settle(self, most: int) -> None:
+    def _settle(self, most: int) -> str:
+        """The text of the fresh tokens, which become known; "" if it may be incomplete and they are at most `most`."""
         if not self._fresh:
-            return
+            return ""
         decode = self._tokenizer.decode
         before = decode(self._known, special=self._special)
         added = decode(self._known + self._fresh, special=self._special)[len(before) :]
         if added.endswith(_UNFINISHED) and len(self._fresh) <= most:
-            return
+            return ""
         if added:  # tokens without text, such as special ones, provide no context
             self._known = self._fresh
         self._fresh = []
-        self._held += added
+        return added
 
     def _release(self, *, last: bool) -> str:
         if self.stopped is None:

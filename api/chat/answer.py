@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from tinkerflow.api.call import Call
 from tinkerflow.api.chat.conversation import Prompt
 from tinkerflow.api.chat.events import Event, FullAnswer
-from tinkerflow.api.endpoints.generation import Generation, SamplePiece, generate, until_gone
+from tinkerflow.api.endpoints.generation import Generation, SamplePiece, generate, until_gone, written
 from tinkerflow.api.endpoints.sse import EventStream
 from tinkerflow.api.endpoints.targets import Target
 from tinkerflow.api.errors import naming
@@ -88,7 +88,8 @@ async def respond(
             await until_gone(call.request, generation.begin())
             return EventStream(call.request, answer.events(), headers=generation.headers, error_name=error_name)
         result = await until_gone(call.request, generation.result())
-        return Response(_encoded(answer.whole(result)), media_type="application/json", headers=generation.headers)
+        content = await written(call, [result], lambda: _encoded(answer.whole(result)))
+        return Response(content, media_type="application/json", headers=generation.headers)
     except BaseException:
         generation.cancel()
         raise

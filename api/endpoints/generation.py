@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
@@ -40,6 +40,8 @@ T = TypeVar("T")
 StopReason = Literal["stop", "length"]
 Top = list[list[tuple[int, float]]]
 _SEED_BITS = 63
+_SHORT = 1000  # tokens of an answer, listed ones included, that is written on the event loop
+_LONGEST = 256  # tokens of a piece, when all tokens are there
 _NAMES = {"sampling_params.": ""}  # requests of these endpoints have the same fields at their top level
 _giving_up: set[asyncio.Task[None]] = set()  # keeps references to running tasks
 
@@ -143,8 +145,9 @@ class Generation:
                 yield piece
             result = await self.result()
             for index, sequence in enumerate(result.sequences):
-                if index not in ended:
-                    yield _rest(index, sequence, known[index])
+                for piece in () if index in ended else _parts(_rest(index, sequence, known[index])):
+                    yield piece
+                    await asyncio.sleep(0)  # other requests go on meanwhile
         finally:
             self.cancel()
 
@@ -270,6 +273,18 @@ async def merged(made: Sequence[Generation]) -> AsyncIterator[tuple[int, SampleP
             task.cancel()
 
 
+async def written(call: Call, results: Sequence[SampleResult], write: Callable[[], bytes]) -> bytes:
+    """The bytes that `write` returns, an answer with these results. A thread writes a long one, which takes seconds."""
+    return write() if sum(map(_size, results)) <= _SHORT else await call.slowly(write)
+
+
+def _size(result: SampleResult) -> int:
+    """The number of tokens with logprobs, listed ones included."""
+    arrays = [result.prompt_logprobs_T, *(one.tokens_T for one in result.sequences)]
+    arrays += [top.tokens_Nk for top in (result.top, *(one.top for one in result.sequences)) if top is not None]
+    return sum(array.size for array in arrays if array is not None)
+
+
 def collected(result: SampleResult) -> list[SamplePiece]:
     """A result as one piece for each sample."""
     return [_rest(index, sequence, 0) for index, sequence in enumerate(result.sequences)]
@@ -328,6 +343,19 @@ def _rest(index: int, sequence: SampledSequence, known: int) -> SamplePiece:
         None if sequence.top is None else listed(sequence.top, known),
         sequence.stop_reason,
     )
+
+
+def _parts(piece: SamplePiece) -> Iterator[SamplePiece]:
+    """The piece in parts of at most _LONGEST tokens. The last part has the stop reason."""
+    for start in range(0, max(len(piece.tokens), 1), _LONGEST):
+        end = start + _LONGEST
+        yield SamplePiece(
+            piece.index,
+            piece.tokens[start:end],
+            piece.logprobs[start:end],
+            None if piece.top is None else piece.top[start:end],
+            piece.stop_reason if end >= len(piece.tokens) else None,
+        )
 
 
 def listed(found: Candidates, first: int = 0) -> Top:

@@ -22,6 +22,7 @@ from tinkerflow.api.endpoints.generation import (
     merged,
     together,
     until_gone,
+    written,
 )
 from tinkerflow.api.endpoints.openai import MAX_TOP, SamplingFields, check_choices, usage
 from tinkerflow.api.endpoints.sse import EventStream, event
@@ -72,7 +73,7 @@ async def completions(call: Authorized) -> Response:
         answer = _Answer(call, target, body, made)
         if not body.stream:
             results = await until_gone(call.request, together(made))
-            content = orjson.dumps(answer.whole(results))
+            content = await written(call, results, lambda: orjson.dumps(answer.whole(results)))
             return Response(content, media_type="application/json", headers=made[0].headers)
         await until_gone(call.request, made[0].begin())
         return EventStream(call.request, answer.events(stack.pop_all(), wants_usage), headers=made[0].headers)

@@ -39,6 +39,12 @@ def test_text_parts_add_up_to_the_whole_and_split_no_character(tokenizer: Tokeni
         assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts)
 
 
+def test_long_text_in_one_part_is_searched_for_stop_strings_once(tokenizer: Tokenizer) -> None:
+    """Reading the text again for each token would take minutes."""
+    text = "a b " * 50_000 + "STOP c"
+    assert spoken(tokenizer, text, ("STOP",), 2**20) == ([text[:-6], ""], "STOP")
+
+
 @given(
     before=st.text("ab", max_size=12),
     stop=st.text("ab", min_size=1, max_size=4),

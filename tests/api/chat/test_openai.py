@@ -15,6 +15,7 @@ from sqlmodel import col
 from tests.api.chat.conftest import END, Speaker
 from tests.api.conftest import BASE, KEY, Running
 
+from tinkerflow.api.text import Detokenizer
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal import Journal, Outcome, Pending
@@ -188,6 +189,29 @@ def test_streams_of_several_samples_are_interleaved(gpt: openai.OpenAI, speaker:
         len(speaker.tokenizer.encode(one, add_special_tokens=False).ids) for one in (f"one{END}", "two", f"{CALL}{END}")
     )
     assert last.usage.completion_tokens == spoken
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_other_requests_are_answered_while_a_long_answer_is_written(
+    server: Running, post: Callable[..., Any], speaker: Speaker, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    feed, statuses = Detokenizer.feed, []
+
+    def asking(self: Detokenizer, tokens: Any) -> str:
+        statuses.append(server.http.get(f"{server.url}/api/v1/healthz").status_code)
+        return feed(self, tokens)
+
+    monkeypatch.setattr(Detokenizer, "feed", asking)
+    speaker.says(*(text := "yes no " * 500, text))
+    asked = {"messages": HI} if path == "chat/completions" else {"prompt": "Hi"}
+    answer = post(path, {"model": BASE, "n": 2, **asked})
+    assert answer.status_code == 200 and set(statuses) == {200}
+
+
+def test_rest_of_a_long_stream_comes_in_parts(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(text := "yes no " * 500)
+    whole, _, _, finish, chunks = streamed(gpt.chat.completions.create(model=BASE, messages=HI, stream=True))
+    assert (whole, finish) == (text, "stop") and len(chunks) > 3
 
 
 def test_answer_can_be_sent_as_a_message_of_the_next_turn(gpt: openai.OpenAI, speaker: Speaker) -> None:
