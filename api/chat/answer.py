@@ -60,6 +60,7 @@ async def sampled(
             stream=stream,
             top_logprobs=top_logprobs,
             messages=prompt.messages,
+            prefill=prompt.prefill,
             images=prompt.images,
             priority=priority,
         )

@@ -66,7 +66,8 @@ class Prompt:
     spec: the parser. tools: callable tools. thinks: reasoning is separate from content. opened: the prompt without
     `begun` ends inside reasoning. begun: the end of the prompt. It is the beginning of the answer, so the parser reads
     it. schema: the sampled text is JSON of this schema. schema_field: the schema's field in the request. ends: tokens
-    that end the answer, in addition to the base model's. messages: the conversation as text. images: of the prompt.
+    that end the answer, in addition to the base model's. messages, prefill: of the conversation, as text. images: of
+    the prompt.
     """
 
     tokens: list[int]
@@ -79,6 +80,7 @@ class Prompt:
     schema_field: str
     ends: tuple[int, ...]
     messages: Sequence[Mapping[str, Any]]
+    prefill: str = ""
     images: tuple[PromptImage, ...] = ()
 
     def parser(self) -> Parser:
@@ -134,6 +136,7 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
         schema_field="tools" if conversation.must_call else conversation.schema_field,
         ends=tuple(sorted(ends - {*target.card.eos_token_ids})),
         messages=as_texts(conversation.messages),
+        prefill=conversation.prefill,
         images=images,
     )
 

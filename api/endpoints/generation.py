@@ -208,6 +208,7 @@ async def generate(
     prompt_logprobs: bool = False,
     top_prompt_logprobs: int = 0,
     messages: Sequence[Mapping[str, Any]] = (),
+    prefill: str = "",
     images: Sequence[PromptImage] = (),
     priority: Priority = "interactive",
 ) -> Generation:
@@ -217,8 +218,9 @@ async def generate(
     protocol (wire/requests.py), such as max_tokens, temperature, seed, stop and stop_token_ids. num_samples: the number
     of samples. stream: iteration yields tokens as they are decoded, otherwise when all are done. top_logprobs: the
     number of most likely tokens to list for each sampled token. prompt_logprobs, top_prompt_logprobs: the same for the
-    prompt, in the result. messages: the conversation of the prompt, stored for people who rate the answer. images: of
-    the prompt, with placeholders among the tokens. priority: a project's interactive samples precede its batch samples.
+    prompt, in the result. messages, prefill: the conversation of the prompt, and the beginning of the answer that the
+    prompt ends with; both are stored for people who rate the answer. images: of the prompt, with placeholders among the
+    tokens. priority: a project's interactive samples precede its batch samples.
     UserError: names the field, its value and the rule. TooManyError: too many requests of the project are waiting.
     """
     values: dict[str, Any] = {
@@ -233,6 +235,7 @@ async def generate(
     }
     if messages:
         values["messages"] = [{"role": one["role"], "content": str(one.get("content") or "")} for one in messages]
+        values["prefill"] = prefill
     if values["sampling_params"].get("seed") is None:
         values["sampling_params"]["seed"] = secrets.randbits(_SEED_BITS)
     names = _NAMES | fields_of(images)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -119,7 +120,11 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
     if index >= len(sequences):
         raise NotFoundError(f"id {body.id!r} does not exist: the request has {len(sequences)} samples")
     sampled = sequences[index]
-    answer = tokenizer.decode(sampled.tokens_T.tolist())
+    text = tokenizer.decode(sampled.tokens_T.tolist())
+    # The answer as its client saw it: with the beginning that the client gave, and without the stop string.
+    answer = str(asked.get("prefill") or "") + min(
+        (text.partition(stop)[0] for stop in _stops(asked)), key=len, default=text
+    )
     prompt: list[dict[str, str]] | str
     try:
         prompt = _MESSAGES.validate_python(asked.get("messages"))
@@ -140,6 +145,12 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
         tokens=sampled.tokens_T.tobytes(),
         logprobs=sampled.logprobs_T.tobytes(),
     )
+
+
+def _stops(asked: Mapping[str, Any]) -> list[str]:
+    """The stop strings of an answered sample request."""
+    stop = (asked.get("sampling_params") or {}).get("stop") or []
+    return [one for one in ([stop] if isinstance(stop, str) else stop) if isinstance(one, str)]
 
 
 def _shown(one: FeedbackView) -> FeedbackShown:

@@ -54,6 +54,19 @@ def test_feedback_is_kept_with_its_sample(server: Running, journal: Any) -> None
     assert sorted(noted) == sorted([one.sample_id, two.sample_id])
 
 
+def test_rated_answer_is_the_text_that_its_client_saw(server: Running) -> None:
+    whole = answered(server, "bcd", seed=1)["choices"][0]["text"]
+    for stop in (whole[2], [whole[3], whole[4:]]):
+        rate(server, (answer := answered(server, "bcd", seed=1, stop=stop))["id"], label="good")
+        assert len(seen := answer["choices"][0]["text"]) < len(whole)
+        assert ask(server, "GET", "feedback").json()["data"][-1]["answer"] == seen
+    begun = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "cc "}]
+    answer = ask(server, "POST", "messages", {"model": BASE, "max_tokens": 6, "messages": begun}).json()
+    rate(server, answer["id"], label="good")
+    shown = ask(server, "GET", "feedback").json()["data"][-1]
+    assert shown["answer"] == "cc" + answer["content"][0]["text"] and shown["prompt"] == begun[:1]
+
+
 @pytest.mark.parametrize(
     ("said", "status", "words"),
     [
