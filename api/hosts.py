@@ -82,7 +82,7 @@ def same_site(headers: Headers, public: str) -> bool:
     """Whether a request comes from our own pages, or from no page. public: host and port of public_url."""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
     known = {headers.get("host", ""), public} - {""}
-    return site in _OWN_SITE and (origin is None or urlsplit(origin).netloc in known)
+    return site in _OWN_SITE and (origin is None or origin.partition("://")[2] in known)
 
 
 def _is_address(host: str) -> bool:

@@ -96,4 +96,5 @@ def test_names_in_headers() -> None:
     assert host_name("a b") == host_name("user@box") == host_name("") == ""
     assert is_loopback("::1") and not is_loopback("box") and not is_loopback("")
     assert same_site(Headers({"host": "a:1", "origin": "http://a:1"}), "") and same_site(Headers({}), "")
-    assert not same_site(Headers({"host": "a:1", "origin": "http://a:2"}), "")
+    for origin in ("http://a:2", "http://[a:1", "null", ""):
+        assert not same_site(Headers({"host": "a:1", "origin": origin}), "")
