@@ -107,12 +107,15 @@ class Answers:
         return None
 
     def keep(self, group: PrefillGroup) -> None:
-        """Keep the pages of a computed piece, and all pages before it, for later prompts."""
+        """Keep the pages of a computed piece, and all pages before it, for later prompts.
+
+        No sequence has decoded after these tokens, so the pages may contain NaN. Other prompts never read it.
+        """
         (job,) = group.jobs
-        scope, border = job.parent.scope, group.start
-        self._pool.keep_prefix(job.keys(scope)[: border // self._pool.page], job.table)
+        scope, border, page = job.parent.scope, group.start, self._pool.page
+        self._pool.keep_prefix(job.keys(scope)[: border // page], job.table, unverified_from=0)
         self._pool.keep_state(Key(scope, job.state_digests[border]), job.table)
-        self._pool.release(job.table)
+        self._pool.release(job.table, tainted_from=border // page)
 
     def _may_prefill(self, answer: FinishedAnswer) -> bool:
         return answer.waiting and self._credit[answer.parent.request.owner] > 0

@@ -85,6 +85,7 @@ class PagePool:
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._tainted: set[int] = set()  # may contain NaN or infinity
+        self._unverified: set[int] = set()  # likewise, but have a key, and only requests of its scope read them
         self._copies: list[PageCopy] = []
 
     # ------------------------------------------------------------------ what it holds
@@ -237,15 +238,20 @@ class PagePool:
             table.pages.append(page)
         return table
 
-    def keep_prefix(self, keys: Sequence[Key], table: PageTable) -> None:
+    def keep_prefix(self, keys: Sequence[Key], table: PageTable, *, unverified_from: int | None = None) -> None:
         """Give the table's first pages these keys. `find_prefix` finds them until they are reused.
 
-        Pages that will be zeroed after their last user get no key.
+        Pages that will be zeroed after their last user get no key. unverified_from: from this place in the table on, no
+        chunk will show that the pages contain neither NaN nor infinity. They are zeroed when they lose their keys.
         """
-        for key, page in zip(keys, table.pages, strict=False):
-            if self._page_of.get(key) == page or page in self._tainted:
+        for place, (key, page) in enumerate(zip(keys, table.pages, strict=False)):
+            if self._page_of.get(key) == page:
                 continue
             self._remove_key(page)
+            if page in self._tainted:
+                continue
+            if unverified_from is not None and place >= unverified_from:
+                self._unverified.add(page)
             if (other := self._page_of.get(key)) is not None:
                 self._remove_key(other)
             self._page_of[key], self._key_of[page] = page, key
@@ -300,3 +306,7 @@ class PagePool:
         key = self._key_of.pop(page, None)
         if key is not None:
             del self._page_of[key]
+        if page in self._unverified:
+            self._unverified.discard(page)
+            self._tainted.add(page)
+            self._clean(page)

@@ -198,3 +198,16 @@ def test_page_to_be_zeroed_gets_no_key(pool: PagePool) -> None:
     pool.release(two)
     assert len(pool.pop_copies()) == 3
     assert pool.find_prefix(KEYS).pages == [], "no prompt finds a zeroed page"
+
+
+def test_page_that_no_chunk_has_read_is_zeroed_when_it_loses_its_key(pool: PagePool) -> None:
+    answer = grown(pool, 80)
+    first, *later = answer.pages
+    pool.keep_prefix(KEYS[:1], answer)
+    pool.keep_prefix(KEYS, answer, unverified_from=0)
+    pool.release(answer)
+    assert pool.find_prefix(KEYS).pages == [first, *later] and pool.pop_copies() == []
+    pool.drop_keys(lambda scope: True)
+    assert pool.pop_copies() == []
+    pool.release(PageTable(0, [first, *later]))
+    assert sorted(pool.pop_copies()) == [PageCopy(0, page) for page in sorted(later)], "the first page is verified"

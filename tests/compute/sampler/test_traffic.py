@@ -195,12 +195,13 @@ class Traffic:
         self.devices.copy_pages()
         for shard in range(pool.shards):
             assert not any(self.devices.cells[shard * pool.pages]), "the page of zeros is not empty"
-            cells = [cell for page in pool._free[shard] for cell in self.devices.cells[page]]
+            reused = [page for page in pool._free[shard] if page not in pool._unverified]
+            cells = [cell for page in reused for cell in self.devices.cells[page]]
             assert all(cell is None or cell[2] for cell in cells), "a free page holds NaN"
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), 42])  # 42: the prefill of an answer gives NaN
 def test_requests_under_traffic_get_the_results_of_an_idle_sampler(seed: int, shards: int, modeled: Any) -> None:
     traffic = Traffic(seed, shards, modeled)
     traffic.play()
