@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 from tinkerflow.backend.core.disk import flush, make_folder, make_private, open_private
 
@@ -66,6 +67,7 @@ class LocalBlobs:
                 return False
         with suppress(FileNotFoundError):  # another process may have removed the folder
             flush(path.parent)
+        self._prune(path.parent)
         return True
 
     def remove_folder(self, prefix: str) -> None:
@@ -74,7 +76,7 @@ class LocalBlobs:
         with suppress(FileNotFoundError):  # another process may also be removing it
             for path in folder.iterdir():
                 path.unlink(missing_ok=True)
-            folder.rmdir()
+        self._prune(folder)
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
         """Remove drafts from before `before`, whose writers must have died."""
@@ -84,6 +86,7 @@ class LocalBlobs:
                 if path.name[0] == "." and path.stat().st_mtime < before.timestamp():
                     path.unlink()
                     cleared += 1
+        self._prune(self._root / prefix)
         return cleared
 
     def children(self, prefix: str) -> list[str]:
@@ -91,9 +94,9 @@ class LocalBlobs:
         return sorted(path.name for path in self._paths(prefix) if path.name[0] != ".")
 
     def written_at(self, prefix: str) -> datetime | None:
-        """When a file in the folder was last written, drafts included."""
+        """When a file in the folder, or the list of its files, was last written, drafts included."""
         times = []
-        for path in self._paths(prefix):
+        for path in (self._root / prefix, *self._paths(prefix)):
             with suppress(FileNotFoundError):  # a draft that has just been renamed
                 times.append(path.stat().st_mtime)
         return datetime.fromtimestamp(max(times), UTC) if times else None
@@ -103,6 +106,13 @@ class LocalBlobs:
         with suppress(FileNotFoundError, NotADirectoryError):
             return list((self._root / prefix).iterdir())
         return []
+
+    def _prune(self, folder: Path) -> None:
+        """Remove a folder, and its parents below the root, as long as they are empty."""
+        with suppress(OSError):  # not empty, or another process has removed it
+            while folder != self._root:
+                folder.rmdir()
+                folder = folder.parent
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:
@@ -122,14 +132,22 @@ class LocalBlobs:
     def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
         """Yield a flushed draft next to its target, and the target. Then flush the folder and remove the draft."""
         target = self._root / key
-        make_folder(target.parent)
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
-            with open_private(draft, "xb") as file:
+            with self._new_file(draft) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             yield draft, target
-            flush(target.parent)
+            with suppress(FileNotFoundError):  # another process has removed the object and its folder
+                flush(target.parent)
         finally:
             draft.unlink(missing_ok=True)
+
+    def _new_file(self, path: Path) -> IO[bytes]:
+        """Create a file and its folder, even if other processes remove empty folders at the same time."""
+        for _ in range(20):
+            with suppress(FileNotFoundError):
+                make_folder(path.parent)
+                return open_private(path, "xb")
+        return open_private(path, "xb")

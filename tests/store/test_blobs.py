@@ -167,3 +167,15 @@ def test_other_urls_are_refused(url: str) -> None:
 def test_a_plain_absolute_folder_is_a_store(tmp_path: Path) -> None:
     open_blobs(str(tmp_path / "s")).create("a", b"x")
     assert open_blobs(f"file://{tmp_path}/s").read("a") == b"x"
+
+
+def test_local_creates_beside_removals_never_miss_their_folder(tmp_path: Path) -> None:
+    blobs = LocalBlobs(tmp_path)
+
+    def create_and_remove(key: str) -> bool:
+        blobs.create(key, b"")
+        return blobs.remove(key)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(create_and_remove, [f"a/{i % 2}/{i}" for i in range(16)]))
+    assert blobs.children("a") == []

@@ -113,3 +113,17 @@ def test_copy_of_a_public_checkpoint_is_private(store: Store, meta: CheckpointMe
     store.amend(saved.path, saved.attempt, public=True, expires_at=None)
     copied = store.copy(saved.path, "copy-1:train:0", owner="me", expires_at=None, request_id="r")
     assert (copied.meta.public, copied.meta.run_metadata, copied.meta.owner) == (False, {}, "me")
+
+
+def test_a_deleted_or_interrupted_save_leaves_no_folder(tmp_path: Path, meta: CheckpointMeta, make_state: Make) -> None:
+    store = Store.open(f"file://{tmp_path}")
+    kept = store.save(RUN, "weights", "kept", make_state(1), meta)
+    saved = store.save(RUN, RECOVERY, "seq-1", make_state(2), meta)
+    assert store.delete(saved.path)
+    (tmp_path / FOLDER / "killed" / "attempt-1").mkdir(parents=True)  # killed before the first file was there
+    (orphan,) = store.upkeep.orphans(soon())
+    assert store.upkeep.remove_orphan(orphan)
+    (tmp_path / FOLDER / "left").mkdir()  # by an earlier release
+    store.upkeep.clear_drafts(soon())
+    assert [path.name for path in tmp_path.glob("runs/*/*/*")] == ["kept"]
+    assert store.exists(kept.path)
