@@ -214,9 +214,12 @@ class SavedCheckpoints(Aggregate):
             return {row.path: row.owner for row in connection.execute(rows)}
 
     def before_save(self, path: str, run_id: str) -> BeforeSave:
-        """Facts for a save of the run `run_id` under `path`. NotFoundError: unknown run."""
+        """Facts for a save of the run `run_id` under `path`. NotFoundError: unknown run.
+
+        FencedError if another engine has taken the lease: it may have saved later states under the path.
+        """
         there = sa.select(exists(self._now())).where(col(Checkpoint.path) == path).scalar_subquery()
-        with self._read() as connection:
+        with self._write(fenced=True) as connection:
             of_run = sa.select(col(Model.user_metadata), there).where(col(Model.id) == run_id)
             row = connection.execute(of_run).one_or_none()
         if row is None:

@@ -31,7 +31,9 @@ class CommitWriter:
     ) -> Saved:
         """Write the files of a checkpoint in parallel and commit them, unless the request of `meta` has saved it.
 
-        make: makes the commit and the files; called only if they are needed. overwrite, errors: see `commit_files`.
+        make: makes the commit and the files; called only if they are needed. overwrite: replace the commit that exists
+        now. A commit that appears meanwhile is kept: another engine has taken over, and saved later. Errors: see
+        `commit_files`.
         """
         before = commit.find_commit(self._blobs, path)
         if before is not None and (_is_same_request(before, meta) or not overwrite):
@@ -46,20 +48,21 @@ class CommitWriter:
         except BaseException:
             self._discard_unless_committed(path, saved)
             raise
-        return self.commit_files(path, saved, overwrite=overwrite)
+        return self.commit_files(path, saved, replaces="" if before is None else before.attempt)
 
-    def commit_files(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
+    def commit_files(self, path: CheckpointPath, saved: Saved, *, replaces: str = "") -> Saved:
         """Commit files that were written. Returns `saved`, or the earlier commit of the same request.
 
-        StoreError: a file does not have the size in its digest. ConflictError: another commit exists at the path, and
-        `overwrite` is False. A failure removes the files, unless it came after the commit.
+        replaces: the attempt whose commit may be replaced. StoreError: a file does not have the size in its digest.
+        ConflictError: there is a commit of another attempt. A failure removes the files, unless it came after the
+        commit.
         """
         try:
             for file, digest in saved.files.items():
                 size = self._blobs.size(f"{path.attempt(saved.attempt)}/{file}")
                 if size != digest.size:
                     raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {digest.size}")
-            return self._publish(path, saved, overwrite=overwrite)
+            return self._publish(path, saved, replaces)
         except BaseException:
             self._discard_unless_committed(path, saved)
             raise
@@ -107,8 +110,8 @@ class CommitWriter:
         except OSError as error:
             _log.warning("store %s: %s is left behind: %s", self._url, prefix, error)
 
-    def _publish(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
-        """Write the commit. With `overwrite`, replace an existing commit; the last of several writers wins."""
+    def _publish(self, path: CheckpointPath, saved: Saved, replaces: str) -> Saved:
+        """Write the commit. Replace an existing commit only if it names the attempt `replaces`."""
         data = commit.to_json(saved)
         while True:
             if self.replace_commit(path, None, data):
@@ -117,7 +120,7 @@ class CommitWriter:
             if existing is None:
                 continue  # it was deleted meanwhile
             before = commit.from_json(existing, path)
-            if not overwrite or _is_same_request(before, saved.meta):
+            if before.attempt != replaces:
                 self.remove_leftovers(path.attempt(saved.attempt))
                 return _same_or_conflict(before, saved.meta)
             if self.replace_commit(path, existing, data):

@@ -65,8 +65,9 @@ class Store:
     ) -> Saved:
         """Save `state` and the facts `meta` as `tinker://run_id/kind/name`. kind: `weights` or `sampler_weights`.
 
-        ConflictError: the name is taken, and `overwrite` is False. A repetition with the same `meta.request_id` returns
-        the checkpoint that the request saved. UserError: a malformed name. StoreError: the store fails.
+        ConflictError: the name is taken, and `overwrite` is False; or another save took the name during this one. A
+        repetition with the same `meta.request_id` returns the checkpoint that the request saved. UserError: a malformed
+        name. StoreError: the store fails.
         """
         path = CheckpointPath(run_id, str(kind), name)
         if path.kind == EXTERNAL_WEIGHTS:
@@ -195,7 +196,7 @@ class Store:
         path = CheckpointPath.of_folder(folder)
         saved = self._new_commit(path, folder.rpartition("/")[2], kept, meta, files)
         with self._errors(f"save {path}"):
-            return self._writer.commit_files(path, saved, overwrite=False)
+            return self._writer.commit_files(path, saved)
 
     def discard(self, folder: str) -> None:
         """Remove files that were written for an abandoned commit."""

@@ -36,6 +36,8 @@ def test_a_fenced_off_engine_changes_nothing(scene, other):
         scene.journal.results.finish([pending.done(b"old", "json")])
     with pytest.raises(FencedError):
         scene.journal.leases.renew()
+    with pytest.raises(FencedError):
+        scene.journal.checkpoints.before_save("tinker://m/weights/x", model)
     scene.journal.leases.release()  # the lease belongs to another engine, so nothing happens
     assert other.results.get(request, "local") is None
     assert other.results.finish([pending.done(b"new", "json")]) == [request]

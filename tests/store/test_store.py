@@ -110,6 +110,34 @@ def test_overwrite_leaves_no_files_of_the_old_attempt(store: Store, meta: Checkp
     assert _blobs(store).children(f"runs/{RUN}/weights/x/{old.attempt}") == []
 
 
+def test_a_save_of_an_engine_that_lost_its_lease_replaces_no_later_save(
+    url: str, store: Store, meta: CheckpointMeta, make_state: Make, same: Same, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (dataclasses.replace(meta, request_id=name) for name in ("first", "second"))
+    store.save(RUN, "weights", "x", make_state(0), meta)
+    stale, begun, taken_over = Store.open(url), threading.Event(), threading.Event()
+    create = stale.blobs.create
+
+    def slow(key: str, data: bytes) -> None:
+        begun.set()
+        assert taken_over.wait(60)
+        create(key, data)
+
+    monkeypatch.setattr(stale.blobs, "create", slow)
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(stale.save, RUN, "weights", "x", make_state(1), first, overwrite=True)
+        assert begun.wait(60)
+        store.save(RUN, "weights", "x", make_state(1), first, overwrite=True)
+        last = store.save(RUN, "weights", "x", make_state(2), second, overwrite=True)
+        taken_over.set()
+        with pytest.raises(ConflictError, match="exists already"):
+            late.result()
+    loaded, found = store.load(last.path)
+    assert found == last
+    same(loaded, make_state(2))
+    assert _blobs(store).children(f"runs/{RUN}/weights/x") == [last.attempt, "commit.json"]
+
+
 def test_one_of_16_concurrent_saves_wins(store: Store, meta: CheckpointMeta, make_state: Make, same: Same) -> None:
     barrier = threading.Barrier(16)
 
