@@ -22,8 +22,8 @@ class Rebuilt:
 def rebuild(journal: Journal, store: Store, project: str = LOCAL_OWNER) -> Rebuilt:
     """Insert rows for all committed checkpoints in the store. Existing rows do not change.
 
-    Repeating the call after a crash continues the work. Recovery snapshots are skipped, because they are useless
-    without the later requests.
+    Repeating the call after a crash continues the work. A running service may save meanwhile. Recovery snapshots are
+    skipped, because they are useless without the later requests.
 
     project: the owner of the checkpoints that were saved without a key.
     """
@@ -31,6 +31,7 @@ def rebuild(journal: Journal, store: Store, project: str = LOCAL_OWNER) -> Rebui
     for path in store.upkeep.paths():
         if CheckpointPath.parse(path).kind == RECOVERY:
             continue
+        before = journal.imports.attempt_of(path)
         try:
             saved = store.find(path)
         except StoreError as error:
@@ -40,7 +41,7 @@ def rebuild(journal: Journal, store: Store, project: str = LOCAL_OWNER) -> Rebui
             continue
         row = CheckpointSaved.of(saved)
         row = replace(row, owner=project) if row.owner == LOCAL_OWNER else row
-        if journal.imports.restore(row, saved.meta.public, saved.meta.run_metadata):
+        if journal.imports.restore(row, saved.meta.public, saved.meta.run_metadata, before):
             restored.append(path)
         else:
             known += 1

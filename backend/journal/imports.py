@@ -56,22 +56,34 @@ class Imports(Aggregate):
             record_import(connection, self._now(), session_id, NewSession(saved.owner, ""), saved)
         return saved.path
 
-    def restore(self, saved: CheckpointSaved, public: bool, run_metadata: Mapping[str, str]) -> bool:
+    def attempt_of(self, path: str) -> str | None:
+        """The attempt in the row of a checkpoint, even if it is deleted; None if there is no row."""
+        with self._read() as connection:
+            return _attempt_of(connection, path)
+
+    def restore(
+        self, saved: CheckpointSaved, public: bool, run_metadata: Mapping[str, str], before: str | None
+    ) -> bool:
         """Insert the rows of a checkpoint in the store that has no row, or whose row describes another save.
 
-        public, run_metadata: further fields of the store's commit. Returns whether rows were inserted. Existing runs
+        public, run_metadata: further fields of the store's commit. before: `attempt_of` the path before the commit was
+        read. If the row has changed since, it describes a later save. Returns whether rows were inserted. Existing runs
         and sessions are left unchanged. So is the row of a deleted checkpoint, whose files will be removed.
         """
         at = saved.created_at or self._now()
         detail = "its row was restored from the store"
         with self._write() as connection:
-            of_path = sa.select(col(Checkpoint.attempt)).where(col(Checkpoint.path) == saved.path)
-            if connection.execute(of_path).scalar() == saved.attempt:
+            if _attempt_of(connection, saved.path, lock=True) != before or before == saved.attempt:
                 return False
             _insert_session(connection, session_of(saved.run_id), NewSession(saved.owner, ""), detail, at)
             _insert_run(connection, saved, run_metadata, detail, at)
             put_checkpoint(connection, saved, at, public=public)
         return True
+
+
+def _attempt_of(connection: sa.Connection, path: str, *, lock: bool = False) -> str | None:
+    of_path = sa.select(col(Checkpoint.attempt)).where(col(Checkpoint.path) == path)
+    return connection.execute(of_path.with_for_update() if lock else of_path).scalar()
 
 
 def record_import(

@@ -94,10 +94,10 @@ class LocalBlobs:
         return sorted(path.name for path in self._paths(prefix) if path.name[0] != ".")
 
     def written_at(self, prefix: str) -> datetime | None:
-        """When a file in the folder, or the list of its files, was last written, drafts included."""
+        """When a file in the folder was last written, drafts included; if there is none, when the folder was."""
         times = []
-        for path in (self._root / prefix, *self._paths(prefix)):
-            with suppress(FileNotFoundError):  # a draft that has just been renamed
+        for path in self._paths(prefix) or [self._root / prefix]:
+            with suppress(FileNotFoundError):  # a draft that has just been renamed, or no folder
                 times.append(path.stat().st_mtime)
         return datetime.fromtimestamp(max(times), UTC) if times else None
 

@@ -53,6 +53,7 @@ def saved(journal: Journal, run: str, name: str, owner: str = "ann", kind: str =
         ),
         False,
         {},
+        None,
     )  # fmt: skip
     return path
 

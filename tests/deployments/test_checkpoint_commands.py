@@ -101,7 +101,7 @@ def test_checkpoints_that_the_first_key_took_over_are_listed_with_its_project(tm
 
     assert owner() == "local"
     with open_journal(settings) as journal:
-        journal.imports.restore(CheckpointSaved.of(saved), False, {})
+        journal.imports.restore(CheckpointSaved.of(saved), False, {}, None)
         journal.keys.create("me", "search")
     assert owner() == "search"
 

@@ -47,8 +47,8 @@ def test_copy_has_a_separate_run_without_work(scene, save, as_owner):
 def test_lost_row_is_restored_with_its_run(scene, clock):
     saved_at = clock.now() - timedelta(days=3)
     found = (replace(SAVED, created_at=saved_at), True, {"renderer": "qwen3"})
-    assert scene.journal.imports.restore(*found)
-    assert not scene.journal.imports.restore(*found)
+    assert scene.journal.imports.restore(*found, before=None)
+    assert not scene.journal.imports.restore(*found, before="t-1")
     row = scene.journal.checkpoints.get(PATH, "team")
     assert (row.step, row.user_metadata, row.attempt, row.public) == (3, {"k": "v"}, "t-1", True)
     assert row.created_at == saved_at
@@ -65,10 +65,10 @@ def test_restoring_an_existing_checkpoint_changes_nothing(scene, save, clock):
     path = save(model, "a")
     scene.journal.checkpoints.set_ttl(path, "local", 100)
     known = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-1")
-    assert not scene.journal.imports.restore(known, True, {})
+    assert not scene.journal.imports.restore(known, True, {}, "a-1")
     assert scene.journal.checkpoints.get(path, "local").expires_at is not None
     scene.journal.checkpoints.delete(path, "local")
-    assert not scene.journal.imports.restore(known, False, {})
+    assert not scene.journal.imports.restore(known, False, {}, "a-1")
     assert scene.journal.checkpoints.page("local").rows == ()
 
 
@@ -76,7 +76,18 @@ def test_commit_overrides_the_row_of_an_earlier_save(scene, save, clock):
     model = scene.model()
     path = save(model, "a")
     newer = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-9")
-    assert scene.journal.imports.restore(newer, False, {"lost": "run"})
+    before = scene.journal.imports.attempt_of(path)
+    assert scene.journal.imports.restore(newer, False, {"lost": "run"}, before)
     assert scene.journal.checkpoints.get(path, "local").attempt == "a-9"
     assert scene.journal.models.get(model, "local").state == ModelState.LIVE
     assert scene.journal.models.get(model, "local").user_metadata == {}
+
+
+def test_restoring_keeps_the_row_of_a_save_since_the_commit_was_read(scene, save):
+    model = scene.model()
+    path = f"tinker://{model}/weights/a"
+    read = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-0")
+    assert scene.journal.imports.attempt_of(path) is None
+    assert save(model, "a") == path
+    assert not scene.journal.imports.restore(read, False, {}, None)
+    assert scene.journal.checkpoints.get(path, "local").attempt == "a-1"
