@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
@@ -66,13 +67,14 @@ class SamplerView(NewSampler):
 
 @dataclass(frozen=True)
 class SamplerOpened:
-    """An unnamed save_weights_for_sampler created a sampler. An existing row is left unchanged."""
+    """An unnamed save_weights_for_sampler created a sampler."""
 
     sampler: NewSampler
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Insert the sampler's row."""
-        insert_sampler(connection, self.sampler, now)
+        """Insert the sampler's row. ConflictError: the id was used for other weights."""
+        if not insert_sampler(connection, self.sampler, now):
+            _check_same(connection, self.sampler)
         return ()
 
 
@@ -104,13 +106,13 @@ class Samplers(Aggregate):
             if session.state != SessionState.ACTIVE:
                 raise UserError(session_over(session.id, session.state, session.detail)[0])
             if not insert_sampler(connection, sampler, self._now(), limits):
-                stored = connection.execute(sa.select(SamplerRow).where(col(SamplerRow.id) == sampler.id)).one()
-                if (stored.base_model, stored.model_path) != (sampler.base_model, sampler.model_path):
-                    raise ConflictError(
-                        f"sampler {sampler.id} exists already for {stored.model_path or stored.base_model}, "
-                        f"not for {sampler.model_path or sampler.base_model}"
-                    )
+                _check_same(connection, sampler)
         return sampler.id
+
+    def check_free(self, sampler: NewSampler) -> None:
+        """ConflictError: the sampler's id was used for other weights."""
+        with self._read() as connection:
+            _check_same(connection, sampler)
 
     def get(self, sampler_id: str, owner: str | None) -> SamplerView:
         """A sampler. NotFoundError: unknown or foreign sampler."""
@@ -147,3 +149,20 @@ def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime
     if made:
         count_kept(connection, sampler.owner, "samplers", text_bytes(sampler.base_model, sampler.model_path), limits)
     return made
+
+
+def _check_same(connection: sa.Connection, sampler: NewSampler) -> None:
+    """ConflictError: the row of the sampler's id, if it exists, has other weights."""
+    stored = connection.execute(sa.select(SamplerRow).where(col(SamplerRow.id) == sampler.id)).one_or_none()
+    if stored is None or _weights(stored) == _weights(sampler):
+        return
+    (old_base, old), (base, new) = _weights(stored), _weights(sampler)
+    raise ConflictError(
+        f"sampler {sampler.id} exists already for {old or old_base}, not for {new or base}: "
+        "sampling_session_seq_id must be a number that the session has not used before"
+    )
+
+
+def _weights(sampler: NewSampler | sa.Row[Any]) -> tuple[str, str | None]:
+    """A sampler's base model, and its checkpoint or published snapshot. The snapshot of a checkpoint may change."""
+    return sampler.base_model, sampler.model_path or sampler.snapshot_id

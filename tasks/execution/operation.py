@@ -367,7 +367,8 @@ class AnswerWriter:
             if error is not None and not isinstance(error, AWAY):
                 log.exception("the answer of request %s cannot be stored", outcome.request_id, exc_info=error)
                 text = f"the answer cannot be stored ({type(error).__name__}: {error})"
-                error = await self._store([replace(outcome, result=None, error=text, category="server", effects=())])
+                category = error.category if isinstance(error, TinkerflowError) else "server"
+                error = await self._store([replace(outcome, result=None, error=text, category=category, effects=())])
             if written.done():  # the caller of `put` was cancelled
                 continue
             if error is None:

@@ -85,11 +85,16 @@ async def save_weights_for_sampler(execution: Execution) -> Outcome:
             user_metadata=wanted.user_metadata,
         )
         return _answered(execution, saved, encode_saved(saved.path, kind="save_weights_for_sampler"))
-    opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)
-    if execution.request.answered:  # by a worker group that has ended; a replay has copied the published weights
-        return await _store_again(execution, opened)
-    recompute = (wanted.kv_cache or execution.context.inflight_kv_cache) == "recompute"
-    return await _publish(execution, opened, inflight=wanted.inflight, recompute=recompute)
+    context, request, model_id = execution.context, execution.request, execution.model_id
+    # A snapshot is named by the request's id, because the client chooses the number in the sampler's id.
+    snapshot_id = inflight_id(model_id) if wanted.inflight else request.id
+    opened = sampler_id(request.session_id, wanted.sampling_session_seq_id)
+    sampler = NewSampler(opened, request.session_id, request.owner, context.card.name, snapshot_id=snapshot_id)
+    if request.answered:  # by a worker group that has ended; a replay has copied the published weights
+        return await _store_again(execution, sampler)
+    await context.read(context.journal.samplers.check_free, sampler)
+    recompute = (wanted.kv_cache or context.inflight_kv_cache) == "recompute"
+    return await _publish(execution, sampler, inflight=wanted.inflight, recompute=recompute)
 
 
 async def save_weights_external(execution: Execution) -> Outcome:
@@ -162,14 +167,13 @@ def _answered(execution: Execution, saved: CheckpointSaved, result: bytes) -> Ou
 
 
 # ------------------------------------------------------------------ snapshots to sample from
-async def _publish(execution: Execution, opened: str, *, inflight: bool, recompute: bool) -> Outcome:
-    """Publish the weights and store them, so that the sampler `opened` outlives the worker group.
+async def _publish(execution: Execution, sampler: NewSampler, *, inflight: bool, recompute: bool) -> Outcome:
+    """Publish the weights and store them, so that the sampler outlives the worker group.
 
     recompute: whether to recompute the keys and values of requests whose weights an inflight save replaces.
     """
     context, request, model_id = execution.context, execution.request, execution.model_id
     async with execution.slot:
-        # The snapshot is named by the request's id, because the client chooses the number in the sampler's id.
         reply = execution.send(PublishSnapshot(model_id, request.id), SnapshotHeld)
         copied = execution.send(ExportAdapter(model_id, optimizer=False), AdapterState)
     held = await reply
@@ -178,8 +182,8 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool, recompu
         await drop_surplus_full_models(context, coming=False)
     if not (inflight or context.saves.store_fails(model_id)):
         execution.then = partial(_store_copy, execution, copied)
-        return replace(_opened(execution, opened, request.id), replays=True)
-    snapshot_id = inflight_id(model_id) if inflight else request.id
+        return replace(_opened(execution, sampler), replays=True)
+    snapshot_id = str(sampler.snapshot_id)
     try:
         taken = await commit(execution, await copied, snapshot_id)
         context.saves.store_works(model_id)
@@ -194,15 +198,15 @@ async def _publish(execution: Execution, opened: str, *, inflight: bool, recompu
         with suppress(GroupFailedError):
             await execution.send(DropSnapshot(request.id), Done)
         raise
-    return _opened(execution, opened, snapshot_id, taken)
+    return _opened(execution, sampler, taken)
 
 
-async def _store_again(execution: Execution, opened: str) -> Outcome:
+async def _store_again(execution: Execution, sampler: NewSampler) -> Outcome:
     """Store the weights of an answered save whose worker group ended before they were stored."""
     assert execution.copy is not None, f"save {execution.request.id}: the replay copies what is not stored"
     async with execution.slot:
         execution.then = partial(_store, execution, execution.copy)
-    return _opened(execution, opened, execution.request.id)
+    return _opened(execution, sampler)
 
 
 async def _store_copy(execution: Execution, copied: asyncio.Task[AdapterState]) -> SaveState:
@@ -240,7 +244,5 @@ async def _store(execution: Execution, state: AdapterState) -> SaveState:
     return await retry(store, on=Exception, unless=FencedError, what=what, log=log)
 
 
-def _opened(execution: Execution, opened: str, snapshot_id: str, *effects: Effect) -> Outcome:
-    request, base_model = execution.request, execution.context.card.name
-    sampler = NewSampler(opened, request.session_id, request.owner, base_model, snapshot_id=snapshot_id)
-    return request.done(encode_sampler_opened(opened), "json", SamplerOpened(sampler), *effects)
+def _opened(execution: Execution, sampler: NewSampler, *effects: Effect) -> Outcome:
+    return execution.request.done(encode_sampler_opened(sampler.id), "json", SamplerOpened(sampler), *effects)

@@ -105,6 +105,23 @@ async def test_a_published_save_is_stored_after_its_answer(context: Any, client:
     assert not context.saves.is_unstored(saved) and saved in context.snapshots.droppable
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_used_number_never_names_an_older_sampler(client: Any, pool: Any, execute: Any, at_once: bool) -> None:
+    model, _ = client.submit_create()
+    await execute(model)
+    saves = []
+    for kind in ("snapshot", "inflight"):
+        saves.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 1, "kind": kind}))
+        if not at_once:
+            await execute(model)
+            client.optim_step(model)
+    if at_once:
+        await execute(model)
+    first, second = (client.journal.results.get(save, "local") for save in saves)
+    assert first.error is None
+    assert second.category == "user" and "sampling_session_seq_id must be a number" in second.error
+
+
 @pytest.mark.parametrize(
     ("error", "category", "effects", "level"),
     [
