@@ -194,7 +194,14 @@ def test_repeated_copy_is_idempotent_and_other_projects_are_refused(people: Any)
 
     first = copy(bob, "team-b", key)
     assert copy(bob, "team-b", key) == first
-    assert copy(bob, "team-b", str(uuid.uuid4())) != first
+    other = str(uuid.uuid4())
+    gone = copy(bob, "team-b", other)
+    assert gone != first
+    bob.rest.delete_checkpoint_from_tinker_path(gone).result()
+    assert bob.server.store.delete(gone)  # as the sweep does
+    assert copy(bob, "team-b", other) == gone
+    assert not bob.server.store.exists(gone), "no row would describe it, and no sweep would remove it"
+    assert copy(bob, "team-b", str(uuid.uuid4())) not in (first, gone)
     assert len(bob.rest.list_user_checkpoints().result().checkpoints) == 2
     copy(bob, "team-a", key)  # only a label: the copy belongs to bob's project
     assert len(ann.rest.list_user_checkpoints().result().checkpoints) == 1
