@@ -281,11 +281,11 @@ def _form(source: DataSource, first: Sequence[Item], use: Use) -> tuple[Form, bo
     """The most frequent form of the first rows, preferably one that the pipeline accepts, and whether there is one."""
     if source.kind != "auto":
         return source.kind, True
-    forms = Counter[Form]()
+    forms, accepted = Counter[Form](), forms_of(use.schemas)
     for item in first:
         if isinstance(item, RawRow) and not item.is_empty:
             try:
-                forms[guess_form(_renamed(item.value, source))] += 1
+                forms[guess_form(_renamed(item.value, source), accepted)] += 1
             except RowError:
                 continue
     taken = [form for form in forms if RowReader(form).schema in use.schemas]

@@ -253,12 +253,14 @@ class RowReader:
                 return (), (), ()
 
 
-def guess_form(raw: object) -> Form:
-    """The form whose required fields a row contains. RowError: there is none."""
+def guess_form(raw: object, preferred: Iterable[Form] = ()) -> Form:
+    """The form whose required fields a row contains. RowError: there is none.
+
+    preferred: forms that win if the row contains the fields of several forms.
+    """
     names = [name for name, value in raw.items() if value is not None] if isinstance(raw, dict) else []
-    for form, fields in _REQUIRED.items():
-        if set(fields) <= set(names):
-            return form
+    if forms := [form for form, fields in _REQUIRED.items() if set(fields) <= set(names)]:
+        return next((form for form in forms if form in preferred), forms[0])
     known = "; ".join(f"{form}: {', '.join(fields)}" for form, fields in _REQUIRED.items())
     rule = f"must be an object with the fields of a form ({known}); data.columns maps other names to them"
     raise RowError("row", sorted(map(str, names)) if names else raw, rule)

@@ -1,8 +1,8 @@
 """Sources of rows: files and folders at any fsspec URL, read one row at a time.
 
-A file ends in .jsonl or .ndjson, .json (a list of rows), .csv or .tsv (the first line names the columns), .txt (one
-text), each also compressed (.gz, .bz2, .xz, .zst), .parquet or .arrow. A folder contains such files at any depth, or
-was written by `save_to_disk` of `datasets`.
+A file ends in .jsonl or .ndjson, .json (a list of rows, or a row on each line), .csv or .tsv (the first line names the
+columns), .txt (one text), each also compressed (.gz, .bz2, .xz, .zst), .parquet or .arrow. A folder contains such files
+at any depth, or was written by `save_to_disk` of `datasets`. Hidden files and folders below it are not read.
 
 A row that cannot be read is returned with its error, and reading continues with the next row.
 """
@@ -10,6 +10,7 @@ A row that cannot be read is returned with its error, and reading continues with
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections import Counter
@@ -34,6 +35,8 @@ from tinkerflow.tasks.pipelines.rows import strict_json
 JOURNAL = "journal://"
 _LINES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+_ARROW_FILE = b"ARROW1"  # the beginning of an Arrow file; that of a stream is different
+_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")  # `datasets` writes them next to files of rows
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ENDINGS = ".jsonl, .ndjson, .json, .csv, .tsv, .txt (also compressed), .parquet or .arrow"
 MAX_ROW_BYTES = 16 * 2**20
@@ -157,9 +160,11 @@ def _files(filesystem: AbstractFileSystem, path: str, source: DataSource) -> lis
     saved = _saved_to_disk(filesystem, path, source.split)
     if saved is not None:
         return saved
-    files = [file for file in sorted(filesystem.find(path)) if _kind(file)]
+    parts = {file: file[len(path) :].strip("/").split("/") for file in sorted(filesystem.find(path)) if _kind(file)}
+    # Editors, notebooks and `hf download` keep hidden copies and notes of their own.
+    hidden = {file for file, names in parts.items() if any(name.startswith(".") for name in names)}
+    files = [file for file, names in parts.items() if file not in hidden and names[-1] not in _ABOUT_DATA]
     if source.split:
-        parts = {file: file[len(path) :].strip("/").split("/") for file in files}
         files = [file for file in files if any(_is_named_for(part, source.split) for part in parts[file])]
     if not files:
         of_split = f" of the split {source.split!r}" if source.split else ""
@@ -261,6 +266,9 @@ def _document(file: IO[bytes], name: str) -> Iterator[Item]:
     try:
         rows = strict_json(data.decode())
     except (ValueError, RecursionError) as error:
+        if data.lstrip().startswith(b"{"):  # a row on each line, as `Dataset.to_json` of `datasets` writes them
+            yield from _lines(io.BytesIO(data), name)
+            return
         lines = _elements(data)
         if lines is None:
             raise UserError(f"data file {name}: must be JSON ({error})") from error
@@ -353,7 +361,19 @@ def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
     import pyarrow as pa  # imported here because it takes half a second, and readers of lines do not need it
     import pyarrow.parquet as pq
 
-    batches = pq.ParquetFile(file).iter_batches(_BATCH) if kind == "parquet" else pa.ipc.open_stream(file)
+    batches: Iterable[pa.RecordBatch]
+    if kind == "parquet":
+        table = pq.ParquetFile(file)
+        columns, batches = table.schema_arrow.names, table.iter_batches(_BATCH)
+    elif file.read(len(_ARROW_FILE)) == _ARROW_FILE:
+        whole = pa.ipc.open_file(file)
+        columns, batches = whole.schema.names, map(whole.get_batch, range(whole.num_record_batches))
+    else:
+        file.seek(0)
+        batches = pa.ipc.open_stream(file)
+        columns = batches.schema.names
+    if len(set(columns)) < len(columns):
+        raise UserError(f"data file {name}: must name every column once, not {columns}")
     unreadable = (ValueError, OverflowError, pa.ArrowException)  # UnicodeDecodeError is a ValueError
     number = 0
     for batch in batches:

@@ -67,15 +67,21 @@ def write_every_format(folder: Path) -> dict[str, tuple[str, str]]:
         "rows.jsonl.bz2": bz2.compress(LINES.encode()),
         "rows.jsonl.xz": lzma.compress(LINES.encode()),
         "rows.json": json.dumps(ROWS).encode(),
+        "lines.json": LINES.encode(),
         "rows.csv": table(ROWS, ","),
         "rows.tsv.gz": gzip.compress(table(ROWS, "\t")),
         "with space.jsonl": LINES.encode(),
     }
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    pq.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet")
+    pq.write_table(rows_table := pa.Table.from_pylist(ROWS), folder / "rows.parquet")
+    with pa.ipc.new_file(str(folder / "rows.arrow"), rows_table.schema) as file:
+        file.write_table(rows_table)
     hub = folder / "hub" / "data"
     hub.mkdir(parents=True)
+    for other in (hub.parent / "dataset_infos.json", hub / ".train-copy.json", hub / ".cache" / "train.json"):
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("{}")  # must not be read as rows
     for split, rows in (("train", ROWS), ("test", ROWS[:1])):
         pq.write_table(pa.Table.from_pylist(rows), hub / f"{split}-00000-of-00001.parquet")
     saved_to_disk(folder / "saved", ROWS)
@@ -83,7 +89,7 @@ def write_every_format(folder: Path) -> dict[str, tuple[str, str]]:
     saved_to_disk(folder / "splits" / "test", ROWS[:1])
     (folder / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     fsspec.filesystem("memory").pipe_file("/everywhere/rows.jsonl", LINES.encode())
-    return {name: (str(folder / name), "") for name in [*files, "rows.parquet", "saved"]} | {
+    return {name: (str(folder / name), "") for name in [*files, "rows.parquet", "rows.arrow", "saved"]} | {
         "a file's URL": (f"file://{folder}/with%20space.jsonl", ""),
         "a folder of the hub": (str(folder / "hub"), "train"),
         "splits of datasets": (str(folder / "splits"), "train"),
@@ -330,6 +336,12 @@ def test_tokens_are_made_once_for_each_content(
         check_source(source, work, renderer, Use("sft", SFT.schemas, 3))
 
 
+def test_a_row_of_several_forms_has_the_form_that_the_pipeline_accepts(check: Check) -> None:
+    row = {"prompt": "hi", "messages": [U, A], "chosen": [U, A], "rejected": [U, {**A, "content": "no"}]}
+    assert check([row], Use("dpo", ("preference",), 64), ignore=["messages"]).form == "preference"
+    assert check([row], ignore=["prompt", "chosen", "rejected"]).form == "chat"
+
+
 def test_a_preference_is_two_sequences_that_stay_together(check: Check, work: str, renderer: Renderer) -> None:
     rows = [{"prompt": "Hi", "chosen": "Yes.", "rejected": answer} for answer in ("No.", "no " * 90)]
     report = check(rows, Use("dpo", ("preference",), 64))
@@ -386,6 +398,7 @@ def test_unreadable_file_is_named(tmp_path: Path, work: str, renderer: Renderer)
     }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
+    pq.write_table(pa.table([["q"], ["a"]], names=["text", "text"]), tmp_path / "twice.parquet")
     for url, split, message in (
         ("rows.jsnl", "", r"does not exist \(did you mean 'rows.jsonl'\?\)"),
         ("rows.xml", "", r"rows.xml: must end in \.jsonl"),
@@ -397,6 +410,7 @@ def test_unreadable_file_is_named(tmp_path: Path, work: str, renderer: Renderer)
         ("bad.json", "", "must be a list of rows"),
         ("cut.json", "", r"cut.json: must be JSON \("),
         ("twice.csv", "", r"must name every column once, not \['a', 'a'\]"),
+        ("twice.parquet", "", r"must name every column once, not \['text', 'text'\]"),
         ("nowhere://x/rows.jsonl", "", "Protocol not known: nowhere"),
         ("away://x/rows.jsonl", "", "data.url 'away://x/rows.jsonl': no route to the hub"),
         ("http://127.0.0.1:9/data/rows.jsonl", "", "url 'http://127.0.0.1:9/data/rows.jsonl': does not exist"),
