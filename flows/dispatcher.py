@@ -94,6 +94,7 @@ class Dispatcher:
         """The tasks around the runners, with their names."""
         sweep, failed = (TinkerflowError, *AWAY), "a sweep failed"
         yield "sweeps", repeat(self._sweep, SWEEP_SECONDS, on=sweep, what=failed, log=log, early=self._sweep_now)
+        yield "store", repeat(self._sweeps.sweep_store, SWEEP_SECONDS, on=sweep, what=failed, log=log)
         yield "poll", repeat(self._poll, POLL_SECONDS, on=AWAY, what="the journal cannot be read", log=log)
         writing, lost = self._run_logs, "events of runs are lost"
         yield "run events", repeat(writing.write, POLL_SECONDS, on=AWAY, what=lost, log=log, early=writing.some)

@@ -40,19 +40,22 @@ class Sweeps:
         self._history_rules = HistoryRules(settings.history_days, settings.max_history_bytes)
 
     async def sweep(self) -> list[str]:
-        """Sweep once. Returns the ids of models whose session is over."""
-        await asyncio.to_thread(write_histories, self._journal, self._store)
+        """Sweep the journal and the worker groups once. Returns the ids of models whose session is over."""
         abandoned = await asyncio.to_thread(self._sweep_journal)
         for model in self._served:
             await model.sampling.cancel_ended()
             await self._drop_snapshots(model)
+        return abandoned
+
+    async def sweep_store(self) -> None:
+        """Apply the journal's decisions to the store once. It may take long, so `sweep` does not wait for it."""
+        await asyncio.to_thread(write_histories, self._journal, self._store)
         keep = Retention(self._settings.keep_last, self._settings.keep_every)
         await asyncio.to_thread(delete_checkpoints, self._journal, self._store, keep)
         await asyncio.to_thread(write_changes, self._journal, self._store)
         await asyncio.to_thread(delete_snapshots, self._journal, self._store)
         await asyncio.to_thread(delete_uploads, self._journal, self._store)
         await asyncio.to_thread(delete_histories, self._journal, self._store, self._history_rules)
-        return abandoned
 
     def _sweep_journal(self) -> list[str]:
         settings, journal = self._settings, self._journal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.tiny_model import make_tiny
+from tinkerflow.flows import sweeps
 from tinkerflow.flows.engine import run_engine
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord
@@ -168,7 +170,11 @@ async def test_an_engine_that_waits_for_the_lease_can_be_stopped(
         assert journal.leases.acquire("a third") == "another"
 
 
-async def test_models_of_ended_sessions_are_unloaded(engine: Engine, connect: Any, base_model: str, until: Any) -> None:
+async def test_models_of_ended_sessions_are_unloaded_while_the_store_is_slow(
+    engine: Engine, connect: Any, base_model: str, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = threading.Event()
+    monkeypatch.setattr(sweeps, "write_histories", lambda journal, store: slow.wait(60))
     async with engine(session_timeout=0.5) as journal:
         finished, silent = await connect(journal, base_model), await connect(journal, base_model)
         first, second = await finished.create(0), await silent.create(0)
@@ -176,6 +182,7 @@ async def test_models_of_ended_sessions_are_unloaded(engine: Engine, connect: An
         await until(lambda: journal.models.get(first, None).state == ModelState.UNLOADED)
         await until(lambda: journal.models.get(second, None).state == ModelState.UNLOADED)
         assert journal.sessions.get(silent.session, None).state == "expired"
+        slow.set()
 
 
 async def test_gap_is_skipped_after_its_time(engine: Engine, connect: Any, base_model: str) -> None:
