@@ -27,6 +27,7 @@ from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, digest, open_work, read_json
 
 _SECTIONS = {"rank": "model", "seed": "model"}  # the other parameters of a grid belong to `training`
+_LONGEST_RUN = 128 - 17  # characters of a run's name before the names of its points are shortened
 _LOGARITHMIC = {"learning_rate"}
 
 
@@ -148,7 +149,8 @@ async def _train(parameters: SweepParameters, point: Point, work_url: str) -> Tr
         values[section] |= changes
     plan = digest(str(sorted(parameters.model_dump(mode="json", include={"data", "held_out"}).items())), point.label)
     run = run_name(parameters)
-    values["resume"] = f"{run}-{plan[:16]}"
+    unique = run if len(run) <= _LONGEST_RUN else f"{run[: _LONGEST_RUN - 17]}-{digest(run)[:16]}"
+    values["resume"] = f"{unique}-{plan[:16]}"
     key = f"progress/{run}/points/{plan}.json"
     work = open_work(work_url)
     wanted = SftParameters.model_validate(values)

@@ -118,21 +118,22 @@ async def test_best_sweep_point_is_chosen_by_the_metric(
 async def test_resumed_sweep_compares_no_points_of_other_parameters_or_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained: list[int] = []
+    trained, names = list[int](), set[str]()
     result = TrainingResult(run="r", data="rows 1", state="s", weights="w", steps=1, first={}, last={"loss": 0.5},
                             held_out={}, samples=[])  # fmt: skip
 
     async def sft(parameters: SftParameters, *, return_state: bool) -> Any:
         RunProgress(parameters.work_url, parameters.resume, "plan", flat(decisive_parameters(parameters)))
         trained.append(parameters.model.seed)
+        names.add(parameters.resume)
         return Completed(data=result)
 
     async def score_all(wanted: EvaluateParameters, candidates: dict[str, str]) -> dict[str, Scores]:
         return {name: Scores(rows=1, samples=[], loss=1.0, exact_match=0.0) for name in candidates}
 
-    async def sweep(seeds: list[int], **training: Any) -> None:
+    async def sweep(seeds: list[int], resume: str = "x", **training: Any) -> None:
         rows = {"url": "rows.jsonl"}
-        values = {"data": rows, "held_out": rows, "grid": {"seed": seeds}, "work": tmp_path.as_uri(), "resume": "x"}
+        values = {"data": rows, "held_out": rows, "grid": {"seed": seeds}, "work": tmp_path.as_uri(), "resume": resume}
         await sweep_module.sweep.fn(SweepParameters.model_validate(values | {"training": training}))
 
     monkeypatch.setattr(sweep_module, "sft", sft)
@@ -140,6 +141,9 @@ async def test_resumed_sweep_compares_no_points_of_other_parameters_or_data(
     await sweep([0, 1], steps=4)
     await sweep([0, 1, 2], steps=4, segment_steps=2)
     assert trained == [0, 1, 2], "finished points are not trained again"
+    for last in "ab":  # the names of points are valid, and differ for each sweep
+        await sweep([0, 1], "x" * 127 + last, steps=4)
+    assert len(names) == 3 + 2 + 2
     changed = r"resume 'x': this run was started with .* \(training.steps was 4 and is 5\); give it another name"
     with pytest.raises(UserError, match=changed):
         await sweep([0, 1], steps=5)
