@@ -22,7 +22,7 @@ from datetime import UTC, datetime, timedelta
 from importlib import resources
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import yaml
@@ -37,6 +37,7 @@ from tinkerflow.deployments.data_check import parameters_of
 from tinkerflow.deployments.options import explain
 from tinkerflow.deployments.run import wait_for_prefect
 from tinkerflow.tasks.pipelines.environments import MAY_IMPORT
+from tinkerflow.tasks.pipelines.parameters import Matches
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -59,7 +60,7 @@ class Deployment(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
+    name: Annotated[str, Matches("[^/%&<>]+", "must have no / % & < >, and not be empty")]  # as Prefect demands
     entrypoint: str
     description: str | None = None
     parameters: dict[str, Any] = {}
@@ -422,7 +423,7 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
     flow: Flow[..., Any]
     try:
         flow = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
-    except Exception as error:  # any error of the module
+    except (Exception, SystemExit) as error:  # any error of the module, which may also end itself
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"deployment {wanted.name!r}: entrypoint {wanted.entrypoint!r}: {why}") from error
     return unless_changed(flow, wanted.entrypoint), {

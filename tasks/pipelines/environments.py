@@ -13,7 +13,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import httpx
 
@@ -178,7 +178,9 @@ def called_tools(text: str) -> tuple[str, list[Json]]:
 
 def checked_reward(value: object, what: str = "reward") -> float:
     """The reward as a number. what: name of the value for the error. UserError: it is not a finite number."""
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
+    if isinstance(value, SupportsFloat):  # also numbers of NumPy and PyTorch
+        with suppress(TypeError, ValueError, OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
     hint = "; does the function return a value?" if value is None else ""
     raise UserError(f"its {what} is {value!r}: must be a finite number{hint}")

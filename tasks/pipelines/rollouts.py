@@ -224,9 +224,10 @@ class Rollouts:
     when its next prompt and answer may exceed `max_context` tokens.
 
     judge: name of the reward or environment for errors. max_bad_fraction: share of rows whose environment or reward may
-    fail; `failures` contains their prompts and errors. environment_seconds: for each call of an environment or reward.
-    environment_retries: how many times a conversation is begun again if its environment was unavailable. After that it
-    is left out of its group. A group that is left with too few conversations to compare is also left out.
+    fail; `failures` contains their prompts and errors, by the ids of the `Row` objects. environment_seconds: for each
+    call of an environment or reward. environment_retries: how many times a conversation is begun again if its
+    environment was unavailable. After that it is left out of its group. A group that is left with too few conversations
+    to compare is also left out.
 
     warned: the lines that were logged. plain_calls: makes plain functions run one after another, in the order of
     samples. A function with state, such as a random generator, therefore gives the same rewards again. places: limits
@@ -243,7 +244,7 @@ class Rollouts:
     environment_seconds: float = 600.0
     environment_retries: int = 2
     judge: str = "environment"
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     plain_calls: asyncio.Lock = field(default_factory=asyncio.Lock)
     places: asyncio.Semaphore | None = None
@@ -288,11 +289,11 @@ class Rollouts:
         conversations = [self._group(sampler, row, [*seed, i], lost) for i, row in enumerate(rows)]
         with blocking_reported(min(self.environment_seconds, _BLOCKED_SECONDS), self._warn_of_blocking):
             results = await asyncio.gather(*conversations, return_exceptions=True)
-        failed = [(shorten(row.prompt[-1]["content"]), result) for row, result in zip(rows, results, strict=True)
+        failed = [(row, result) for row, result in zip(rows, results, strict=True)
                   if isinstance(result, FailedRowError)]  # fmt: skip
-        for prompt, error in failed:
-            self._note_failure(prompt, error)
-            lost.append(Lost(prompt, str(error)))
+        for row, error in failed:
+            self._note_failure(row, error)
+            lost.append(Lost(_begin_of(row), str(error)))
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, FailedRowError):
                 raise result
@@ -300,8 +301,8 @@ class Rollouts:
         if groups or not needed:
             return groups
         if failed:
-            prompt, error = failed[0]
-            raise UserError(f"all {len(rows)} rows of this step failed; the first one: {prompt!r}: {error}")
+            row, error = failed[0]
+            raise UserError(f"all {len(rows)} rows of this step failed; the first one: {_begin_of(row)!r}: {error}")
         reason = lost[-1].reason
         raise EnvironmentUnavailableError(f"all conversations of this step were interrupted; the last one: {reason}")
 
@@ -309,13 +310,12 @@ class Rollouts:
         """Raise UserError if more of the `rows` rows have failed than max_bad_fraction allows."""
         if len(self.failures) > self.max_bad_fraction * rows:
             refused = too_many_wrong(len(self.failures), rows, self.max_bad_fraction, "data")
-            errors = [f"{prompt!r}: {error}" for prompt, error in self.failures.items()]
-            raise UserError(f"{refused}; first: {left_out(errors, 'the log of the run')}")
+            raise UserError(f"{refused}; first: {left_out([*self.failures.values()], 'the log of the run')}")
 
-    def _note_failure(self, prompt: str, error: FailedRowError) -> None:
-        if prompt not in self.failures:
-            self.failures[prompt] = str(error)
-            line = f"row {prompt!r} is left out: {error}"
+    def _note_failure(self, row: Row, error: FailedRowError) -> None:
+        if id(row) not in self.failures:
+            self.failures[id(row)] = f"{_begin_of(row)!r}: {error}"
+            line = f"row {_begin_of(row)!r} is left out: {error}"
             log.warning(line)
             frames = traceback.format_list(user_frames(error.__cause__)) if error.__cause__ else []
             log_line("\n".join([line, *frames]), logging.WARNING)
@@ -351,7 +351,7 @@ class Rollouts:
         self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int], count: int
     ) -> list[Episode]:
         """Hold `count` conversations that begin with a row. Some may be interrupted."""
-        episodes = [Episode(shorten(row.prompt[-1]["content"]), tools=row.tools) for _ in range(count)]
+        episodes = [Episode(_begin_of(row), tools=row.tools) for _ in range(count)]
         try:
             await _all(self._begin(episode, row) for episode in episodes)
             for turn in range(self.max_turns):
@@ -460,8 +460,13 @@ class Rollouts:
             try:
                 async with asyncio.timeout(self.environment_seconds):
                     await call_in_loop(close)
-            except Exception:
+            except (Exception, SystemExit):
                 log.warning("an environment could not be closed", exc_info=True)
+
+
+def _begin_of(row: Row) -> str:
+    """The beginning of the row's prompt, for people. Rows may have the same beginning."""
+    return shorten(row.prompt[-1]["content"])
 
 
 @contextmanager
@@ -474,7 +479,7 @@ def _of_row(part: str, answer: str | None = None) -> Iterator[None]:
         yield
     except UNAVAILABLE:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a reward may execute a program of the model, which may call exit()
         reason = error.message if isinstance(error, UserError) else described(error)
         raise FailedRowError(f"{part}: {reason}{'' if answer is None else f'; answer: {shorten(answer)!r}'}") from error
 

@@ -42,7 +42,7 @@ def import_named(field: str, path: str) -> object:
     module, _, name = path.partition(":")
     try:
         loaded = import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a program may end itself when it is imported
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module}.".startswith(f"{missing}."):
             raise UserError(f"{field} {path!r}: the module fails when it is imported: {described(error)}") from error

@@ -61,6 +61,13 @@ def test_a_file_without_deployments_is_refused(tmp_path: Path, text: str) -> Non
         read_file(tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize("name", ["a/b", "''", "100%"])
+def test_a_name_that_prefect_refuses_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "prefect.yaml").write_text(f"deployments: [{{name: {name}, entrypoint: m.f}}]")
+    with pytest.raises(UserError, match=r"deployments\[0\]: name: .*: must have no / % & < >, and not be empty$"):
+        read_file(tmp_path / "prefect.yaml")
+
+
 @pytest.mark.parametrize("limits", ["[nightly]", "{nightly: 0}", "{nightly: many}"])
 def test_invalid_tag_limit_is_refused(tmp_path: Path, limits: str) -> None:
     (tmp_path / "prefect.yaml").write_text(f"deployments: []\ntag_limits: {limits}\n")
@@ -88,7 +95,7 @@ async def test_a_deployment_of_a_pipeline(schedule: dict[str, Any], kind: str) -
     assert getattr(made.schedules[0].schedule, kind) is not None
 
 
-def test_invalid_entry_points_and_schedules_are_refused_early() -> None:
+def test_invalid_entry_points_and_schedules_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entrypoint = "tinkerflow.flows.pipelines.sft.sft"
     parameters = {"parameters": read_config(example_file("sft.yaml"))}
     with pytest.raises(UserError, match="must have cron, or interval in seconds"):
@@ -108,7 +115,9 @@ def test_invalid_entry_points_and_schedules_are_refused_early() -> None:
             make_deployment(
                 Deployment(name="x", entrypoint=entrypoint, parameters=parameters, concurrency_limit=limit)  # type: ignore[arg-type]
             )
-    for unknown in ("no_module.flow", "tinkerflow.flows.pipelines.sft.nightly"):
+    (tmp_path / "exits_when_imported.py").write_text("raise SystemExit('bye')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for unknown in ("no_module.flow", "tinkerflow.flows.pipelines.sft.nightly", "exits_when_imported.flow"):
         with pytest.raises(UserError, match=f"^deployment 'x': entrypoint '{unknown}': .*$"):
             make_deployment(Deployment(name="x", entrypoint=unknown, parameters=parameters))
 

@@ -218,7 +218,7 @@ def _loaded(url: str) -> Any:
     signals, module.signal = module.signal, SimpleNamespace(signal=lambda *_: None, SIGINT=None, SIGTERM=None)
     try:
         environment = vf.load_environment(name, **url_settings(query))
-    except Exception as error:  # the environment's own code
+    except (Exception, SystemExit) as error:  # the environment's own code
         raise UserError(f"data.url {url!r}: the environment cannot be loaded: {error}") from error
     finally:
         module.signal = signals

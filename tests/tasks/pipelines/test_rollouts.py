@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 from collections.abc import Sequence
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -24,6 +26,7 @@ from tinkerflow.tasks.pipelines.environments import (
     Message,
     Reply,
     called_tools,
+    checked_reward,
     facts_of,
     unrewarded,
 )
@@ -224,6 +227,8 @@ class Failing(Counting):
     async def answered(self, text: str) -> Reply:
         if self.fault == "answered":
             raise ValueError("no")
+        if self.fault == "exit":
+            sys.exit("bye")
         return Reply(self.fault)
 
 
@@ -254,8 +259,12 @@ async def test_methods_with_a_wrong_signature_are_named(tokenizer: Any, renderer
             await Rollouts(renderer, make, 2, 4).groups(Echo(tokenizer), [ROW], [1])
 
 
-FAULTS = {"make": "KeyError: 'answer'", "answered": "ValueError: no", "message": "messages: ", "1": "finite number",
-          None: "finite number", float("nan"): "finite number", float("inf"): "finite number"}  # fmt: skip
+FAULTS: dict[Any, str] = {
+    "make": "KeyError: 'answer'",
+    "answered": "ValueError: no",
+    "exit": "SystemExit: bye",
+    "message": "messages: ",
+} | dict.fromkeys(["1", None, float("nan"), float("inf")], "finite number")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -264,19 +273,38 @@ async def test_failing_row_is_left_out_while_the_data_allows_it(tokenizer: Any, 
     rollouts = Rollouts(renderer, Failing, 2, 4, max_bad_fraction=0.5)
     groups = await rollouts.groups(Echo(tokenizer), [ROW, bad], [1])
     assert [[episode.reward for episode in group] for group in groups] == [[1.0, 1.0]]
-    assert list(rollouts.failures) == ["Bad"] and FAULTS[fault] in rollouts.failures["Bad"]
+    (failure,) = rollouts.failures.values()
+    assert failure.startswith("'Bad': ") and FAULTS[fault] in failure
     rollouts.refuse_failures(2)
     with pytest.raises(
         UserError, match=r"1 of 3 rows is wrong, at most 0\.0% may be left out \(data\.max_bad_fraction\); first: 'Bad'"
     ):
         Rollouts(renderer, Failing, 2, 4, failures=rollouts.failures).refuse_failures(3)
-    many = {f"row {n}": "a fault" for n in range(5)}
+    many = {n: f"'row {n}': a fault" for n in range(5)}
     few = r"5 of 9 rows are wrong, .*: 'row 0': a fault; 'row 1': a fault; 'row 2': a fault; and 2 more; all: the log"
     with pytest.raises(UserError, match=few):
         Rollouts(renderer, Failing, 2, 4, failures=many).refuse_failures(9)
-    earlier = {"Worse": "a row that failed in another step"}
+    earlier = {0: "a row that failed in another step"}
     with pytest.raises(UserError, match="all 1 rows of this step failed; the first one: 'Bad': "):
         await Rollouts(renderer, Failing, 2, 4, failures=earlier).groups(Echo(tokenizer), [bad], [1])
+
+
+async def test_failing_rows_count_even_if_their_prompts_begin_alike(tokenizer: Any, renderer: Renderer) -> None:
+    asked = "Solve the problem step by step. " * 3
+    bad = [Row(({"role": "user", "content": f"{asked}{n}"},), extra={"fault": "answered"}) for n in range(2)]
+    rollouts = Rollouts(renderer, Failing, 2, 4, max_bad_fraction=0.2)
+    await rollouts.groups(Echo(tokenizer), [ROW, *bad, *bad], [1])
+    with pytest.raises(UserError, match=r"^2 of 9 rows are wrong"):
+        rollouts.refuse_failures(9)
+    rollouts.refuse_failures(10)
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.5), np.bool_(True), np.int64(2), np.array(0.25), Decimal("0.5")])
+def test_numbers_of_any_library_are_rewards(reward: Any) -> None:
+    assert checked_reward(reward) == float(reward)
+    for wrong in (np.float32("nan"), np.zeros(2), 10**400, 1j, "1", None):
+        with pytest.raises(UserError, match="must be a finite number"):
+            checked_reward(wrong)
 
 
 def missing(facts: Facts, text: str) -> float:
@@ -438,7 +466,7 @@ async def test_a_conversation_without_an_environment_is_left_out_of_its_group(
     ((one, other),) = await rollouts.groups(Echo(tokenizer), [ROW], [1])
     assert (one.attempt, other.attempt) == (1, 1)
     monkeypatch.setattr(Unavailable, "left", ["begin"] * 100)
-    earlier = {"Bad": "a row that failed in another step"}
+    earlier = {0: "a row that failed in another step"}
     with pytest.raises(EnvironmentUnavailableError, match="interrupted; the last one: environment: EnvironmentUn"):
         await Rollouts(renderer, Unavailable, 3, 4, failures=earlier).groups(Echo(tokenizer), [ROW], [1])
 

@@ -19,6 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "their_rewards.py").write_text("def letters(facts, answer):\n    return 1.0\n")
     (tmp_path / "their_broken.py").write_text("import math\n\nmath.no\n")
     (tmp_path / "their_needs.py").write_text("import missing_library\n")
+    (tmp_path / "their_exit.py").write_text("raise SystemExit('bye')\n")
     (tmp_path / "their_typo.py").write_text("def letters(:\n")
     (tmp_path / "their_package").mkdir()
     (tmp_path / "their_package" / "__init__.py").touch()
@@ -53,4 +54,5 @@ def test_failing_module_names_its_line(folder: Path) -> None:
     )
     error = refused("their_needs:f")
     assert f"{failed}ModuleNotFoundError: No module named 'missing_library' ({folder}/their_needs.py:1)" in error
+    assert f"{failed}SystemExit: bye ({folder}/their_exit.py:1)" in refused("their_exit:f")
     assert f"{failed}SyntaxError: " in (error := refused("their_typo:f")) and "(their_typo.py, line 1)" in error
