@@ -101,6 +101,10 @@ def environment_maker(name: str) -> EnvironmentMaker:
     return make
 
 
+class _NoRewardError(EnvironmentUnavailableError):
+    """The tests wrote no reward, although the sandbox works."""
+
+
 class _Terminal:
     """A conversation with a model that works in a sandbox."""
 
@@ -109,12 +113,7 @@ class _Terminal:
         self._open = AsyncExitStack()
 
     async def begin(self) -> Sequence[Message]:
-        task = self._task
-        folders = [task.workdir, "/tests", "/logs/verifier", "/logs/agent"]
-        self._sandbox = await self._open.enter_async_context(Sandbox(task.megabytes, folders, task.image))
-        ran = await self._execute("true", task.files)
-        if ran.status:
-            raise EnvironmentUnavailableError(f"task {task.name}: its files cannot be written: {ran.errors}")
+        await self._start()
         return tuple(self._facts["prompt"])
 
     async def answered(self, text: str) -> Reply:
@@ -129,18 +128,40 @@ class _Terminal:
         return Reply(0.0, [Message(role=role, content=output) for output in outputs])
 
     async def stopped(self) -> Reply:
-        """Execute the tests, and return their reward."""
+        """Execute the tests, and return their reward.
+
+        The model may have changed the sandbox so that they write none. If they write one in a new sandbox, the reward
+        is at most 0. EnvironmentUnavailableError: they also write none there, take too long, or the sandbox failed.
+        """
+        try:
+            return await self._tested()
+        except _NoRewardError:
+            await self.close()
+            await self._start()
+            return Reply(min(0.0, (await self._tested()).reward))
+
+    async def _start(self) -> None:
+        """Start a sandbox with the task's files."""
+        task = self._task
+        folders = [task.workdir, "/tests", "/logs/verifier", "/logs/agent"]
+        self._sandbox = await self._open.enter_async_context(Sandbox(task.megabytes, folders, task.image))
+        ran = await self._execute("true", task.files)
+        if ran.status:
+            raise EnvironmentUnavailableError(f"task {task.name}: its files cannot be written: {ran.errors}")
+
+    async def _tested(self) -> Reply:
+        """The reward that the tests write. _NoRewardError: they wrote none."""
         task, log = self._task, "/logs/verifier/test-stdout.txt"
-        command = f"rm -f {_REWARD}.*; bash /tests/test.sh > {log} 2>&1; tail -c 300 {log} >&2; "
-        command += f"cat {_REWARD}.json 2> /dev/null || cat {_REWARD}.txt"
+        command = f"mkdir -p /logs/verifier; rm -f {_REWARD}.*; bash /tests/test.sh > {log} 2>&1; "
+        command += f"tail -c 300 {log} >&2; cat {_REWARD}.json 2> /dev/null || cat {_REWARD}.txt"
         ran = await self._execute(command, task.tests, task.test_seconds, task.test_variables)
         try:
             return _reply(ran.output)
         except (ValueError, KeyError, UserError) as error:
-            why = f"after the time limit: {ran.errors}" if ran.timed_out else ran.errors
-            raise EnvironmentUnavailableError(
-                f"task {task.name}: the tests wrote {ran.output[:300]!r} as the reward: {why}"
-            ) from error
+            wrote = f"task {task.name}: the tests wrote {ran.output[:300]!r} as the reward"
+            if ran.timed_out:
+                raise EnvironmentUnavailableError(f"{wrote}: after the time limit: {ran.errors}") from error
+            raise _NoRewardError(f"{wrote}: {ran.errors}") from error
 
     async def close(self) -> None:
         """End the sandbox."""

@@ -156,6 +156,15 @@ async def test_tests_without_a_reward_count_as_lost(
 
 
 @needs_namespaces
+@pytest.mark.parametrize("broken", ["rm -rf /logs", "rm -rf /logs/verifier; echo > /logs/verifier"])
+async def test_model_that_breaks_the_tests_earns_nothing(
+    tokenizer: Any, renderer: Renderer, tmp_path: Path, broken: str
+) -> None:
+    episode, _ = await worked(tokenizer, renderer, write_task(tmp_path), bash(broken), "Done.")
+    assert (episode.reward, episode.interrupted) == (0.0, "")
+
+
+@needs_namespaces
 async def test_killed_sandbox_counts_as_lost(tokenizer: Any, renderer: Renderer, tmp_path: Path) -> None:
     killing = asyncio.create_task(kill_sandbox(mark := new_mark()))
     lost = list[Lost]()
