@@ -97,10 +97,22 @@ class Renderer:
         """A digest that is equal for tokenizers with the same vocabulary."""
         return digest(str(sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])))
 
-    @property
+    @cached_property
     def stop(self) -> list[int]:
-        """Token ids that end an answer."""
-        return [] if self._tokenizer.eos_token_id is None else [int(self._tokenizer.eos_token_id)]
+        """Token ids that end an answer: the end of a text, and the special token after an answer in the template.
+
+        They differ in many base models and in Gemma, whose templates end a turn with a token of its own.
+        """
+        eos, mark = self._tokenizer.eos_token_id, "zqz"
+        ends = [] if eos is None else [int(eos)]
+        chat = [Message(role="user", content="a"), Message(role="assistant", content=mark)]
+        try:
+            behind = self._text(chat, ()).rpartition(mark)[2]
+        except RowError:  # the template needs another conversation
+            return ends
+        special = next((found[0] for found in self._special_pattern.finditer(behind)), None)
+        ids = [] if special is None else self._tokenizer.encode(special, add_special_tokens=False)
+        return [*dict.fromkeys([*ends, *ids[:1]])]
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Tokens that request the next assistant message.

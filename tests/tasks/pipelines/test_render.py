@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -116,6 +117,18 @@ def test_a_repeated_name_of_a_result_and_ids_of_calls_need_not_be_shown(tokenize
     assert only(renderer, Row((USER,), (CALLS, named, ANSWER))).weights.any()
     with pytest.raises(RowError, match=r"messages\[2\]\.name: 'subtract'"):
         renderer.examples(Row((USER,), (CALLS, {**RESULT, "name": "subtract"}, ANSWER)))
+
+
+def test_an_answer_ends_with_the_text_or_with_the_templates_end_of_a_turn(tokenizer: Any, renderer: Renderer) -> None:
+    end, text_end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert (renderer.stop, Renderer(tokenizer, "text").stop) == ([end], [end])
+    base = copy.deepcopy(tokenizer)  # as in Qwen's base models: their texts end with another token than their turns
+    base.eos_token = "<|endoftext|>"
+    assert (Renderer(base).stop, Renderer(base, "text").stop) == ([text_end, end], [text_end])
+    with template(base, PLAIN):
+        assert Renderer(base).stop == [text_end]
+    with template(base, "{{ raise_exception('no') }}"):
+        assert Renderer(base).stop == [text_end]
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_a_sequence_per_answer(tokenizer: Any) -> None:
