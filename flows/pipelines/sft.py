@@ -57,7 +57,7 @@ class SftRecipe:
 
     def _learned(self, rows: Sequence[int]) -> float:
         """The number of the answers' tokens in these examples, by their weights."""
-        return sum(float(self.examples[row].weights.sum()) for row in rows)
+        return sum(self.examples[row].learned for row in rows)
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
         """Learn from the batch of step `step`, without waiting for the step before it."""

@@ -19,7 +19,7 @@ BATCH = 64  # examples in one request
 async def mean_loss(client: tinker.TrainingClient, examples: Sequence[TokenizedExample]) -> float:
     """Mean negative log probability of the examples' learned tokens."""
     total = sum([output.metrics["loss:sum"] async for _, output in _forward(client, examples)])
-    return float(total / sum(float(example.weights.sum()) for example in examples))
+    return float(total / sum(example.learned for example in examples))
 
 
 async def answer_logprobs(

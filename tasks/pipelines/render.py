@@ -35,6 +35,11 @@ class TokenizedExample:
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
 
+    @property
+    def learned(self) -> float:
+        """The sum of the weights that the loss uses: no token predicts the first one, which only texts weight."""
+        return float(self.weights[1:].sum())
+
     def scaled(self, factor: float) -> TokenizedExample:
         """The example with its weights times `factor`."""
         return TokenizedExample(self.tokens, (self.weights * np.float32(factor)).astype(np.float32))
@@ -163,6 +168,8 @@ class Renderer:
         """
         if row.text:
             tokens = np.array(self._tokens(self._escaped(row.text) + str(self._tokenizer.eos_token or "")), np.int32)
+            if len(tokens) < 2:
+                raise RowError("text", row.text, "has a single token, and training needs two")
             parts = np.array_split(tokens, -(-len(tokens) // longest_text) if longest_text else 1)
             return [[TokenizedExample(part, np.ones(len(part), np.float32))] for part in parts]
         if not row.rejected:

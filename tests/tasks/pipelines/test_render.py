@@ -119,6 +119,14 @@ def test_a_repeated_name_of_a_result_and_ids_of_calls_need_not_be_shown(tokenize
         renderer.examples(Row((USER,), (CALLS, {**RESULT, "name": "subtract"}, ANSWER)))
 
 
+def test_a_text_of_one_token_is_refused(tokenizer: Any, renderer: Renderer) -> None:
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    assert only(renderer, Row((), text="a")).learned == 1.0
+    with pytest.raises(RowError, match=r"^text: 'a': has a single token"):
+        Renderer(endless).examples(Row((), text="a"))
+
+
 def test_an_answer_ends_with_the_text_or_with_the_templates_end_of_a_turn(tokenizer: Any, renderer: Renderer) -> None:
     end, text_end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert (renderer.stop, Renderer(tokenizer, "text").stop) == ([end], [end])

@@ -140,6 +140,8 @@ async def test_passes_over_many_examples_come_in_parts_and_in_order() -> None:
     assert (await answer_logprobs(client, examples)).tolist() == [-n for n in lengths]
     assert client.sizes == [BATCH, 1]
     assert await mean_loss(client, examples) == pytest.approx(np.mean(lengths))
+    text = TokenizedExample(np.arange(3, dtype=np.int32), np.ones(3, np.float32))  # two tokens are predicted
+    assert await mean_loss(client, [text]) == 2.0
 
 
 def test_a_scaled_example_has_other_weights_and_the_same_tokens() -> None:
