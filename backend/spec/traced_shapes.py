@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -92,8 +93,12 @@ def _axis(dim: Any, rank: int) -> int:
     return axis
 
 
-def _reduce(x: Shaped, dim: Any = None, keepdim: bool = False, dtype: Any = None, **named: Any) -> Shaped:
-    axes, keepdim = _axes(named.get("axis", dim), len(x.shape)), named.get("keepdims", keepdim)
+def _reduce(
+    x: Shaped, dim: Any = None, keepdim: bool = False, dtype: Any = None, *, empty: Any = None, **named: Any
+) -> Shaped:
+    """The shape of a reduction. empty: the dimensions of an empty list of them, None = all."""
+    dim, keepdim = named.get("axis", dim), named.get("keepdims", keepdim)
+    axes = _axes(empty if isinstance(dim, list | tuple) and not dim else dim, len(x.shape))
     kept = ((1 if i in axes else size) for i, size in enumerate(x.shape) if keepdim or i not in axes)
     return Shaped(tuple(kept))
 
@@ -286,8 +291,9 @@ def _getitem(x: Any, index: Any) -> Any:
 
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("sum", "mean", "prod", "amax", "amin", "any", "all", "logsumexp", "count_nonzero"), _reduce),
+    **dict.fromkeys(("sum", "mean", "prod", "amax", "amin", "logsumexp", "count_nonzero"), _reduce),
     **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(("any", "all"), partial(_reduce, empty=())),
     **dict.fromkeys(("var", "std"), _spread),
     **dict.fromkeys(("max", "min"), _extreme),
     **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "roll", "flip", "to", "type_as"), same),

@@ -86,7 +86,18 @@ def elementwise(logprobs, old, advantages):
 def corners(logprobs, old, advantages):
     same, zero = logprobs - logprobs.detach(), torch.zeros_like(old)
     loss = same.abs().sum() + abs(same).sum() + F.l1_loss(same, zero, reduction="sum") + F.softplus(same, 1, 0).sum()
-    return loss + F.smooth_l1_loss(same, zero, beta=0.0) + F.smooth_l1_loss(logprobs, old, beta=0.0), {}
+    loss = loss + F.smooth_l1_loss(same, zero, beta=0.0) + F.smooth_l1_loss(logprobs, old, beta=0.0)
+    loss = loss + torch.pow(same, zero).sum() + (same**zero).sum() + torch.xlogy(same, -old.abs()).sum()
+    return loss + logprobs[:1].std(unbiased=False), {}
+
+
+def forms(logprobs, old, advantages):
+    """Empty lists of dimensions, a dtype of a sum, and sums of booleans."""
+    x, positive = logprobs * advantages, torch.add(old > 0, advantages > 0)
+    loss = x.sum(dim=()) + x.mean(()) + x.amax(dim=[]) + x.amin(()) + x.detach().var(dim=())
+    loss = loss + (old.to(torch.float16).softmax(0, dtype=torch.float32) * logprobs).sum() + (positive * logprobs).sum()
+    counts = torch.count_nonzero(old, dim=()), (old > 0).any(dim=()).sum()
+    return loss + x.detach().std((), False, True).sum(), {f"custom/{i}:sum": count for i, count in enumerate(counts)}
 
 
 def indices(logprobs, old, advantages):
@@ -137,10 +148,12 @@ def compute(loss: CustomLoss, examples: tuple[Example, ...], logprobs: list[np.n
 
 
 @pytest.mark.parametrize(
-    "fn", [ppo, gspo, masked, reductions, shapes, elementwise, corners, indices], ids=lambda fn: fn.__name__
+    "fn", [ppo, gspo, masked, reductions, shapes, elementwise, corners, indices, forms], ids=lambda fn: fn.__name__
 )
 def test_custom_loss_equals_torch_in_value_slope_and_metrics(fn):
-    examples = data(LENGTHS[1:] if fn in (reductions, shapes, indices) else LENGTHS)  # the std of one value is NaN
+    examples = data(
+        LENGTHS[1:] if fn in (reductions, shapes, indices, forms) else LENGTHS
+    )  # the std of one value is NaN
     rng = np.random.default_rng(1)
     logprobs = [-rng.exponential(1.5, e.targets_TK.shape).astype(np.float32) for e in examples]
     expected_losses, expected_slopes, expected_metrics = in_torch(fn, examples, logprobs)

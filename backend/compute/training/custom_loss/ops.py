@@ -1,8 +1,8 @@
 """The torch functions that a traced loss may call, in jax.numpy. `backend/spec/torch_names.py` lists their names.
 
 Values are arrays, Python numbers (sizes), tuples and dtypes. Where a function has a corner, its slope is torch's: clamp
-passes the slope at its bounds, an absolute value has the slope 0 at 0, and a maximum over a dimension passes the slope
-to one place.
+passes the slope at its bounds, an absolute value has the slope 0 at 0, as have `0 ** 0`, `xlogy(0, y)` with y <= 0 and
+a deviation of 0, and a maximum over a dimension passes the slope to one place.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ DTYPES = {
 Op = Callable[..., Any]
 
 
-def _axes(dim: Any) -> Any:
-    return tuple(dim) if isinstance(dim, list | tuple) else dim
+def _axes(dim: Any, empty: tuple[()] | None = None) -> Any:
+    """The axes of `dim`. empty: those of an empty list, None = all."""
+    return (tuple(dim) or empty) if isinstance(dim, list | tuple) else dim
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if dtype is None else x.astype(dtype)
 
 
 def _sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
@@ -38,11 +43,10 @@ def _sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else tuple(sizes)
 
 
-def _reduce(function: Op) -> Op:
+def _reduce(function: Op, empty: tuple[()] | None = None) -> Op:
     def reduced(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None, **named: Any) -> Any:
         dim, keepdim = named.get("axis", dim), named.get("keepdims", keepdim)
-        x = x if dtype is None else x.astype(dtype)
-        return function(x, axis=_axes(dim), keepdims=keepdim)
+        return function(_cast(x, dtype), axis=_axes(dim, empty), keepdims=keepdim)
 
     return reduced
 
@@ -73,6 +77,21 @@ def _extreme(whole: Op, pairwise: Op, place: Op) -> Op:
         return Extremes(values, indices) if keepdim else Extremes(values.squeeze(dim), indices.squeeze(dim))
 
     return extreme
+
+
+def _std(x: jax.Array, **named: Any) -> jax.Array:
+    variance = jnp.var(x, **named)
+    return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance)))
+
+
+def _pow(x: Any, exponent: Any) -> Any:
+    if isinstance(x, jax.Array):
+        x = jnp.where((x == 0) & (exponent == 0), jnp.ones_like(x), x)
+    return jnp.power(x, exponent)
+
+
+def _xlogy(x: Any, other: Any) -> Any:
+    return jax.scipy.special.xlogy(x, jnp.where((x == 0) & (other <= 0), jnp.ones_like(other), other))
 
 
 def _abs(x: Any) -> Any:
@@ -186,8 +205,9 @@ def _on_numbers(function: Op) -> Op:
         for arg in args:
             if not isinstance(arg, jax.Array | bool | int | float):
                 raise TypeError(f"{type(arg).__name__} is neither a tensor nor a number")
-        if function is operator.pow and not any(isinstance(arg, jax.Array) for arg in args):
-            return float(args[0]) ** float(args[1])
+        if function is operator.pow:
+            of_tensors = any(isinstance(arg, jax.Array) for arg in args)
+            return _pow(*args) if of_tensors else float(args[0]) ** float(args[1])
         return function(*args)
 
     return checked
@@ -225,11 +245,11 @@ OPS: Mapping[str, Op] = {
         x * beta > threshold, x, jax.nn.softplus(jnp.where(x * beta > threshold, 0, x * beta)) / beta
     ),
     "erf": jax.scipy.special.erf,
-    "xlogy": jax.scipy.special.xlogy,
+    "xlogy": _xlogy,
     "detach": jax.lax.stop_gradient,
     "clone": lambda x, **_: x,
     "contiguous": lambda x, **_: x,
-    "add": lambda x, other, alpha=1: x + alpha * other,
+    "add": lambda x, other, alpha=1: x + (other if alpha == 1 else alpha * other),
     "sub": lambda x, other, alpha=1: x - alpha * other,
     "subtract": lambda x, other, alpha=1: x - alpha * other,
     "mul": jnp.multiply,
@@ -237,7 +257,7 @@ OPS: Mapping[str, Op] = {
     "divide": _div,
     "true_divide": jnp.true_divide,
     "floor_divide": jnp.floor_divide,
-    "pow": jnp.power,
+    "pow": _pow,
     "max": _extreme(jnp.max, jnp.maximum, jnp.argmax),
     "min": _extreme(jnp.min, jnp.minimum, jnp.argmin),
     "eq": jnp.equal,
@@ -259,15 +279,15 @@ OPS: Mapping[str, Op] = {
     "prod": _reduce(jnp.prod),
     "amax": _reduce(jnp.max),
     "amin": _reduce(jnp.min),
-    "any": _reduce(jnp.any),
-    "all": _reduce(jnp.all),
+    "any": _reduce(jnp.any, ()),
+    "all": _reduce(jnp.all, ()),
     "var": _spread(jnp.var),
-    "std": _spread(jnp.std),
+    "std": _spread(_std),
     "logsumexp": _reduce(jax.scipy.special.logsumexp),
-    "softmax": lambda x, dim, dtype=None, **_: jax.nn.softmax(x, axis=dim),
-    "log_softmax": lambda x, dim, dtype=None, **_: jax.nn.log_softmax(x, axis=dim),
-    "cumsum": lambda x, dim, dtype=None: jnp.cumsum(x, axis=dim),
-    "cumprod": lambda x, dim, dtype=None: jnp.cumprod(x, axis=dim),
+    "softmax": lambda x, dim, dtype=None, **_: jax.nn.softmax(_cast(x, dtype), axis=dim),
+    "log_softmax": lambda x, dim, dtype=None, **_: jax.nn.log_softmax(_cast(x, dtype), axis=dim),
+    "cumsum": lambda x, dim, dtype=None: jnp.cumsum(_cast(x, dtype), axis=dim),
+    "cumprod": lambda x, dim, dtype=None: jnp.cumprod(_cast(x, dtype), axis=dim),
     "argmax": lambda x, dim=None, keepdim=False: jnp.argmax(x, axis=dim, keepdims=keepdim),
     "argmin": lambda x, dim=None, keepdim=False: jnp.argmin(x, axis=dim, keepdims=keepdim),
     "count_nonzero": lambda x, dim=None: jnp.count_nonzero(x, axis=_axes(dim)),
