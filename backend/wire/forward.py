@@ -436,6 +436,9 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_si
     def in_vocabulary(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         return (values >= 0) & (values < vocab_size)
 
+    def fits(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        return (values >= -(2**31)) & (values < 2**31)  # workers compute integers of traced losses in 32 bits
+
     _require([tokens_T for tokens_T, _ in read], in_vocabulary, "data[{}].model_input".format, rule)
     for key in dict.fromkeys(key for _, inputs in read for key in inputs):
         arrays = [inputs.get(key) for _, inputs in read]
@@ -443,6 +446,8 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_si
             _require(arrays, in_vocabulary, partial(_name, key=key), rule)
         else:
             _require(arrays, np.isfinite, partial(_name, key=key), "a finite number")
+            whole = [None if a is None or not loss.traced or a.dtype.kind != "i" else a for a in arrays]
+            _require(whole, fits, partial(_name, key=key), "a whole number of 32 bits")
     for one in loss.inputs:
         arrays = [inputs.get(one.name) for _, inputs in read]
         if math.isfinite(low := one.low):

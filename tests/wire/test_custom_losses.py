@@ -130,6 +130,7 @@ def test_datum_must_have_the_inputs_that_the_loss_reads(body: Any, datum: Any) -
         ({"adv": np.ones((3, 1), np.float32)}, "of rank 1, as the loss declares it"),
         ({"adv": np.ones(4, np.float32)}, "custom loss 'mine': node 'mul' (operator.mul): ValueError: shape mismatch"),
         ({"adv": np.float32([1, np.inf, 3])}, "data[0].loss_fn_inputs['adv'] at position 1 is inf"),
+        ({"adv": np.int64([1, 2, 2**31])}, "['adv'] at position 2 is 2147483648: must be a whole number of 32 bits"),
     ):
         with pytest.raises(UserError) as caught:
             forward(**inputs)
