@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+import transformers
+from tests.compute.conftest import FAMILY_SHAPE, SHAPE
 from tests.compute.test_gemma4 import E2B
 from tests.compute.test_hybrid import QWEN3_5_9B, changed
 from tests.compute.test_latent import DEEPSEEK_V3, GLM_4_7_FLASH
@@ -41,6 +43,22 @@ def test_omitted_config_fields_have_defaults():
     attention = config.decoder_layers[0].attention
     assert attention == Attention(hidden=32, heads=4, kv_heads=4, head_dim=8, rope=Rope(10_000.0, 8))
     assert not config.tied
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        *((name, "rms_norm_eps") for name in ("gpt_oss", "ministral3", "olmo2", "olmo3", "phi3")),
+        ("mistral", "sliding_window"),
+        *((name, "routed_scaling_factor") for name in ("deepseek_v3", "glm4_moe_lite")),
+    ],
+)
+def test_a_missing_field_has_the_default_of_transformers(family, field):
+    shape = {**SHAPE, **FAMILY_SHAPE.get(family, {})} | {"num_key_value_heads": 4}
+    shape.pop(field, None)
+    whole = transformers.AutoConfig.for_model(family, **shape).to_dict()
+    without = {key: value for key, value in whole.items() if key != field}
+    assert parse_config(without, name="m") == parse_config(whole, name="m")
 
 
 def test_qwen2_has_biases_and_ignores_its_unused_window():

@@ -24,10 +24,13 @@ _PREDICTOR = ".eh_proj.weight"  # in the layers that predict several tokens, aft
 _DENSE, _SPARSE = "dense", "sparse"  # of `mlp_layer_types`
 
 
-def routed_layers(fields: ConfigFields, attention: Attention | LatentAttention, norm: RMSNorm) -> list[DecoderLayer]:
+def routed_layers(
+    fields: ConfigFields, attention: Attention | LatentAttention, norm: RMSNorm, scale: float = 1.0
+) -> list[DecoderLayer]:
     """All layers. UserError: a field of `config.json` is missing or not supported.
 
-    fields: of `config.json`. attention: of every layer. norm: of hidden states.
+    fields: of `config.json`. attention: of every layer. norm: of hidden states. scale: of the experts' shares, if the
+    file sets none.
     """
     refuse_other_mlps(fields)
     fields.refuse_others(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
@@ -37,7 +40,7 @@ def routed_layers(fields: ConfigFields, attention: Attention | LatentAttention, 
         groups=fields.size("n_group", 1),
         groups_per_token=fields.size("topk_group", 1),
         normalized=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
+        scale=fields.number("routed_scaling_factor", scale),
     )
     _check_groups(fields, router, count)
     shared = MLP(

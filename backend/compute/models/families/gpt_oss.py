@@ -35,7 +35,7 @@ _PARTS = (
 def _gpt_oss(fields: ConfigFields) -> ModelConfig:
     refuse_other_mlps(fields)
     fields.refuse_others(attention_bias=True)
-    norm, count = RMSNorm.read(fields), fields.size("num_local_experts")
+    norm, count = RMSNorm.read(fields, eps=1e-5), fields.size("num_local_experts")
     attention = Attention.read(
         fields.without("attention_bias"), rope_theta=150_000.0, biases=("q", "k", "v", "o"), sinks=True
     )

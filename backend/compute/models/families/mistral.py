@@ -1,6 +1,7 @@
 """Mistral (arXiv 2310.06825): a dense decoder. In the first releases, every layer has a sliding window."""
 
 from dataclasses import replace
+from functools import partial
 
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.decoder import decoder, layer_count, windows
@@ -10,9 +11,13 @@ from tinkerflow.backend.compute.models.layers import MLP, Attention, DecoderLaye
 from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 
 
-def mistral(fields: ConfigFields, *, fused: bool = False) -> ModelConfig:
-    """The decoder of a `config.json`. fused: q, k and v are one matrix, and so are gate and up."""
-    norm = RMSNorm.read(fields)
+def mistral(fields: ConfigFields, *, fused: bool = False, window: int | None = None, eps: float = 1e-6) -> ModelConfig:
+    """The decoder of a `config.json`. fused: q, k and v are one matrix, and so are gate and up.
+
+    window, eps: the sliding window and the epsilon of norms, if the file does not contain these fields.
+    """
+    fields = ConfigFields(fields.name, {"sliding_window": window, **fields.values})
+    norm = RMSNorm.read(fields, eps)
     attention, mlp = Attention.read(fields, fused=fused), MLP.read(fields, fused=fused)
     usual = FULL if fields.get("sliding_window") is None else SLIDING
     layers = [
@@ -22,4 +27,4 @@ def mistral(fields: ConfigFields, *, fused: bool = False) -> ModelConfig:
     return decoder(fields, norm, layers)
 
 
-FAMILY = Family(model_type="mistral", title="Mistral", parse=mistral)
+FAMILY = Family(model_type="mistral", title="Mistral", parse=partial(mistral, window=4096))

@@ -9,7 +9,7 @@ from tinkerflow.backend.compute.models.layers import MLP, POST_NORM, Attention, 
 
 def olmo2(fields: ConfigFields) -> ModelConfig:
     """The decoder of a `config.json`."""
-    norm = RMSNorm.read(fields)
+    norm = RMSNorm.read(fields, eps=1e-5)
     attention = Attention.read(fields, qk_norm="all heads", norm=norm)
     layer = DecoderLayer(attention, MLP.read(fields), norm, POST_NORM)
     return decoder(fields, norm, [layer] * layer_count(fields))

@@ -15,7 +15,7 @@ from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 
 
 def _olmo3(fields: ConfigFields) -> ModelConfig:
-    norm, mlp = RMSNorm.read(fields), MLP.read(fields)
+    norm, mlp = RMSNorm.read(fields, eps=1e-5), MLP.read(fields)
     attention = Attention.read(fields, qk_norm="all heads", norm=norm)
     assert attention.rope is not None
     plain = replace(attention.rope, scaling=None)

@@ -5,4 +5,4 @@ from functools import partial
 from tinkerflow.backend.compute.models.families.mistral import mistral
 from tinkerflow.backend.compute.models.family import Family
 
-FAMILY = Family(model_type="phi3", title="Phi-4", parse=partial(mistral, fused=True))
+FAMILY = Family(model_type="phi3", title="Phi-4", parse=partial(mistral, fused=True, eps=1e-5))
