@@ -6,7 +6,7 @@ https://huggingface.co/docs/hub/model-cards describes the header. `model_card.Mo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ import orjson
 import yaml
 
 from tinkerflow.backend.catalog.history import past_requests
+from tinkerflow.backend.compute.models.families import parse_config
+from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import hub_name
 from tinkerflow.backend.spec.checkpoint import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, Saved
@@ -30,6 +32,8 @@ _SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_we
 _POINTS = 10  # rows of the curve
 _EMPTY = {"parent": "the base model"}  # meanings of empty metadata
 _OF_BATCHES = ("trained_tokens", "tokens", "rows_left_out")  # metrics of pipelines that measure no quality
+# Mixtures of experts whose experts PEFT 0.21 fuses, and that have no other MLPs, which it would take for experts.
+_ADAPTED_MIXTURES = ("qwen3_moe", "minimax_m2")
 _HEADER = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)  # of a README on the hub
 
 
@@ -130,7 +134,7 @@ def card(journal: Journal | None, store: Store, saved: Saved, base: Path, *, mer
         *(f"# {title}", "", f"{kind} of `{named}`, after {saved.step} steps with {saved.optimizer}.", ""),
         *(f"- checkpoint `{saved.path}`, saved at {saved.created_at:%Y-%m-%d %H:%M} UTC",),
         *(f"- {key}: {value or _EMPTY.get(key, '')}" for key, value in sorted(saved.meta.user_metadata.items())),
-        *_usage(saved, hub[0] if hub is not None else "", merged=merged),
+        *_usage(saved, base, hub[0] if hub is not None else "", merged=merged),
     ]
     data = None if journal is None else trained_data(journal, store, saved)
     facts = [f"- {line}" for line in data.lines()] if data is not None else ["The run has no history of its data."]
@@ -148,20 +152,25 @@ def _run_name(journal: Journal | None, saved: Saved) -> str:
         return ""
 
 
-def _usage(saved: Saved, hub: str, *, merged: bool) -> Iterator[str]:
-    """How to load the checkpoint, from Python and from a client of the service. hub: id of the base model, or ""."""
+def _usage(saved: Saved, folder: Path, hub: str, *, merged: bool) -> Iterator[str]:
+    """How to load the checkpoint, from Python and from a client of the service.
+
+    folder: of the base model. hub: its id, or "".
+    """
     yield from ("", "## Use", "")
-    if merged or (hub and saved.spec.rank):
+    hint = merge_hint(saved, folder)
+    if merged or not hint:
         base = "FOLDER" if merged else hub
+        kind = "AutoModelForImageTextToText" if "text_config" in _config(folder) else "AutoModelForCausalLM"
         yield from ("In Python, where `FOLDER` is the folder of this file:", "", "```python")
         yield from () if merged else ("from peft import PeftModel",)
-        yield from ("from transformers import AutoModelForCausalLM, AutoTokenizer", "")
+        yield from (f"from transformers import {kind}, AutoTokenizer", "")
         yield from (f'tokenizer = AutoTokenizer.from_pretrained("{base}")',)
-        yield from (f'model = AutoModelForCausalLM.from_pretrained("{base}")',)
+        yield from (f'model = {kind}.from_pretrained("{base}")',)
         yield from () if merged else ('model = PeftModel.from_pretrained(model, "FOLDER")',)
         yield from ("```", "")
     else:
-        yield from (f"{merge_hint(saved)}.", "")
+        yield from (f"{hint}.", "")
     yield from (
         *("From a client of OpenAI's API, with the service that stores the checkpoint:", "", "```python"),
         *("from openai import OpenAI", ""),
@@ -172,12 +181,32 @@ def _usage(saved: Saved, hub: str, *, merged: bool) -> Iterator[str]:
     )
 
 
-def merge_hint(saved: Saved) -> str:
-    """How to get a folder that loads without the service's own files; "" if an adapter's base model is on the hub."""
-    if saved.spec.rank and hub_name(saved.meta.base_model) is not None:
+def merge_hint(saved: Saved, folder: Path) -> str:
+    """How to get a folder that transformers load whole; "" if PEFT loads the adapter onto a base model of the hub.
+
+    folder: of the base model.
+    """
+    if not saved.spec.rank:
+        why = "These are the parameters alone"
+    elif saved.spec.train_mlp and _omits_experts(_config(folder)):
+        why = "PEFT with transformers 5 omits the experts, or the MLPs beside them, of an adapter of this model"
+    elif hub_name(saved.meta.base_model) is None:
+        why = "The base model is a folder of the service"
+    else:
         return ""
-    base = "The base model is a folder of the service" if saved.spec.rank else "These are the parameters alone"
-    return f"{base}: `tinkerflow checkpoint merge {saved.path} --to FOLDER` writes a whole model that transformers load"
+    return f"{why}: `tinkerflow checkpoint merge {saved.path} --to FOLDER` writes a whole model that transformers load"
+
+
+def _omits_experts(config: Mapping[str, Any]) -> bool:
+    """Whether PEFT adapts only a part of the MLPs of a model with this `config.json`, without an error."""
+    kind = config.get("model_type")
+    return kind is not None and kind not in _ADAPTED_MIXTURES and parse_config(config, name=kind).experts > 0
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """The fields of the model's `config.json`; {} if its folder has none."""
+    path = folder / "config.json"
+    return read_object(path, str(folder)) if path.is_file() else {}
 
 
 def _training(journal: Journal, saved: Saved) -> Iterator[str]:

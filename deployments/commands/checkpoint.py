@@ -269,7 +269,8 @@ def export(
         raise _missing(path, settings)
     if to.exists():
         raise UserError(f"to {to}: already exists; name a new folder")
-    text = _card(opened, saved, find_model(saved.meta.base_model), settings)
+    base = find_model(saved.meta.base_model)
+    text = _card(opened, saved, base, settings)
     to.mkdir(parents=True)
     for name, digest in saved.files.items():
         if name != OPTIMIZER:
@@ -278,7 +279,7 @@ def export(
                     file.write(opened.read_range(saved, name, start, BLOCK))
     (to / "README.md").write_text(text)
     print(f"written: {', '.join(sorted(file.name for file in to.iterdir()))}")
-    if hint := merge_hint(saved):
+    if hint := merge_hint(saved, base):
         print(hint)
 
 

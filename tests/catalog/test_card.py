@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.compute.conftest import FAMILY_SHAPE, SHAPE, random_model
 
 from tinkerflow.backend.catalog.card import card, license_of
 from tinkerflow.backend.spec.checkpoint import CheckpointMeta
@@ -45,3 +46,26 @@ def test_card_shows_how_to_load_an_adapter_of_a_hub_model(tmp_path: Path) -> Non
     code = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     assert len(code) == 2 and [compile(part, "card", "exec") for part in code]
     assert 'PeftModel.from_pretrained(model, "FOLDER")' in code[0] and "checkpoint merge" not in text
+
+
+@pytest.mark.parametrize(
+    ("family", "train_mlp", "kind"),
+    [
+        ("qwen3_moe", True, "AutoModelForCausalLM"),
+        ("qwen3_next", True, None),
+        ("qwen3_next", False, "AutoModelForCausalLM"),
+        ("qwen3_5", True, "AutoModelForImageTextToText"),
+        ("qwen3_vl_moe", True, None),
+    ],
+)
+def test_card_shows_code_that_loads_the_whole_adapter(
+    tmp_path: Path, family: str, train_mlp: bool, kind: str | None
+) -> None:
+    """None: PEFT omits experts, or MLPs beside them, without an error."""
+    pytest.importorskip("torch")
+    random_model(family, {**SHAPE, **FAMILY_SHAPE.get(family, {})}).config.save_pretrained(tmp_path)
+    saved = saved_on("org/model")
+    saved.spec = LoraSpec(4, train_mlp=train_mlp)
+    text = card(None, None, saved, tmp_path)  # type: ignore[arg-type]
+    assert ("`tinkerflow checkpoint merge tinker://a/weights/final --to FOLDER`" in text) == (kind is None)
+    assert (f'model = {kind}.from_pretrained("org/model")' in text) == (kind is not None)
