@@ -159,8 +159,8 @@ def _transpose(x: Shaped, dim0: int, dim1: int) -> Shaped:
     return Shaped(tuple(shape))
 
 
-def _permute(x: Shaped, *dims: Any) -> Shaped:
-    order = [_axis(dim, len(x.shape)) for dim in _sizes(dims)]
+def _permute(x: Shaped, *sizes: Any, dims: Any = ()) -> Shaped:
+    order = [_axis(dim, len(x.shape)) for dim in _sizes(sizes or (dims,))]
     if sorted(order) != list(range(len(x.shape))):
         raise ValueError(f"dims {order} of a tensor with {len(x.shape)} dimensions")
     return Shaped(tuple(x.shape[i] for i in order))

@@ -103,7 +103,9 @@ def forms(logprobs, old, advantages):
 def indices(logprobs, old, advantages):
     both, index = torch.stack([logprobs, old], dim=1), torch.arange(old.size(0))[:3]
     picked = both[None][0, :, index % 2] * advantages[:, None]
-    return picked.sum() + both.gather(0, index[:, None]).sum() + both.square().gather(1, index[None] % 2).sum(), {}
+    turned = both.permute(dims=(1, 0)).flip(dims=(1,))[None].squeeze((0, 1)) * advantages
+    picked = picked.sum() + turned.sum()
+    return picked + both.gather(0, index[:, None]).sum() + both.square().gather(1, index[None] % 2).sum(), {}
 
 
 LENGTHS = (1, 5, 12)
@@ -209,6 +211,14 @@ def test_a_boolean_index_is_named_when_it_is_computed():
     loss = trace(lambda logprobs, old, advantages: (logprobs[old > 0].sum(), {}), logprobs=1, old=1, advantages=1)
     with pytest.raises(UserError, match=r"node 'getitem' \(operator.getitem\)"):
         custom_loss(loss, data((5,))[0], -np.ones((5, 1), np.float32))
+
+
+def test_an_index_tensor_beyond_its_dimension_makes_the_loss_nan():
+    def beyond(logprobs, old, advantages):
+        return logprobs[torch.arange(old.size(0)) + 2].sum(), {}
+
+    value, *_ = custom_loss(trace(beyond, logprobs=1, old=1, advantages=1), data((5,))[0], -np.ones((5, 1), np.float32))
+    assert math.isnan(value)
 
 
 def test_server_trains_with_a_custom_loss_like_the_client(shared_executor, examples, adapter, forward, gradients):

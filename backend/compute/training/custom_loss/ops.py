@@ -134,6 +134,11 @@ def _flatten(x: jax.Array, start_dim: int = 0, end_dim: int = -1) -> jax.Array:
     return x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :])
 
 
+def _squeeze(x: jax.Array, dim: Any = None) -> jax.Array:
+    dims = range(x.ndim) if dim is None else dim if isinstance(dim, list | tuple) else (dim,)
+    return x.squeeze(tuple(each for each in dims if x.shape[each] == 1))
+
+
 def _expand(x: jax.Array, *sizes: Any) -> jax.Array:
     wanted = _sizes(sizes)
     own = (1,) * (len(wanted) - x.ndim) + x.shape
@@ -181,13 +186,18 @@ def _gather(x: jax.Array, dim: int, index: jax.Array, **_: Any) -> jax.Array:
 
 
 def _getitem(x: Any, index: Any) -> Any:
-    """x[index]. Integers select first, as in torch, so they do not move the dimensions of index tensors."""
+    """x[index]. Integers select first, as in torch, so they do not move the dimensions of index tensors.
+
+    A place outside of x is NaN (in integers, the smallest one), where JAX would take the nearest place.
+    """
     if not isinstance(x, jax.Array):
         return x[index]
     items = index if isinstance(index, tuple) else (index,)
     rest = tuple(item for item in items if not _selects(item))
     first = (item if _selects(item) or item is ... else slice(None) for item in items if item is not None)
-    return x[tuple(first)][rest]
+    selected = x[tuple(first)]
+    of_tensors = any(isinstance(item, jax.Array) for item in rest)
+    return selected.at[rest].get(mode="fill") if of_tensors else selected[rest]
 
 
 def _selects(item: Any) -> bool:
@@ -299,13 +309,13 @@ OPS: Mapping[str, Op] = {
     "view": _view,
     "view_as": lambda x, other: x.reshape(other.shape),
     "reshape_as": lambda x, other: x.reshape(other.shape),
-    "squeeze": lambda x, dim=None: x.squeeze() if dim is None else x.squeeze(dim) if x.shape[dim] == 1 else x,
+    "squeeze": _squeeze,
     "unsqueeze": lambda x, dim: jnp.expand_dims(x, axis=dim),
     "flatten": _flatten,
     "transpose": lambda x, dim0, dim1: jnp.swapaxes(x, axis1=dim0, axis2=dim1),
     "t": lambda x: x.T,
-    "permute": lambda x, *dims: jnp.transpose(x, _sizes(dims)),
-    "flip": lambda x, *dims: jnp.flip(x, _sizes(dims)),
+    "permute": lambda x, *sizes, dims=(): jnp.transpose(x, _sizes(sizes or (dims,))),
+    "flip": lambda x, *sizes, dims=(): jnp.flip(x, _sizes(sizes or (dims,))),
     "roll": lambda x, shifts, dims=None: jnp.roll(x, _axes(shifts), _axes(dims)),
     "narrow": lambda x, dim, start, length: jax.lax.slice_in_dim(x, start, start + length, axis=dim),
     "index_select": lambda x, dim, index: jnp.take(x, index, axis=dim),
