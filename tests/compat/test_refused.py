@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -13,9 +14,7 @@ from tinker import types
 PNG = b"\x89PNG\r\n\x1a\n"
 CHUNKS = {
     "types.ImageChunk": types.ImageChunk(data=PNG, format="png", expected_tokens=2),
-    "types.ImageAssetPointerChunk": types.ImageAssetPointerChunk(
-        location="http://127.0.0.1:1/never-fetched.png", format="png", expected_tokens=2
-    ),
+    "types.ImageAssetPointerChunk": types.ImageAssetPointerChunk(location="", format="png", expected_tokens=2),
     "types.DmelChunk": types.DmelChunk(dmel=bytes([0, 2, 2, 80]) + bytes(160)),  # int8 [2, 80]
 }
 
@@ -26,10 +25,16 @@ def test_every_refused_chunk_type_is_tested() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_chunk_types_are_named_in_the_error(name: str, trainer: tinker.TrainingClient, sampler: Any) -> None:
-    chunk = CHUNKS[name]
-    mixed = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=TOKENS[:4]), chunk])
-    with pytest.raises(tinker.RequestFailedError, match=rf"prompt.chunks\[1\].type is '?{chunk.type}'?: must be"):
-        sampler.compute_logprobs(mixed).result()
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        nobody.setblocking(False)
+        chunk = CHUNKS[name]
+        if name == "types.ImageAssetPointerChunk":
+            chunk = chunk.model_copy(update={"location": f"http://127.0.0.1:{nobody.getsockname()[1]}/cat.png"})
+        mixed = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=TOKENS[:4]), chunk])
+        with pytest.raises(tinker.RequestFailedError, match=rf"prompt.chunks\[1\].type is '?{chunk.type}'?: must be"):
+            sampler.compute_logprobs(mixed).result()
+        with pytest.raises(BlockingIOError):
+            nobody.accept()  # a connection would wait here: the server fetches no image
     if name != "types.ImageAssetPointerChunk":  # the SDK itself refuses to train on pointers
         wanted = types.Datum(model_input=mixed, loss_fn_inputs=datum().loss_fn_inputs)
         with pytest.raises(tinker.RequestFailedError, match=rf"data\[0\].model_input.chunks\[1\] is {chunk.type}:"):

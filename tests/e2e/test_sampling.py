@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 
 import numpy as np
 import pytest
@@ -169,27 +168,6 @@ def test_stable_reinforce_weighs_by_recorded_sampling_probabilities(server):
     for one in (silent, foreign):
         with pytest.raises(tinker.TinkerError, match=one.sequence_id):
             trainer.forward_backward([rollout(one, 1.0)], "stable_reinforce").result()
-
-
-def test_images_are_refused_and_never_fetched(server, sampler, trainer):
-    text = types.EncodedTextChunk(tokens=TOKENS)
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        where = f"http://127.0.0.1:{nobody.getsockname()[1]}/cat.png"
-        pointer = types.ImageAssetPointerChunk(format="png", location=where, expected_tokens=4)
-        picture = types.ImageChunk(data=b"\x89PNG\r\n\x1a\n", format="png", expected_tokens=4)
-        for chunk in (pointer, picture):
-            prompt = types.ModelInput(chunks=[text, chunk])
-            told = rf"prompt\.chunks\[1\]\.type is '{chunk.type}'.*accepts no images"
-            for future in (sampler.sample(prompt, 1, NEXT), sampler.compute_logprobs(prompt)):
-                with pytest.raises(tinker.TinkerError, match=told):
-                    future.result()
-        picture_first = types.Datum(model_input=types.ModelInput(chunks=[picture, text]), loss_fn_inputs={})
-        with pytest.raises(tinker.TinkerError, match="accepts no images"):
-            trainer.forward([picture_first], "cross_entropy").result()
-        nobody.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            nobody.accept()  # a connection would wait here, even if no one had read from it
-    assert len(greedy(sampler)) == 12
 
 
 def test_inflight_sampler_takes_later_weights_and_a_snapshot_does_not(server, make_datum):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tinker
-import torch
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -56,20 +55,6 @@ def test_sampler_sees_the_weights_of_its_save(trainer, data):
         assert np.allclose(scored[1:], expected, atol=1e-3)
 
 
-def test_sampled_logprobs_match_the_model(trainer, make_datum):
-    sampler = trainer.save_weights_and_get_sampling_client().result()
-    prompt = TEXTS[1][:4]
-    params = types.SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop=[])
-    answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=3, sampling_params=params).result()
-    assert len({tuple(s.tokens) for s in answer.sequences}) > 1
-    for sequence in answer.sequences:
-        assert len(sequence.tokens) == len(sequence.logprobs) == 12
-        scored = logprobs(trainer.forward([make_datum(prompt + list(sequence.tokens))], "cross_entropy").result())[0]
-        assert np.allclose(scored[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
-    again = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=3, sampling_params=params).result()
-    assert [s.tokens for s in again.sequences] == [s.tokens for s in answer.sequences]
-
-
 def test_resuming_equals_continuing(server, trainer, data):
     trainer.forward_backward(data, "cross_entropy").result()
     trainer.optim_step(ADAM).result()
@@ -84,45 +69,6 @@ def test_resuming_equals_continuing(server, trainer, data):
                 client.optim_step(ADAM).result()
             ends.append(logprobs(client.forward(data, "cross_entropy").result()))
     assert all((a == b).all() for a, b in zip(*ends, strict=True))
-
-
-def test_resuming_without_optimizer_starts_it_fresh(server, trainer, data):
-    path = trainer.save_state(name="no-optimizer").result().path
-    expected = logprobs(trainer.forward(data, "cross_entropy").result())
-    with server.client() as other:
-        resumed = other.create_training_client_from_state(path).result()
-        assert all(
-            (a == b).all()
-            for a, b in zip(expected, logprobs(resumed.forward(data, "cross_entropy").result()), strict=True)
-        )
-
-
-def test_named_sampler_weights_survive_as_a_checkpoint(server, trainer, data):
-    path = trainer.save_weights_for_sampler(name="final").result().path
-    expected = logprobs(trainer.forward(data, "cross_entropy").result())
-    with server.client() as other:
-        sampler = other.create_sampling_client(model_path=path).result()
-        assert sampler.get_base_model() == server.base_model
-        scored = sampler.compute_logprobs(types.ModelInput.from_ints(TEXTS[0])).result()
-    assert np.allclose(scored[1:], expected[0], atol=1e-3)
-
-
-def test_custom_loss_by_torch_equals_the_built_in(server, make_datum):
-    with server.client() as service:
-        base = server.base_model
-        twins = [service.create_lora_training_client(base_model=base, rank=4, seed=9).result() for _ in range(2)]
-        data = [make_datum(TEXTS[0]), make_datum(TEXTS[1])]
-
-        def nll(data: list[tinker.Datum], scored: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-            return -sum(x.sum() for x in scored), {"datums:sum": float(len(data))}
-
-        built_in = twins[0].forward_backward(data, "cross_entropy").result()
-        custom = twins[1].forward_backward_custom(data, nll).result()
-        assert custom.metrics["loss:sum"] == pytest.approx(built_in.metrics["loss:sum"], rel=1e-5)
-        for twin in twins:
-            twin.optim_step(ADAM).result()
-        first, second = (logprobs(t.forward(data, "cross_entropy").result()) for t in twins)
-        assert all(np.allclose(a, b, atol=1e-4) for a, b in zip(first, second, strict=True))
 
 
 def test_stop_strings_and_no_stop(trainer):
