@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from itertools import compress
 from pathlib import Path
@@ -212,6 +213,29 @@ def exporter() -> Iterator[InMemorySpanExporter]:
     tracing.use(provider)
     yield exporter
     tracing.use(None)
+
+
+@pytest.fixture
+def statements() -> Callable[[], AbstractContextManager[list[str]]]:
+    """`with statements() as made:` collects the SQL statements in the block, without BEGIN."""
+
+    import sqlalchemy as sa
+
+    @contextmanager
+    def counting() -> Iterator[list[str]]:
+        made: list[str] = []
+
+        def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+            if not statement.startswith("BEGIN"):
+                made.append(statement)
+
+        sa.event.listen(sa.Engine, "before_cursor_execute", note)
+        try:
+            yield made
+        finally:
+            sa.event.remove(sa.Engine, "before_cursor_execute", note)
+
+    return counting
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import psycopg
 import pytest
-import sqlalchemy as sa
 from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.core.ids import model_id, sampler_id
@@ -91,6 +89,14 @@ def journal(url: str, clock: ManualClock) -> Iterator[Journal]:
     opened.close()
 
 
+def checkpoint(path: str, **changes: Any) -> CheckpointSaved:
+    """The effect of a save with this path, with some of its fields changed."""
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    adapter = {"rank": 8, "train_attn": True, "train_mlp": True, "train_unembed": True}
+    values = {"path": path, "run_id": run, "kind": CheckpointKind(kind), "name": name, "owner": OWNER, **adapter}
+    return CheckpointSaved(**{**values, "base_model": "tiny", "step": 1, "size_bytes": 100, **changes})
+
+
 @dataclass(frozen=True)
 class Scene:
     """A journal with factories for the rows that most tests need."""
@@ -126,6 +132,12 @@ class Scene:
 
     def submit(self, model: str, seq: int, content: str = "", error: str | None = None) -> str:
         return self.journal.requests.submit(self.operation(model, seq, content, error))
+
+    def taken(self, model: str, seq: int) -> Pending:
+        """Submit an operation, and return it as the engine takes it."""
+        self.submit(model, seq)
+        (pending,) = self.journal.requests.ready(model)
+        return pending
 
     def sampler(
         self, session_id: str, n: int = 0, *, model_path: str | None = None, snapshot_id: str | None = None
@@ -163,34 +175,10 @@ def save(scene: Scene, clock: ManualClock) -> Callable[..., str]:
         model: str, name: str, kind: CheckpointKind = CheckpointKind.WEIGHTS, ttl: float | None = None, step: int = 1
     ) -> str:
         seqs[model] = seqs.get(model, 0) + 1
-        scene.submit(model, seqs[model])
-        (pending,) = scene.journal.requests.ready(model)
         path = f"tinker://{model}/{kind}/{name}"
         expires = None if ttl is None else clock.now() + timedelta(seconds=ttl)
-        scene.journal.results.finish(
-            [
-                pending.done(
-                    b"{}",
-                    "json",
-                    CheckpointSaved(
-                        path,
-                        model,
-                        kind,
-                        name,
-                        "local",
-                        "tiny",
-                        8,
-                        True,
-                        True,
-                        True,
-                        step,
-                        100,
-                        expires_at=expires,
-                        attempt=f"{name}-{seqs[model]}",
-                    ),
-                )
-            ]
-        )
+        row = checkpoint(path, step=step, expires_at=expires, attempt=f"{name}-{seqs[model]}")
+        scene.journal.results.finish([scene.taken(model, seqs[model]).done(b"{}", "json", row)])
         clock.advance(1)
         return path
 
@@ -207,24 +195,3 @@ def notifier(url: str) -> Iterator[Notifier]:
     opened = Notifier(url)
     yield opened
     opened.close()
-
-
-@pytest.fixture
-def statements() -> Callable[[], AbstractContextManager[list[str]]]:
-    """`with statements() as made:` collects the SQL statements in the block, without BEGIN."""
-
-    @contextmanager
-    def counting() -> Iterator[list[str]]:
-        made: list[str] = []
-
-        def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-            if not statement.startswith("BEGIN"):
-                made.append(statement)
-
-        sa.event.listen(sa.Engine, "before_cursor_execute", note)
-        try:
-            yield made
-        finally:
-            sa.event.remove(sa.Engine, "before_cursor_execute", note)
-
-    return counting

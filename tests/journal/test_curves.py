@@ -16,8 +16,7 @@ from tinkerflow.backend.journal.tables import TrainingStep
 
 
 def answer(scene, model, seq, effect):
-    scene.submit(model, seq)
-    (pending,) = scene.journal.requests.ready(model)
+    pending = scene.taken(model, seq)
     outcome = pending.done(b"", "proto", effect)
     scene.journal.results.finish([outcome])
     return outcome
@@ -100,8 +99,7 @@ def test_figures_that_are_not_finite_are_left_out_and_a_step_may_have_no_loss(sc
 def test_step_and_loss_figures_cost_one_statement_each(scene, statements):
     model = scene.model()
     for seq, effect in ((1, LossMeasured(model, 1, 1.0, 1.0)), (2, StepMeasured(model, 2, 1, 1.0, 1.0))):
-        scene.submit(model, seq)
-        (pending,) = scene.journal.requests.ready(model)
+        pending = scene.taken(model, seq)
         with statements() as made:
             scene.journal.results.finish([pending.done(b"", "json", effect)])
         assert len(made) == 4, "three to answer, and one for the figures"

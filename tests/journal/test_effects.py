@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from tests.journal.conftest import checkpoint
 
 from tinkerflow.backend.core.errors import StateLostError, UserError
 from tinkerflow.backend.journal import (
-    CheckpointKind,
-    CheckpointSaved,
     ModelEnded,
     ModelLive,
     ModelState,
@@ -22,25 +22,6 @@ from tinkerflow.backend.journal import (
     SamplerState,
     StepMade,
 )
-
-
-def saved(model: str, **changes: object) -> CheckpointSaved:
-    values: dict[str, object] = {
-        "path": f"tinker://{model}/weights/one",
-        "run_id": model,
-        "kind": CheckpointKind.WEIGHTS,
-        "name": "one",
-        "owner": "local",
-        "base_model": "tiny",
-        "rank": 8,
-        "train_attn": True,
-        "train_mlp": True,
-        "train_unembed": False,
-        "step": 3,
-        "size_bytes": 2**40,
-        "user_metadata": {"k": "v"},
-    }
-    return CheckpointSaved(**{**values, **changes})
 
 
 def test_the_first_answer_wins_with_its_effects(scene):
@@ -81,8 +62,7 @@ def test_concurrent_answers_have_one_winner(scene):
 
 def test_outcomes_and_effects_are_written_atomically(scene):
     model = scene.model()
-    scene.submit(model, 1)
-    (pending,) = scene.journal.requests.ready(model)
+    pending = scene.taken(model, 1)
     orphan = SamplerOpened(NewSampler("sess-none:sample:0", "sess-none", "local", "tiny"))  # no such session
     with pytest.raises(Exception, match=r"(?i)foreign key"):
         scene.journal.results.finish([pending.done(b"r", "json", StepMade(model, 7), orphan)])
@@ -131,8 +111,7 @@ def test_submit_during_the_end_of_its_model_is_always_answered(scene):
     session = scene.session()
     for n in range(6):
         model = scene.model(session, n)
-        scene.submit(model, 1)
-        (pending,) = scene.journal.requests.ready(model)
+        pending = scene.taken(model, 1)
         start = threading.Barrier(5)
 
         def submit(seq: int, model: str = model, start: threading.Barrier = start) -> str:
@@ -150,8 +129,7 @@ def test_submit_during_the_end_of_its_model_is_always_answered(scene):
 def test_samplers_open_load_and_end(scene):
     session = scene.session()
     model = scene.model(session)
-    scene.submit(model, 1)
-    (save,) = scene.journal.requests.ready(model)
+    save = scene.taken(model, 1)
     opened = NewSampler(f"{session}:sample:0", session, "local", "tiny", snapshot_id="snap-1")
     scene.journal.results.finish([save.done(b"{}", "json", SamplerOpened(opened))])
     view = scene.journal.samplers.get(opened.id, "local")
@@ -178,12 +156,13 @@ def test_a_checkpoint_saved_again_replaces_its_row(scene, clock):
     for seq in (1, 2):
         scene.submit(model, seq)
     one, two = scene.journal.requests.ready(model)
-    scene.journal.results.finish([one.done(b"{}", "json", saved(model))])
-    scene.journal.checkpoints.delete(saved(model).path, "local")
+    saved = checkpoint(f"tinker://{model}/weights/one", step=3, size_bytes=2**40)
+    scene.journal.results.finish([one.done(b"{}", "json", saved)])
+    scene.journal.checkpoints.delete(saved.path, "local")
     clock.advance(5)
     expires = clock.now() + timedelta(hours=1)
-    scene.journal.results.finish([two.done(b"{}", "json", saved(model, step=9, expires_at=expires))])
-    view = scene.journal.checkpoints.get(saved(model).path, "local")
+    scene.journal.results.finish([two.done(b"{}", "json", replace(saved, step=9, expires_at=expires))])
+    view = scene.journal.checkpoints.get(saved.path, "local")
     assert (view.step, view.size_bytes, view.created_at, view.expires_at) == (9, 2**40, clock.now(), expires)
 
 

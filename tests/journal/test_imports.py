@@ -6,29 +6,23 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from tests.journal.conftest import checkpoint
 
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.journal import (
-    CheckpointKind,
-    CheckpointSaved,
     ModelState,
     SessionState,
 )
 
-RUN = "lost-1:train:0"
-PATH = f"tinker://{RUN}/weights/a"
-SAVED = CheckpointSaved(
-    PATH, RUN, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, False, True, 3, 10, {"k": "v"}, attempt="t-1"
-)
+PATH = "tinker://lost-1:train:0/weights/a"
+SAVED = checkpoint(PATH, owner="team", train_mlp=False, step=3, size_bytes=10, user_metadata={"k": "v"}, attempt="t-1")
 
 
 def test_copy_has_a_separate_run_without_work(scene, save, as_owner):
     source = save(scene.model(), "a")
     run = "copy-1:train:0"
     path = f"tinker://{run}/weights/a"
-    saved = CheckpointSaved(
-        path, run, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, False, True, 3, 10, {"k": "v"}, attempt="t"
-    )
+    saved = replace(SAVED, path=path, run_id=run, attempt="t")
     for _ in range(2):
         assert scene.journal.imports.record_copy("copy-1", saved, source) == path
     found = scene.journal.checkpoints.get(path, "team")
@@ -53,9 +47,9 @@ def test_lost_row_is_restored_with_its_run(scene, clock):
     assert (row.step, row.user_metadata, row.attempt, row.public) == (3, {"k": "v"}, "t-1", True)
     assert row.created_at == saved_at
     assert scene.journal.checkpoints.get(PATH, "stranger").path == PATH
-    run = scene.journal.models.run(RUN, "team")
+    run = scene.journal.models.run(SAVED.run_id, "team")
     assert run.model.user_metadata == {"renderer": "qwen3"} and run.model.state == ModelState.UNLOADED
-    assert [view.path for view in scene.journal.checkpoints.page("team", run_id=RUN).rows] == [PATH]
+    assert [view.path for view in scene.journal.checkpoints.page("team", run_id=SAVED.run_id).rows] == [PATH]
     assert scene.journal.sessions.get("lost-1", "team").state == SessionState.FINISHED
     assert scene.journal.upkeep.unnoted() == []
 

@@ -84,8 +84,7 @@ def test_a_row_that_is_longer_than_a_page_comes_alone(long_rows, monkeypatch):
 
 def test_usage_lists_are_complete(scene, monkeypatch, clock):
     model = scene.model(scene.session(user_metadata={"words": "x" * 1000}))
-    scene.submit(model, 1)
-    (pending,) = scene.journal.requests.ready(model)
+    pending = scene.taken(model, 1)
     used = Used(pending.session_id, "tiny", UsageKind.TRAINING, 10)
     scene.journal.results.finish([pending.done(b"", "proto", used)])
     start = clock.now().replace(minute=0, second=0, microsecond=0)

@@ -30,8 +30,7 @@ def test_missing_earlier_chunks_hold_back_later_ones(scene):
 
 def test_pending_request_carries_its_submitted_payload(scene):
     model = scene.model()
-    scene.submit(model, 1)
-    (pending,) = scene.journal.requests.ready(model)
+    pending = scene.taken(model, 1)
     assert (pending.kind, pending.payload) == (Kind.FORWARD_BACKWARD, b"payload 1")
     assert (pending.owner, pending.model_id, pending.seq_id) == ("local", model, 1)
 

@@ -8,12 +8,11 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+from tests.journal.conftest import checkpoint
 
 from tinkerflow.backend.core.errors import TooManyError, UserError
 from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import (
-    CheckpointKind,
-    CheckpointSaved,
     Journal,
     Kind,
     Limits,
@@ -37,12 +36,8 @@ def a_sample(sampler: str, seq: int, owner: str = "local") -> NewRequest:
 
 def store(scene, name: str, size: int) -> None:
     """Save a checkpoint of `size` bytes."""
-    model = scene.model()
-    scene.submit(model, 1)
-    (save,) = scene.journal.requests.ready(model)
-    saved = CheckpointSaved(
-        name, model, CheckpointKind.WEIGHTS, name[-1], scene.owner, "tiny", 8, True, True, True, 0, size
-    )
+    save = scene.taken(model := scene.model(), 1)
+    saved = checkpoint(name, run_id=model, owner=scene.owner, step=0, size_bytes=size)
     scene.journal.results.finish([save.done(b"{}", "json", saved)])
 
 

@@ -126,8 +126,7 @@ def test_payloads_are_kept_while_a_replay_needs_them(scene, clock):
 
 def test_request_cancelled_before_its_answer_is_replayed(scene):
     model = scene.model()
-    scene.submit(model, 1)
-    (pending,) = scene.journal.requests.ready(model)
+    pending = scene.taken(model, 1)
     scene.journal.results.finish([pending.failed("cancelled", "user")])
     assert replayed(scene, model) == []
     assert scene.journal.results.finish([replace(pending.done(b"late", "json"), replays=True)]) == []

@@ -83,8 +83,7 @@ def test_concurrent_creations_make_one_model(scene):
 @pytest.mark.parametrize("state", [ModelState.LOST, ModelState.UNLOADED, ModelState.FAILED])
 def test_request_for_an_ended_model_is_stored_as_failed_with_its_seq_id(scene, state):
     model = scene.model()
-    scene.submit(model, 1)
-    (running,) = scene.journal.requests.ready(model)
+    running = scene.taken(model, 1)
     scene.journal.results.finish([running.done(b"", "proto", ModelEnded(model, state, "the reason"))])
     late = scene.submit(model, 2)
     assert scene.submit(model, 2) == late

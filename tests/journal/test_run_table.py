@@ -24,11 +24,9 @@ def table(scene, clock):
         session = scene.session(display_name="evening session")
         run = scene.model(session, base_model=base, user_metadata=metadata | ({"name": name} if name else {}))
         if loss is not None:
-            scene.submit(run, 1)
-            (one,) = scene.journal.requests.ready(run)
+            one = scene.taken(run, 1)
             scene.journal.results.finish([one.done(b"", "proto", LossMeasured(run, 4, 2.0, 2.0 * loss))])
-            scene.submit(run, 2)
-            (two,) = scene.journal.requests.ready(run)
+            two = scene.taken(run, 2)
             scene.journal.results.finish([two.done(b"", "proto", StepMeasured(run, 2, 1, 1.0, 1e-4))])
         if name == "Überläufer":
             scene.journal.run_metrics.record(run, "local", {1: {"reward": 0.25}, 9: {"reward": 0.75, "a/reward": 5.0}})

@@ -10,8 +10,7 @@ from tinkerflow.backend.journal import Extent, LossMeasured, ModelState, StepMea
 def train(scene, run, seq, step, loss=2.0):
     measured = LossMeasured(run, 10, 4.0, loss, kl=5.0, agreement=0.5, first_agreement=0.75, supported=1.0)
     for number, effect in ((seq, measured), (seq + 1, None)):
-        scene.submit(run, number)
-        (pending,) = scene.journal.requests.ready(run)
+        pending = scene.taken(run, number)
         made = effect or StepMeasured(run, number, step, grad_norm=0.5, learning_rate=0.25)
         scene.journal.results.finish([pending.done(b"", "proto", made)])
 

@@ -14,8 +14,7 @@ def test_model_is_unsaved_from_its_first_change_until_its_snapshot(scene, clock)
     made = clock.now()
     clock.advance(60)
     for seq in (1, 2):
-        scene.submit(model, seq)
-        (pending,) = scene.journal.requests.ready(model)
+        pending = scene.taken(model, seq)
         used = Used(pending.session_id, "tiny", UsageKind.TRAINING, 100)
         scene.journal.results.finish([replace(pending.done(b"r", "proto", used), replays=True)])
     found = scene.journal.metrics.now()
@@ -46,8 +45,7 @@ def test_metrics_give_the_oldest_waiting_request_by_kind(scene, clock):
 
 def test_the_drift_is_the_worst_of_the_newest_steps(scene):
     def train(model, seq, kl, agreement=None, first=None, supported=None):
-        scene.submit(model, seq)
-        (pending,) = scene.journal.requests.ready(model)
+        pending = scene.taken(model, seq)
         effects = (
             LossMeasured(model, 4, 4.0, 1.0, kl, agreement, first, supported),
             StepMeasured(model, seq, seq, 1.0, 1e-4),

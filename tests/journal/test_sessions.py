@@ -126,8 +126,7 @@ def test_failure_before_the_last_request_is_not_the_reason_of_the_session(scene,
 def test_lost_model_is_the_reason_of_its_failed_session(scene, clock):
     session = scene.session()
     model = scene.model(session)
-    scene.submit(model, 1)
-    (pending,) = scene.journal.requests.ready(model)
+    pending = scene.taken(model, 1)
     scene.journal.results.finish(
         [pending.failed(StateLostError("gone"), None, ModelEnded(model, ModelState.LOST, "the group died"))]
     )

@@ -8,9 +8,10 @@ from datetime import timedelta
 from threading import Barrier
 
 import pytest
+from tests.journal.conftest import checkpoint
 
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
-from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Limits, NewUpload
+from tinkerflow.backend.journal import Limits, NewUpload
 from tinkerflow.backend.journal.quotas import NO_LIMITS
 from tinkerflow.backend.journal.uploads import MOST_OPEN
 
@@ -27,23 +28,8 @@ def begun(journal, clock, upload_id="upload-1", owner="team", max_bytes=100):
 
 
 def saved(upload, attempt="attempt-1"):
-    run = f"{upload.id}:train:0"
-    path = f"tinker://{run}/weights/imported"
-    return CheckpointSaved(
-        path,
-        run,
-        CheckpointKind.WEIGHTS,
-        "imported",
-        upload.owner,
-        "tiny",
-        4,
-        True,
-        False,
-        True,
-        0,
-        10,
-        attempt=attempt,
-    )
+    changes = {"owner": upload.owner, "rank": 4, "train_mlp": False, "step": 0, "size_bytes": 10, "attempt": attempt}
+    return checkpoint(f"tinker://{upload.id}:train:0/weights/imported", **changes)
 
 
 def test_upload_is_visible_to_its_owner_only(journal, clock):

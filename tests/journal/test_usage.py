@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from tests.journal.conftest import checkpoint
 
-from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, ModelEnded, ModelState, UsageKind, Used
+from tinkerflow.backend.journal import ModelEnded, ModelState, UsageKind, Used
 from tinkerflow.backend.journal.results import hour_of
 from tinkerflow.backend.journal.usage import HOUR
 
@@ -46,8 +47,7 @@ def test_usage_is_separate_by_session_base_model_and_owner(scene, clock, as_owne
     sessions = [scene.session(), scene.session(), other.session()]
     for owned, session, base, quantity in zip((scene, scene, other), sessions, ("a", "b", "a"), (1, 2, 4), strict=True):
         model = owned.model(session)
-        owned.submit(model, 1)
-        (request,) = owned.journal.requests.ready(model)
+        request = owned.taken(model, 1)
         owned.journal.results.finish([request.done(b"", "json", Used(session, base, UsageKind.SAMPLE, quantity))])
 
     def found(owner, end):
@@ -63,12 +63,9 @@ def test_usage_is_separate_by_session_base_model_and_owner(scene, clock, as_owne
 def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
     session, start = scene.session(), hour_of(clock.now())
     model = scene.model(session)
-    scene.submit(model, 1)
-    (save,) = scene.journal.requests.ready(model)
+    save = scene.taken(model, 1)
     path = f"tinker://{model}/weights/a"
-    row = CheckpointSaved(
-        path, model, CheckpointKind.WEIGHTS, "a", "local", "tiny", 8, True, True, True, step=1, size_bytes=1000
-    )
+    row = checkpoint(path, size_bytes=1000)
     clock.advance(1800)
     scene.journal.results.finish([save.done(b"", "json", row, used(session, UsageKind.CHECKPOINT, 1))])
     clock.advance(2 * 3600)
@@ -89,8 +86,7 @@ def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
 def test_failed_requests_use_nothing(scene, clock):
     session = scene.session()
     model = scene.model(session)
-    scene.submit(model, 1)
-    (request,) = scene.journal.requests.ready(model)
+    request = scene.taken(model, 1)
     scene.journal.results.finish([request.failed("no", "user", ModelEnded(model, ModelState.LOST, "gone"))])
     assert amounts(scene.journal, None, hour_of(clock.now())) == []
 
@@ -100,8 +96,7 @@ def test_totals_are_added_up_by_hour_project_and_kind(scene, clock, as_owner):
     for one in (scene, scene, as_owner("other")):
         session = one.session()
         model = one.model(session)
-        one.submit(model, 1)
-        (request,) = one.journal.requests.ready(model)
+        request = one.taken(model, 1)
         one.journal.results.finish([request.done(b"", "proto", used(session, UsageKind.TRAINING, 10))])
     found = scene.journal.usage.totals(None, start, start + HOUR)
     assert [(one.bucket_start, one.owner, one.project, one.kind, one.quantity) for one in found] == [
