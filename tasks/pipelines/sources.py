@@ -370,8 +370,8 @@ def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
         columns, batches = whole.schema.names, map(whole.get_batch, range(whole.num_record_batches))
     else:
         file.seek(0)
-        batches = pa.ipc.open_stream(file)
-        columns = batches.schema.names
+        stream = pa.ipc.open_stream(file)
+        columns, batches = stream.schema.names, stream
     if len(set(columns)) < len(columns):
         raise UserError(f"data file {name}: must name every column once, not {columns}")
     unreadable = (ValueError, OverflowError, pa.ArrowException)  # UnicodeDecodeError is a ValueError
