@@ -9,15 +9,17 @@ import sys
 import warnings
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from tests.compute.closeness import close_logprobs
+from tests.compute.closeness import close, close_logprobs
 from tests.compute.conftest import build
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
+from tinkerflow.backend.compute.models.layers import Experts, SoftmaxRouter
 from tinkerflow.backend.compute.models.lora_weights import from_peft, to_peft
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.core.errors import UserError
@@ -190,3 +192,13 @@ def test_an_axis_that_does_not_divide_the_experts_is_refused(moe, qwen3):
         mesh = type("Mesh", (), {"shape": {"expert": int(said[-1])}})()
         with pytest.raises(UserError, match=said):
             load_params(load_config(reference.folder), reference.folder, mesh, "float32")
+
+
+def test_clamped_parts_at_their_bounds_get_the_whole_slope_as_in_torch():
+    clamped = Experts(hidden=4, count=2, width=2, router=SoftmaxRouter(1, normalized=True), clamp=7.0)
+    both = [np.float32([7.0, 7.0, 6.5, 8.0, -9.0]), np.float32([7.0, -7.0, 8.0, -8.0, 0.5])]
+    gate, up = (torch.tensor(part, requires_grad=True) for part in both)
+    bounded = gate.clamp(max=7.0)
+    (bounded * torch.sigmoid(1.702 * bounded) * (up.clamp(-7.0, 7.0) + 1)).sum().backward()
+    for found, part in zip(jax.grad(lambda *x: clamped._gated(*x).sum(), (0, 1))(*both), (gate, up), strict=True):
+        close(found, part.grad.numpy())

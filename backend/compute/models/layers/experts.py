@@ -150,5 +150,7 @@ class Experts:
 
         if not self.clamp:
             return activated(self.activation, gate_MF) * up_MF
-        gate_MF, up_MF = jnp.minimum(gate_MF, self.clamp), jnp.clip(up_MF, -self.clamp, self.clamp)
+        # A part exactly at its bound, which is common in bfloat16, gets the whole slope, as in torch.
+        gate_MF = jnp.where(gate_MF > self.clamp, self.clamp, gate_MF)
+        up_MF = jnp.where(jnp.abs(up_MF) > self.clamp, jnp.sign(up_MF) * self.clamp, up_MF)
         return gate_MF * jax.nn.sigmoid(_STEEP * gate_MF) * (up_MF + 1)
