@@ -213,11 +213,21 @@ def test_a_boolean_index_is_named_when_it_is_computed():
         custom_loss(loss, data((5,))[0], -np.ones((5, 1), np.float32))
 
 
-def test_an_index_tensor_beyond_its_dimension_makes_the_loss_nan():
-    def beyond(logprobs, old, advantages):
-        return logprobs[torch.arange(old.size(0)) + 2].sum(), {}
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, places: x[places + 2],
+        lambda x, places: x.index_select(0, places - 1),
+        lambda x, places: x.gather(0, places - 1),
+    ],
+    ids=["beyond", "index_select before", "gather before"],
+)
+def test_an_index_tensor_that_points_outside_makes_the_loss_nan(pick):
+    def outside(logprobs, old, advantages):
+        return pick(logprobs, torch.arange(old.size(0))).sum(), {}
 
-    value, *_ = custom_loss(trace(beyond, logprobs=1, old=1, advantages=1), data((5,))[0], -np.ones((5, 1), np.float32))
+    loss = trace(outside, logprobs=1, old=1, advantages=1)
+    value, *_ = custom_loss(loss, data((5,))[0], -np.ones((5, 1), np.float32))
     assert math.isnan(value)
 
 

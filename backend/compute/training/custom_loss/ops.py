@@ -182,7 +182,12 @@ def _gather(x: jax.Array, dim: int, index: jax.Array, **_: Any) -> jax.Array:
     """The index may be smaller than `x` in other dimensions. Then only the first places of `x` are read."""
     kept = [slice(size) for size in index.shape]
     kept[dim] = slice(None)
-    return jnp.take_along_axis(x[tuple(kept)], index, axis=dim)
+    return jnp.take_along_axis(x[tuple(kept)], _from_front(x, dim, index), axis=dim)
+
+
+def _from_front(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
+    """The index for functions that do not count from the end: a negative place is outside of x, and gives NaN."""
+    return jnp.where(index < 0, x.shape[dim], index)
 
 
 def _getitem(x: Any, index: Any) -> Any:
@@ -318,7 +323,7 @@ OPS: Mapping[str, Op] = {
     "flip": lambda x, *sizes, dims=(): jnp.flip(x, _sizes(sizes or (dims,))),
     "roll": lambda x, shifts, dims=None: jnp.roll(x, _axes(shifts), _axes(dims)),
     "narrow": lambda x, dim, start, length: jax.lax.slice_in_dim(x, start, start + length, axis=dim),
-    "index_select": lambda x, dim, index: jnp.take(x, index, axis=dim),
+    "index_select": lambda x, dim, index: jnp.take(x, _from_front(x, dim, index), axis=dim),
     "gather": _gather,
     "diff": lambda x, n=1, dim=-1: jnp.diff(x, n=n, axis=dim),
     "dot": jnp.dot,
