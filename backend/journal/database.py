@@ -390,6 +390,15 @@ def locked_ids(connection: sa.Connection, table: Owned, *where: sa.ColumnElement
     return list(connection.execute(sa.select(column).where(*where).order_by(column).with_for_update()).scalars())
 
 
+def in_id_order(table: Owned, *where: sa.SQLColumnExpression[bool]) -> sa.ColumnElement[bool]:
+    """The filter for the rows `where` in an UPDATE, which locks them in the order of their ids.
+
+    Otherwise Postgres locks them in the order of its plan, and two such statements may wait for each other.
+    """
+    column = col(table.id)
+    return column.in_(sa.select(column).where(*where).order_by(column).with_for_update())
+
+
 def insert_if_absent(connection: sa.Connection, table: type[Table], values: Mapping[str, object]) -> bool:
     """Insert a row unless it violates a unique constraint of the table. Returns whether it was inserted.
 

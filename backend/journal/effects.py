@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import Category
+from tinkerflow.backend.journal.database import in_id_order
 from tinkerflow.backend.journal.run_events import put_event
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
@@ -152,10 +153,9 @@ def _fail_pending(
 
     The caller must already have taken the next completion number of every affected sampler.
     """
-    waiting = sa.select(col(Request.id)).where(IS_PENDING, *where).order_by(col(Request.id)).with_for_update()
     statement = (
         sa.update(Request)
-        .where(col(Request.id).in_(waiting))
+        .where(in_id_order(Request, IS_PENDING, *where))
         .values(state=RequestState.FAILED, error=error, category=category, finished_at=now, completion=COMPLETION)
         .returning(col(Request.id))
     )
@@ -165,4 +165,4 @@ def _fail_pending(
 def forget(connection: sa.Connection, model_id: str, *where: sa.ColumnElement[bool]) -> None:
     """Stop keeping the model's requests that match `where` (default: all) for replays, so payloads may be dropped."""
     replayed = (col(Request.model_id) == model_id, *where, col(Request.replays))
-    connection.execute(sa.update(Request).where(*replayed).values(**LET_GO))
+    connection.execute(sa.update(Request).where(in_id_order(Request, *replayed)).values(**LET_GO))

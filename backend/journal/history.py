@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import aliased
 from sqlmodel import Field, col
 
-from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Table, Text, get_owned
+from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Table, Text, get_owned, in_id_order
 from tinkerflow.backend.journal.tables import IS_PENDING, TAKES_WORK, Model, Request, RequestState, TrainingStep
 from tinkerflow.backend.spec.history import Kind, PastRequest, Segment, digest
 
@@ -223,7 +223,7 @@ def has_history(connection: sa.Connection, run: sa.Row[Any]) -> bool:
 
 def _release(connection: sa.Connection, model_id: str, *where: sa.ColumnElement[bool]) -> None:
     waiting = (col(Request.model_id) == model_id, _ARCHIVES, *where)
-    connection.execute(sa.update(Request).where(*waiting).values(archives=False))
+    connection.execute(sa.update(Request).where(in_id_order(Request, *waiting)).values(archives=False))
 
 
 def _past(row: sa.Row[tuple[Request]]) -> PastRequest:

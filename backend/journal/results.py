@@ -27,7 +27,15 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import Category
-from tinkerflow.backend.journal.database import Aggregate, get_owned, in_chunks, insert_if_absent, is_owned, missing
+from tinkerflow.backend.journal.database import (
+    Aggregate,
+    get_owned,
+    in_chunks,
+    in_id_order,
+    insert_if_absent,
+    is_owned,
+    missing,
+)
 from tinkerflow.backend.journal.effects import end_models
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
@@ -85,7 +93,8 @@ _ANSWER = (
         completion=COMPLETION,
     )
 )
-_REPLAYS = sa.update(Request).where(col(Request.id).in_(sa.bindparam("ids", expanding=True))).values(replays=True)
+_BEATEN = in_id_order(Request, col(Request.id).in_(sa.bindparam("ids", expanding=True)))
+_REPLAYS = sa.update(Request).where(_BEATEN).values(replays=True)
 _PASSED = sa.bindparam("passed_seq", type_=sa.BigInteger)
 _ADVANCE = (
     sa.update(Model)
@@ -377,7 +386,8 @@ class Results(Aggregate):
         with self._write() as connection:
             get_owned(connection, SamplerRow, sampler_id, owner)
             for ids in in_chunks(request_ids):
-                statement = sa.update(Request).where(
+                acknowledged = in_id_order(
+                    Request,
                     col(Request.id).in_(ids),
                     col(Request.sampler_id) == sampler_id,
                     col(Request.seq_id) >= clone * CLONE_BLOCK,
@@ -387,7 +397,7 @@ class Results(Aggregate):
                     sa.or_(col(Request.seq_id) >= FIRST_SHOWN, STORED_SIZE > LARGEST_SHOWN),
                 )
                 values = dropped_values(_ACKNOWLEDGED, payload=b"", dropped_at=self._now())
-                dropped += connection.execute(statement.values(**values)).rowcount
+                dropped += connection.execute(sa.update(Request).where(acknowledged).values(**values)).rowcount
         return dropped
 
     def expire(self, ttl: float, limit: int = 500) -> int:
@@ -413,7 +423,8 @@ class Results(Aggregate):
         payload = sa.case((col(Request.replays), col(Request.payload)), else_=b"")
         values = dropped_values(text, payload=payload, dropped_at=self._now())
         with self._write() as connection:
-            return connection.execute(sa.update(Request).where(col(Request.id).in_(old)).values(**values)).rowcount
+            chosen = in_id_order(Request, col(Request.id).in_(old), col(Request.dropped_at).is_(None))
+            return connection.execute(sa.update(Request).where(chosen).values(**values)).rowcount
 
 
 def dropped_values(text: str, **more: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import exists, mark_deleted
-from tinkerflow.backend.journal.database import Aggregate, get_owned
+from tinkerflow.backend.journal.database import Aggregate, get_owned, in_id_order
 from tinkerflow.backend.journal.quotas import lock_project, uncount_kept
 from tinkerflow.backend.journal.results import EXPIRED, dropped_values
 from tinkerflow.backend.journal.run_events import RunEventRow
@@ -113,4 +113,4 @@ def _drop_bytes(connection: sa.Connection, run: sa.Row[Any], now: datetime) -> N
     values = dropped_values(f"{EXPIRED}: its run was deleted", **none)
     has_bytes = sa.or_(sa.func.length(col(Request.payload)) > 0, col(Request.result).is_not(None))
     for which in (col(Request.sampler_id).in_(samplers), col(Request.model_id) == run.id):
-        connection.execute(sa.update(Request).where(which, has_bytes).values(**values))
+        connection.execute(sa.update(Request).where(in_id_order(Request, which, has_bytes)).values(**values))

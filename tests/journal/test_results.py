@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import psycopg
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.journal import Kind, ModelState
 
 
 def test_pending_then_answered_and_re_readable(scene):
@@ -98,3 +100,36 @@ def test_statements_to_read_a_result(scene, statements):
         scene.journal.results.get(request, "local")
         scene.journal.results.finished([request])
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("url", ["postgres"], indirect=True)
+@pytest.mark.parametrize("change", ["acknowledge", "expire", "forget"])
+def test_answers_are_locked_in_the_order_of_their_ids(scene, clock, url, change):
+    """A change waits for the first of its rows while it holds no other, so two changes never wait for each other."""
+    model = scene.model()
+    sampler = scene.sampler(scene.journal.models.get(model, None).session_id)
+    if change == "forget":
+        ids = [scene.submit(model, seq) for seq in range(1, 7)]
+        rows = scene.journal.requests.ready(model)
+    else:
+        ids = [scene.sample(sampler, seq) for seq in range(4, 10)]
+        rows = scene.journal.requests.pending_samples(10)
+    scene.journal.results.finish([replace(row.done(b"{}", "json"), replays=change == "forget") for row in rows])
+    for request in ids:
+        scene.journal.results.get(request, "local")
+    clock.advance(10)
+    changes = {
+        "acknowledge": lambda: scene.journal.results.acknowledge(sampler, "local", ids, clone=0),
+        "expire": lambda: scene.journal.results.expire(5),
+        "forget": lambda: scene.journal.models.end(model, ModelState.UNLOADED, "over"),
+    }
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with psycopg.connect(url) as first, psycopg.connect(url, autocommit=True) as other, ThreadPoolExecutor(1) as thread:
+        first.execute("SELECT id FROM request WHERE id = %s FOR UPDATE", [min(ids)])
+        changed = thread.submit(changes[change])
+        while not other.execute(waiting).fetchone()[0]:
+            assert not changed.done()
+        free = other.execute("SELECT id FROM request WHERE id = ANY(%s) FOR UPDATE SKIP LOCKED", [ids]).fetchall()
+        first.rollback()
+        changed.result()
+    assert len(free) == len(ids) - 1
