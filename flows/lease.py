@@ -7,11 +7,12 @@ import logging
 from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from time import monotonic
 
 from tinkerflow.backend.core.process_identity import identity, is_alive
 from tinkerflow.backend.core.retry import repeat
 from tinkerflow.backend.journal import AWAY, Journal
-from tinkerflow.backend.journal.leases import LEASE_SECONDS
+from tinkerflow.backend.journal.leases import ENGINE, LEASE_SECONDS, ProcessView
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +22,17 @@ ACQUIRE_SECONDS = 0.5  # between attempts to take another engine's lease
 
 @asynccontextmanager
 async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
-    """Acquire the lease once its holder ends or is silent. Yields the renewal task, which ends if the lease is lost."""
+    """Acquire the lease once its holder ends or is silent. Yields the renewal task, which ends if the lease is lost.
+
+    A heartbeat in the future does not prove that the holder is alive: a clock may have been set back, perhaps by hours.
+    """
     waiting = force = False
+    last, since = list[ProcessView](), monotonic()
     while (holder := await asyncio.to_thread(journal.leases.acquire, identity(), force=force)) is not None:
-        if force := is_alive(holder) is False:
+        beat = [view for view in await asyncio.to_thread(journal.leases.beats) if view.name == ENGINE]
+        if beat != last:
+            last, since = beat, monotonic()
+        if force := is_alive(holder) is False or monotonic() - since > LEASE_SECONDS:
             continue
         if not waiting:
             log.warning("another engine (%s) uses this journal; waiting until it ends", holder)
