@@ -63,7 +63,7 @@ class Dispatcher:
         self._runners: dict[str, ModelRunner | None] = {}  # None: being opened
         self._adopted: dict[str, UUID] = {}  # by model: the flow run in which it resumes
         self._group: asyncio.TaskGroup | None = None  # of the runners
-        self._sweep_now = asyncio.Event()
+        self._sweep_now, self._swept = asyncio.Event(), asyncio.Event()
         self._stopping = asyncio.Event()
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
@@ -94,7 +94,8 @@ class Dispatcher:
         """The tasks around the runners, with their names."""
         sweep, failed = (TinkerflowError, *AWAY), "a sweep failed"
         yield "sweeps", repeat(self._sweep, SWEEP_SECONDS, on=sweep, what=failed, log=log, early=self._sweep_now)
-        yield "store", repeat(self._sweeps.sweep_store, SWEEP_SECONDS, on=sweep, what=failed, log=log)
+        store, failed = self._sweeps.sweep_store, "a sweep of the store failed"
+        yield "store sweeps", repeat(store, SWEEP_SECONDS, on=sweep, what=failed, log=log, early=self._swept)
         yield "poll", repeat(self._poll, POLL_SECONDS, on=AWAY, what="the journal cannot be read", log=log)
         writing, lost = self._run_logs, "events of runs are lost"
         yield "run events", repeat(writing.write, POLL_SECONDS, on=AWAY, what=lost, log=log, early=writing.some)
@@ -147,7 +148,8 @@ class Dispatcher:
         for model_id in await asyncio.to_thread(self._journal.recovery.unstored_models):
             if model_id not in self._runners:  # an earlier engine ended before it stored them
                 self.wake(model_id)
-        abandoned = await self._sweeps.sweep()
+        abandoned = await self._sweeps.sweep_journal()
+        self._swept.set()
         for runner in self._open_runners():
             runner.wake_for_snapshot()
             if runner.paused and runner.model_id in abandoned:  # a paused runner never reaches its unload

@@ -29,7 +29,10 @@ _MOST_SEGMENTS = 4  # of each history in one sweep
 
 
 class Sweeps:
-    """Ends expired objects, and applies the journal's decisions to the store."""
+    """Ends expired objects, and applies the journal's decisions to the store.
+
+    The sweep of the journal never waits for the store, which may take an hour to fail.
+    """
 
     def __init__(self, settings: Settings, journal: Journal, served: Sequence[ServedModel]) -> None:
         """settings, journal: of the engine. served: every base model; all have the same store."""
@@ -37,9 +40,8 @@ class Sweeps:
         self._journal = journal
         self._served = served
         self._store = served[0].context.store
-        self._history_rules = HistoryRules(settings.history_days, settings.max_history_bytes)
 
-    async def sweep(self) -> list[str]:
+    async def sweep_journal(self) -> list[str]:
         """Sweep the journal and the worker groups once. Returns the ids of models whose session is over."""
         abandoned = await asyncio.to_thread(self._sweep_journal)
         for model in self._served:
@@ -48,14 +50,17 @@ class Sweeps:
         return abandoned
 
     async def sweep_store(self) -> None:
-        """Apply the journal's decisions to the store once. It may take long, so `sweep` does not wait for it."""
-        await asyncio.to_thread(write_histories, self._journal, self._store)
-        keep = Retention(self._settings.keep_last, self._settings.keep_every)
-        await asyncio.to_thread(delete_checkpoints, self._journal, self._store, keep)
-        await asyncio.to_thread(write_changes, self._journal, self._store)
-        await asyncio.to_thread(delete_snapshots, self._journal, self._store)
-        await asyncio.to_thread(delete_uploads, self._journal, self._store)
-        await asyncio.to_thread(delete_histories, self._journal, self._store, self._history_rules)
+        """Apply the journal's decisions to the store once."""
+        await self._served[0].context.in_store(self._sweep_store)
+
+    def _sweep_store(self) -> None:
+        settings, journal, store = self._settings, self._journal, self._store
+        write_histories(journal, store)
+        delete_checkpoints(journal, store, Retention(settings.keep_last, settings.keep_every))
+        write_changes(journal, store)
+        delete_snapshots(journal, store)
+        delete_uploads(journal, store)
+        delete_histories(journal, store, HistoryRules(settings.history_days, settings.max_history_bytes))
 
     def _sweep_journal(self) -> list[str]:
         settings, journal = self._settings, self._journal

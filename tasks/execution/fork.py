@@ -8,7 +8,6 @@ the fork begins with the creation of the model. A live run is not disturbed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -100,7 +99,7 @@ async def _starts(context: ExecutionContext, row: CheckpointView, last: int) -> 
     page = await context.read(journal.checkpoints.page, row.owner, run_id=run_id)
     for view in page.rows:
         if view.kind is CheckpointKind.WEIGHTS and view.path != row.path:
-            saved = await asyncio.to_thread(context.store.find, view.path)
+            saved = await context.in_store(context.store.find, view.path)
             if saved is not None and saved.meta.request_id in saves:
                 starts.append(_Start(view.path, saves[saved.meta.request_id]))
     return sorted(starts, key=lambda start: -start.seq_id)
@@ -113,5 +112,5 @@ async def _save(context: ExecutionContext, row: CheckpointView, state: AdapterSt
         run_metadata=model.user_metadata,
     )
     save = context.store.save
-    saved = await asyncio.to_thread(save, row.run_id, str(row.kind), row.name, state, meta, overwrite=True)
+    saved = await context.in_store(save, row.run_id, str(row.kind), row.name, state, meta, overwrite=True)
     await context.read(context.journal.checkpoints.record_fork, CheckpointSaved.of(saved))

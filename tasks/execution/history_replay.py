@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,7 +57,7 @@ class HistoryReplay:
         """
         run_id, reached = self._model.id, start
         history = past_requests(self._context.journal, self._context.store, run_id, after=start)
-        while reached < last and (page := await asyncio.to_thread(lambda: list(islice(history, _PAGE)))):
+        while reached < last and (page := await self._context.in_store(lambda: list(islice(history, _PAGE)))):
             if reached == -1 and page[0].seq_id != 0:
                 raise NotFoundError(f"the history of run {run_id} does not begin with its creation")
             # A failed request has changed nothing, and may have ended worker groups.

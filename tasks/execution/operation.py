@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
 from tinkerflow.backend.catalog.model_card import ModelCard
@@ -111,6 +112,7 @@ class ExecutionContext:
     full_models: FullModelQueue = field(default_factory=FullModelQueue)
     forks: SingleFlight[None] = field(default_factory=SingleFlight)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
+    storing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32, thread_name_prefix="store"))
     decoders: FairThreads = field(default_factory=lambda: FairThreads("decode", _DECODERS))
 
     def bound_to(self, generation: int, owner: str = "") -> ExecutionContext:
@@ -129,6 +131,10 @@ class ExecutionContext:
 
         return await retry(ask, on=AWAY, pauses=READ_PAUSES, what="the journal cannot be read", log=log)
 
+    async def in_store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the store in a thread for such calls, because it may block for long."""
+        return await asyncio.get_running_loop().run_in_executor(self.storing, partial(function, *args, **kwargs))
+
     async def decode(self, owner: str, size: int, function: Callable[[], T]) -> T:
         """Call `function`, which processes `size` bytes of a project, in a thread if it would block the event loop."""
         return function() if size <= INLINE_BYTES else await self.decoders.run(owner, function)
@@ -145,6 +151,7 @@ class ExecutionContext:
     def close(self) -> None:
         """End the threads."""
         self.readers.shutdown()
+        self.storing.shutdown(wait=False)
         self.decoders.close()
 
     async def _reply(self, command: Command, kind: type[R]) -> R:

@@ -48,13 +48,13 @@ async def bring(
     StoreError: a file is damaged. GroupFailedError: the group ended.
     """
     if not context.pool.reaches_store:
-        return await asyncio.to_thread(context.store.load, path, optimizer=optimizer)
-    state, saved = await asyncio.to_thread(context.store.stored, path, optimizer=optimizer)
+        return await context.in_store(context.store.load, path, optimizer=optimizer)
+    state, saved = await context.in_store(context.store.stored, path, optimizer=optimizer)
     try:
         await context.pool.transfer(FetchState(owner, state), generation=context.generation)
     except (StoreError, NotFoundError) as error:  # perhaps only in that process: the engine's attempt decides
         log.warning("a worker process cannot read %s, so the engine does: %s", path, error)
-        return await asyncio.to_thread(context.store.load, path, optimizer=optimizer)
+        return await context.in_store(context.store.load, path, optimizer=optimizer)
     return state, saved
 
 
@@ -100,14 +100,14 @@ class Copy:
         """Write and commit the copy. StoreError: the store failed. GroupFailedError: the group ended."""
         state, context, store = await self.copied, self._context, self._context.store
         if isinstance(state, AdapterState):
-            return await asyncio.to_thread(store.save, self._model_id, RECOVERY, self._name, state, meta)
+            return await context.in_store(store.save, self._model_id, RECOVERY, self._name, state, meta)
         try:
             write = WriteState(self._model_id, self._folder)
             files = await context.pool.transfer(write, generation=context.generation)
         except Exception:
-            await asyncio.to_thread(store.discard, self._folder)
+            await context.in_store(store.discard, self._folder)
             raise
-        return await asyncio.to_thread(store.commit_parts, self._folder, state, meta, files)
+        return await context.in_store(store.commit_parts, self._folder, state, meta, files)
 
 
 async def take_snapshot(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot) -> SnapshotTaken | None:
@@ -150,7 +150,7 @@ async def commit(execution: Execution, state: AdapterState, snapshot_id: str | N
     """
     context, model_id, seq_id = execution.context, execution.model_id, execution.request.seq_id or 0
     name, meta = new_id(f"seq-{seq_id}"), meta_of(context, execution.request.owner, snapshot_id or "")
-    saved = await asyncio.to_thread(context.store.save, model_id, RECOVERY, name, state, meta)
+    saved = await context.in_store(context.store.save, model_id, RECOVERY, name, state, meta)
     return SnapshotTaken(saved.path, model_id, seq_id, saved.step, saved.size_bytes, snapshot_id)
 
 
@@ -169,5 +169,5 @@ async def record(context: ExecutionContext, taken: SnapshotTaken) -> bool:
     """Record a commit in the journal. Deletes it and returns False if it must not be used."""
     if await context.read(context.journal.recovery.snapshot_taken, taken):
         return True
-    await asyncio.to_thread(context.store.delete, taken.path)
+    await context.in_store(context.store.delete, taken.path)
     return False

@@ -72,7 +72,7 @@ async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bo
     NotFoundError: the checkpoint is no longer in the store. UserError: moments are wanted, but it contains none.
     """
     try:
-        state, saved = await asyncio.to_thread(context.store.load, path)
+        state, saved = await context.in_store(context.store.load, path)
     except NotFoundError as error:
         raise gone(path) from error
     if not optimizer:

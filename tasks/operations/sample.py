@@ -496,7 +496,7 @@ async def _is_full_model(context: ExecutionContext, sampler: SamplerView) -> boo
         return held.on_host
     try:
         path = sampler.model_path or await _path_of_published(context, str(sampler.snapshot_id))
-        state, _ = await asyncio.to_thread(context.store.stored, path, optimizer=False)
+        state, _ = await context.in_store(context.store.stored, path, optimizer=False)
         return state.spec.full
     except (NotFoundError, StateLostError, StoreError):
         return False  # loading reports the error

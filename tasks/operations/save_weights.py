@@ -157,7 +157,7 @@ async def _save(
         write = partial(context.store.export, run_id, name, state, meta, recipients=recipients, overwrite=over)
     else:
         write = partial(context.store.save, run_id, kind, name, state, meta, overwrite=over)
-    return CheckpointSaved.of(await asyncio.to_thread(write))
+    return CheckpointSaved.of(await context.in_store(write))
 
 
 def _answered(execution: Execution, saved: CheckpointSaved, result: bytes) -> Outcome:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -166,3 +168,38 @@ async def test_stopped_dispatcher_answers_requests_in_flight(dispatcher: Any, cl
     serving.stop()
     await asyncio.wait_for(task, 60)
     assert client.journal.results.get(request, "local") is not None
+
+
+async def test_a_store_that_does_not_answer_delays_no_other_model_and_no_sweep_of_the_journal(
+    dispatcher: Any, client: Any, connect: Any, context: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # as on a small machine, with many saves
+    model = await client.create()
+    saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one"}))
+    arrived, opened = set[str](), threading.Event()
+
+    def hanging(name: str) -> Any:
+        def hang(*args: Any) -> Any:
+            arrived.add(name)
+            assert opened.wait(120)
+            return calls[name](*args)
+
+        return hang
+
+    calls = {name: getattr(context.store.blobs, name) for name in ("create", "remove")}
+    for name in calls:
+        monkeypatch.setattr(context.store.blobs, name, hanging(name))
+    try:
+        client.journal.checkpoints.delete(orjson.loads(saved.result)["path"], "local")
+        later = client.submit(model, Kind.SAVE_WEIGHTS, {"path": "two"})
+        await until(lambda: arrived == {"create", "remove"})
+        other = await connect(client.journal)
+        await other.create()
+        gone = await connect(client.journal)
+        left = await gone.create()
+        client.journal.sessions.finish(gone.session, "local", None)
+        await until(lambda: client.journal.models.get(left, "local").state is ModelState.UNLOADED)
+        assert client.journal.results.get(later, "local") is None
+    finally:
+        opened.set()
+    assert (await client.result(later)).error is None
