@@ -77,5 +77,5 @@ class BaseModels(Aggregate):
         self._set(base_model, progress=text)
 
     def _set(self, base_model: str, **values: str | None) -> None:
-        with self._write() as connection:
+        with self._write(lasting=False) as connection:
             connection.execute(sa.update(BaseModelRow).where(col(BaseModelRow.name) == base_model).values(**values))

@@ -6,6 +6,7 @@ building a statement costs more than executing it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import threading
@@ -24,7 +25,7 @@ from sqlalchemy.engine import Dialect, make_url
 from sqlmodel import SQLModel, col
 
 from tinkerflow.backend.core.clock import Clock, add_seconds
-from tinkerflow.backend.core.disk import make_folder, make_private, open_private
+from tinkerflow.backend.core.disk import flush, make_folder, make_private, open_private
 from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError, UserError
 from tinkerflow.backend.journal.topics import Publisher
 
@@ -161,6 +162,27 @@ def driver_url(url: str) -> sa.URL:
     return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
 
 
+class _SharedFlush:
+    """Flushes a file to disk. Threads that wait at the same time share a flush."""
+
+    def __init__(self, file: Path) -> None:
+        """file: need not exist."""
+        self._file = file
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._flushed = 0  # numbers up to this one were drawn before the last flush began
+
+    def flush(self) -> None:
+        """Return when everything that was written before the call is on disk. OSError: the disk fails."""
+        number = next(self._numbers)
+        with self._lock:
+            if self._flushed < number:
+                latest = next(self._numbers)
+                with suppress(FileNotFoundError):  # SQLite flushed the database before it removed the file
+                    flush(self._file)
+                self._flushed = latest
+
+
 class Database:
     """An engine with two kinds of transactions. Thread-safe.
 
@@ -180,9 +202,11 @@ class Database:
             if not parsed.database or parsed.database == ":memory:":
                 raise ValueError(f"database URL {url!r}: the journal is shared by processes, so it needs a file")
             _make_private_file(Path(parsed.database))
+            self._log: _SharedFlush | None = _SharedFlush(Path(f"{parsed.database}-wal"))
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, connect_args={"timeout": BUSY_SECONDS})
             event.listen(self.engine, "connect", _set_up_sqlite)
         else:
+            self._log = None  # Postgres flushes at each commit
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, pool_pre_ping=False)
         # The threads of a process wait here, because SQLite's busy handler sleeps up to 100 ms between attempts.
         self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
@@ -196,10 +220,11 @@ class Database:
             yield connection
 
     @contextmanager
-    def write(self, *, fenced: bool = False) -> Iterator[sa.Connection]:
+    def write(self, *, fenced: bool = False, lasting: bool = True) -> Iterator[sa.Connection]:
         """Open a write transaction. It commits at the end of the block, and rolls back after an exception.
 
-        fenced: raise FencedError if this process has lost the engine's lease to another process.
+        fenced: raise FencedError if this process has lost the engine's lease to another process. lasting: return after
+        the commit is on disk. Otherwise a power cut may lose it, but no later commit without it.
         JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS.
         """
         with self._turn, self.engine.begin() as connection:
@@ -208,6 +233,8 @@ class Database:
             if fenced and self.epoch is not None:
                 check_lease(connection, self.epoch)
             yield connection
+        if lasting and self._log is not None:  # after the write lock is free, so that commits share a flush
+            self._log.flush()
 
     def close(self) -> None:
         """Close all connections."""
@@ -261,7 +288,7 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
-    # NORMAL survives kill -9 of any process. A power cut can lose the last commits, but never corrupts the file.
+    # NORMAL survives kill -9 of any process. `Database.write` flushes the commits that must survive a power cut.
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()

@@ -62,7 +62,7 @@ class Leases(Aggregate):
     def renew(self) -> None:
         """Renew the lease. FencedError: another engine has taken it."""
         self._check_held()
-        with self._write(fenced=True) as connection:
+        with self._write(fenced=True, lasting=False) as connection:
             connection.execute(sa.update(Process).where(col(Process.name) == ENGINE).values(beat_at=self._now()))
 
     def release(self) -> None:
@@ -75,7 +75,7 @@ class Leases(Aggregate):
         """Record a heartbeat of the API. After a pause, `began_at` is reset. starts: the API has just been started."""
         now = self._now()
         row = {"name": API, "holder": "", "epoch": int(starts), "began_at": now, "beat_at": now}
-        with self._write() as connection:
+        with self._write(lasting=False) as connection:
             if insert_if_absent(connection, Process, row):
                 return
             paused = col(Process.beat_at) < now - timedelta(seconds=PAUSE_SECONDS)

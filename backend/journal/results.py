@@ -321,7 +321,7 @@ class Results(Aggregate):
             return None
         size_only = row.size is not None and row.result is None
         if row.read_at is None and not size_only:
-            with self._write() as connection:
+            with self._write(lasting=False) as connection:
                 connection.execute(_MARK_READ, {"request_id": request_id, "now": self._now()})
         again = row.read_at is not None
         return Result(row.id, row.kind, row.result, row.result_type, row.error, row.category, row.size or 0, again)

@@ -185,7 +185,7 @@ class Sessions(Aggregate):
 
         NotFoundError: unknown or foreign session.
         """
-        with self._write() as connection:
+        with self._write(lasting=False) as connection:
             beat = {"row_id": session_id, "as_owner": owner, "now": self._now()}
             state = connection.execute(_HEARTBEAT, beat).scalar()
         if state is None:

@@ -69,7 +69,7 @@ class Streams(Aggregate):
     def write(self, tokens: Sequence[StreamedTokens]) -> None:
         """Write new tokens and publish them. FencedError if another engine has taken the lease."""
         row = {"written_at": self._now(), "tokens": _packed(tokens)}
-        with self._writing, self._write(fenced=True) as connection:
+        with self._writing, self._write(fenced=True, lasting=False) as connection:
             connection.execute(_WRITE, row)
         self._publish(TOKENS)
 

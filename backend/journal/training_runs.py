@@ -273,7 +273,7 @@ class Runs(Aggregate):
 
     def note_progress(self, model_id: str, text: str | None) -> None:
         """Set the reason why a model's requests wait, or clear it (None)."""
-        with self._write() as connection:
+        with self._write(lasting=False) as connection:
             connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(progress=text))
 
     def note_flow_run(self, model_id: str, flow_run: str) -> None:

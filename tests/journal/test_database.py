@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
@@ -39,6 +44,54 @@ def test_two_processes_write_at_once_and_lose_nothing(scene, url):
     while run := scene.execute(model):
         executed += [pending.seq_id for pending in run]
     assert executed == list(range(1, 301))
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_acknowledged_submits_and_answers_survive_a_power_cut(scene, tmp_path, monkeypatch):
+    (cut := tmp_path / "cut").mkdir()
+    flushed = []
+
+    def copy(log: Path) -> None:
+        """Keep the files as a power cut would leave them: only flushed bytes are on disk."""
+        flushed.append(log)
+        for file in (tmp_path / "journal.db", log):
+            shutil.copy(file, cut / file.name)
+
+    monkeypatch.setattr(database, "flush", copy)
+    model = scene.model()
+    request = scene.submit(model, 1)
+    with closing(Journal.open(f"sqlite:///{cut}/journal.db")) as again:
+        assert [pending.id for pending in again.requests.ready(model)] == [request]
+    scene.execute(model)
+    with closing(Journal.open(f"sqlite:///{cut}/journal.db")) as again:
+        assert again.results.get(request, "local").result == b"result"
+    many = len(flushed)
+    scene.journal.results.get(request, "local")
+    scene.journal.leases.beat()
+    assert len(flushed) == many, "commits that need not survive cost no flush"
+
+
+def test_threads_share_a_flush(tmp_path, monkeypatch):
+    flushes, drawn, first, go = [], [], threading.Event(), threading.Event()
+
+    def flush(file: Path) -> None:
+        flushes.append(file)
+        first.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(database, "flush", flush)
+    shared = database._SharedFlush(tmp_path / "log")
+    shared._numbers = iter(lambda: drawn.append(None) or len(drawn), None)
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(shared.flush)]
+        assert first.wait(60)
+        waiting += [threads.submit(shared.flush) for _ in range(7)]
+        while len(drawn) < 9:  # until all have drawn their numbers, and the first flush has begun
+            time.sleep(0.001)
+        go.set()
+        for one in waiting:
+            one.result()
+    assert len(flushes) == 2
 
 
 def test_acknowledged_submits_survive_sigkill(scene, url):
