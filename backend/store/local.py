@@ -143,6 +143,7 @@ class LocalBlobs:
                 flush(target.parent)
         finally:
             draft.unlink(missing_ok=True)
+            self._prune(target.parent)
 
     def _new_file(self, path: Path) -> IO[bytes]:
         """Create a file and its folder, even if other processes remove empty folders at the same time."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -167,6 +170,17 @@ def test_other_urls_are_refused(url: str) -> None:
 def test_a_plain_absolute_folder_is_a_store(tmp_path: Path) -> None:
     open_blobs(str(tmp_path / "s")).create("a", b"x")
     assert open_blobs(f"file://{tmp_path}/s").read("a") == b"x"
+
+
+def test_local_create_on_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    blobs, fsync = LocalBlobs(tmp_path), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: full(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else fsync(fd))
+    with pytest.raises(OSError, match="No space left"):
+        blobs.create("reach/probe", b"one")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_local_creates_beside_removals_never_miss_their_folder(tmp_path: Path) -> None:
