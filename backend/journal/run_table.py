@@ -186,19 +186,24 @@ def _found_by(search: str) -> list[sa.ColumnElement[bool]]:
 
 
 def _has(word: str) -> sa.ColumnElement[bool]:
-    escaped = json.dumps(word)[1:-1]  # as stored in the column
-    anywhere = [
-        *(text.icontains(word, autoescape=True) for text in (_RUN_ID, RUN_NAME, col(Model.base_model))),
-        sa.cast(_METADATA, sa.Text).icontains(escaped, autoescape=True),
-    ]
+    texts, metadata = (_RUN_ID, RUN_NAME, col(Model.base_model)), sa.cast(_METADATA, sa.Text)
+    anywhere = [text.icontains(one, autoescape=True) for one in _cases(word) for text in texts]
+    # as stored in the column
+    anywhere += [metadata.icontains(json.dumps(one)[1:-1], autoescape=True) for one in _cases(word)]
     key, equals, value = word.partition("=")
     if equals and key:
-        anywhere.append(sa.func.lower(_field(key)) == sa.func.lower(value))
+        anywhere += [sa.func.lower(_field(key)) == sa.func.lower(one) for one in _cases(value)]
         if key == "model":  # its last part, as the table shows it
             anywhere.append(col(Model.base_model).iendswith(f"/{value}", autoescape=True))
             if f"/{EMBEDDED}".endswith(f"/{value.lower()}"):
                 anywhere.append(col(Model.base_model).endswith("/".join(EMBEDDED_FOLDER)))
     return sa.or_(*anywhere)
+
+
+def _cases(word: str) -> Collection[str]:
+    """The word in the usual cases, because SQLite ignores the case of ASCII letters only, and JSON has escapes."""
+    cases = (word, word.lower(), word.upper(), word.capitalize())
+    return (word,) if word.isascii() else dict.fromkeys(cases)
 
 
 def _row(row: sa.Row[tuple[object, ...]], columns: int) -> RunRow:

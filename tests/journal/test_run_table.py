@@ -15,7 +15,7 @@ def table(scene, clock):
     """table(**query): query four runs. Returns the names of the found rows, and the rows."""
     for name, loss, metadata in (
         ("Pig Latin", 3.0, {"pipeline": "sft", "note": "half of it: 50 %"}),
-        ("Überläufer", 1.0, {"pipeline": "rl"}),
+        ("Überläufer", 1.0, {"pipeline": "rl", "team": "ÄLTESTE", "note": "Ärzte des Jahres"}),
         ("arithmetic", 2.0, {"pipeline": "rl", "reward": "from a file"}),
         ("", None, {}),
     ):
@@ -60,6 +60,11 @@ NEWEST_FIRST = ["evening session", "arithmetic", "Überläufer", "Pig Latin"]
         ("50 %", ["Pig Latin"]),
         ("5_", []),
         ("Überläufer", ["Überläufer"]),
+        ("überläufer", ["Überläufer"]),
+        ("ÜBERLÄUFER", ["Überläufer"]),
+        ("ärzte", ["Überläufer"]),
+        ("ÄRZTE DES JAHRES", ["Überläufer"]),
+        ("team=älteste", ["Überläufer"]),
         ("train:0", NEWEST_FIRST),
         ("rl file", ["arithmetic"]),
         ('a "quote', []),
