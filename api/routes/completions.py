@@ -65,6 +65,8 @@ async def completions(call: Authorized) -> Response:
     target = await resolve(call, body.model)
     prompts = await _tokens(target, body.prompt)
     check_choices(len(prompts), body.n)
+    if 0 < (most := call.limits.sampling_requests) < len(prompts):  # waiting would not help
+        raise UserError(f"prompt has {len(prompts)} prompts: must have at most {most} (max_sampling_requests)")
     async with AsyncExitStack() as stack:
         made = []
         for number, prompt in enumerate(prompts):

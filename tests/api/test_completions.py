@@ -234,7 +234,14 @@ def test_errors_have_the_openai_format(server: Running, journal: Any, start: Any
 def test_project_over_its_limit_gets_429_with_retry_after(start: Any, engine: Engine) -> None:
     engine.paused = True
     server = start(max_sampling_requests=2)
-    answer = post(server, "completions", {"model": BASE, "prompt": ["a", "b", "c"]})
+    refused = post(server, "completions", {"model": BASE, "prompt": ["a", "b", "c"]})
+    rule = "prompt has 3 prompts: must have at most 2 (max_sampling_requests)"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, rule), "waiting would not help"
+    opening = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": BASE}
+    sampler = server.post("create_sampling_session", opening).json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [2]}]}
+    assert server.post("asample", {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt}).status_code == 200
+    answer = post(server, "completions", {"model": BASE, "prompt": ["a", "b"]})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
     engine.paused = False
