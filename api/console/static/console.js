@@ -170,7 +170,9 @@ if (playground) {
       turn(pane, "notice bad", words).setAttribute("role", "alert");
     }
     begin();
-    if (mode === "chat") pane.messages.push({ role: "assistant", content: made.textContent });
+    // A message without an answer, such as one that is too long, would fail all later ones.
+    if (mode === "chat" && made.textContent) pane.messages.push({ role: "assistant", content: made.textContent });
+    else if (mode === "chat") pane.messages.pop();
   }
 
   playground.addEventListener("submit", async (event) => {

@@ -247,3 +247,19 @@ def test_two_models_answer_side_by_side_with_the_probabilities_of_their_tokens(
     page.press("Start over")
     assert page.run("return document.querySelectorAll('.turn').length") == 0
     assert [one for one in page.complaints() if "404" not in one] == []
+
+
+def test_message_without_an_answer_is_left_out_of_the_next_prompt(
+    page: Page, server: Any, engine: Any, lettered: Any
+) -> None:
+    page.open(f"{server.url}/playground?model=nobody")
+    page.fill("#max_tokens", "5")
+    page.fill("#say", "bcd")
+    page.press("Send")
+    page.shows("model 'nobody' does not exist")
+    page.fill("#model-0", lettered.name)
+    page.fill("#say", "efg")
+    page.press("Send")
+    page.click(".turns small a")
+    page.shows("Prompt", "efg")
+    assert page.run("return document.querySelector('pre').textContent") == "efg"
