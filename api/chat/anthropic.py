@@ -38,15 +38,18 @@ class MessageAnswer:
 
     def whole(self, result: SampleResult) -> Json:
         """The answer, once the sample is done."""
-        for piece in collected(result):
-            self._reader.feed(piece)
-        answer = self._reader.answer
         content: list[Json] = []
-        if answer.reasoning:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": self._generation.id})
-        if answer.content or not answer.calls:
-            content.append({"type": "text", "text": answer.content})
-        content += [_tool_use(call.name) | {"input": call.values} for call in answer.calls]
+        for event in (event for piece in collected(result) for event in self._reader.feed(piece)):
+            match event:
+                case ReasoningDelta(text):
+                    self._add(content, "thinking", text, signature=self._generation.id)
+                case ContentDelta(text) | CallBreaks(text):
+                    self._add(content, "text", text)
+                case CallEnds():
+                    call = next(self._calls)
+                    content.append(_tool_use(call.name) | {"input": call.values})
+        if not self._reader.answer.content and not self._reader.answer.calls:
+            self._add(content, "text", "")
         return {**self._message(content), **self._ending(), "usage": self._usage(result)}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -65,6 +68,12 @@ class MessageAnswer:
             result = await generation.result()
             yield _event("message_delta", delta=self._ending(), usage=self._usage(result))
             yield _event("message_stop")
+
+    def _add(self, content: list[Json], kind: str, text: str, **more: str) -> None:
+        """Add text to the last block if it has the type `kind`, or else to a new block."""
+        if not content or content[-1]["type"] != kind:
+            content.append({"type": kind, kind: "", **more})
+        content[-1][kind] += text
 
     def _message(self, content: Sequence[Json]) -> Json:
         name, model = self._generation.id, self._generation.target.name

@@ -52,6 +52,17 @@ def test_thinking_and_calls_are_blocks_whole_and_streamed(claude: Any, speaker: 
     assert (again.stop_reason, again.usage.output_tokens) == ("tool_use", done.usage.output_tokens)
 
 
+def test_blocks_of_a_whole_answer_are_in_the_order_of_the_stream(claude: Any, speaker: Speaker) -> None:
+    for text in (f"One.\n{CALL}\nTwo.{END}", f"{CALL}\nOne.\n{CALL}{END}"):
+        speaker.says(text)
+        done = claude.messages.create(**ASKED, tools=TOOLS)
+        speaker.says(text)
+        with claude.messages.stream(**ASKED, tools=TOOLS) as stream:
+            again = stream.get_final_message()
+        shown = [block.model_dump(exclude={"id", "parsed_output"}) for block in again.content]
+        assert shown == [block.model_dump(exclude={"id"}) for block in done.content] and len(shown) == 3
+
+
 def test_stream_events_follow_the_order_of_anthropic(post: Callable[..., Any], speaker: Speaker) -> None:
     speaker.says(TEXT)
     answer = post("messages", {**ASKED, "tools": TOOLS, "stream": True})
