@@ -21,7 +21,7 @@ from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.outliers import BlamedRow, examined, for_pages, ranked
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.deployments.recorded_run import RecordedRun, quoted
+from tinkerflow.deployments.recorded_run import LOADS, RecordedRun, quoted
 
 _IN_FLIGHT = 8  # rows whose results are not awaited yet
 _DTYPES = {pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4", pb.DTYPE_FLOAT32: "<f4"}
@@ -43,14 +43,20 @@ def rows_of_step(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]
 
 
 def _requests(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]:
-    found = [
-        pb.ForwardBackwardRequest.FromString(recorded.payload)
-        for recorded in run.requests()
-        if recorded.step == step and recorded.kind == "forward_backward" and recorded.error is None
-    ]
-    if not found:
+    """The forward_backwards of a step; of the last time, if the run has made the step several times."""
+    found: list[bytes] = []
+    waiting: list[bytes] = []  # since the last optim_step or load
+    for recorded in run.requests():
+        if recorded.error is not None:
+            continue
+        if recorded.kind == "forward_backward" and recorded.step == step:
+            waiting.append(recorded.payload)
+        elif recorded.kind == "optim_step" or recorded.kind in LOADS:
+            found = waiting if recorded.kind == "optim_step" and waiting else found
+            waiting = []
+    if not (found := found or waiting):
         raise NotFoundError(f"run {run.run_id!r}: its history has no forward_backward of step {step}")
-    return found
+    return list(map(pb.ForwardBackwardRequest.FromString, found))
 
 
 def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
@@ -96,7 +102,7 @@ def origin(run: RecordedRun, step: int, back: int) -> int | None:
     midpoint between the first and the last state. Those two must be more than log 4 nats apart.
     """
     data = _requests(run, step)
-    begin = min(run.steps(), default=1) - 1  # of the state that the run began with
+    begin = min(run.made(), default=1) - 1  # of the state that the run began with
     first, last = max(begin, step - 1 - back), step - 1
     usual, unlikely = _nats(run, first, data), _nats(run, last, data)
     if not unlikely - usual > math.log(4):  # the difference is NaN for data without logprobs

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tinkerflow.backend.catalog.card import row_digest
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.explain import requests_behind
-from tinkerflow.deployments.recorded_run import Api
+from tinkerflow.deployments.recorded_run import LOADS, Api
 
 NGRAM = 13
 CONTAMINATED = 0.8  # share of a row's tokens
@@ -65,7 +65,7 @@ def trained_rows(api: Api, against: str, unknown: Callable[[str], object]) -> It
     seen: set[str] = set()
     number = 0
     for run, recorded in requests_behind(api, against, unknown):
-        if recorded.seq_id == 0 or recorded.kind == "optim_step":
+        if recorded.seq_id == 0 or recorded.kind in ("optim_step", *LOADS):
             number = 0
         if recorded.kind != "forward_backward" or recorded.error is not None:
             continue

@@ -93,13 +93,14 @@ def _of_checkpoint(api: Api, path: CheckpointPath) -> Ancestry:
 
 def _up_to(run: RecordedRun, path: CheckpointPath | None) -> Iterator[RecordedRequest]:
     """The successful requests of a run up to the one that made the checkpoint; all if there is no checkpoint."""
+    last = None if path is None or path.step is None else run.made().get(path.step)
     for recorded in run.requests():
         if recorded.error is not None:
             continue
         yield recorded
         if path is None:
             continue
-        made = recorded.kind == "optim_step" and recorded.step == path.step
+        made = recorded.seq_id == last
         saved = saved_by(path.run_id, recorded.kind, recorded.payload)
         if made or path.step == 0 or saved == str(path):
             return

@@ -39,8 +39,15 @@ def verify_results(run: RecordedRun, last: Mark, sample: int, say: Callable[[str
     """
     chosen: list[int | None] = [None]
     if sample:
-        made = sorted({link.step for link in run.links() if link.step is not None and link.seq_id <= last.seq_id})
-        chosen = [*sorted(secrets.SystemRandom().sample(made, min(sample, len(made))))]
+        made = run.made()
+        first = next(iter(made), 0)
+        # A step can be executed alone from the state before it, unless the run has made that state again later.
+        alone = sorted(
+            step
+            for step, seq_id in made.items()
+            if seq_id <= last.seq_id and (step == first or made.get(step - 1, seq_id) < seq_id)
+        )
+        chosen = [*sorted(secrets.SystemRandom().sample(alone, min(sample, len(alone))))]
     for step in chosen:
         report = Rerun(run, Changes(step, last.step if step is None else step)).execute()
         run.api.unload(report.run_id)

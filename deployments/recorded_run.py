@@ -18,7 +18,7 @@ from tinkerflow.backend.core.errors import NotFoundError, ServerError, UserError
 _HEARTBEAT_SECONDS = 20.0
 _AWAY_SECONDS = 120.0  # how long a server may be away
 _AGAIN = (429, 502, 503, 504)  # statuses after which a request is repeated
-_LOADS = ("load_model", "load_weights")
+LOADS = ("load_model", "load_weights")
 
 
 # ------------------------------------------------------------------ the server
@@ -162,7 +162,7 @@ class RecordedRun:
         while after is not None:
             page = self._page(after=after)
             for row in page["requests"]:
-                if row["kind"] in _LOADS and row["error"] is None:
+                if row["kind"] in LOADS and row["error"] is None:
                     step = self._step_after_load(row["seq_id"])
                 yield RecordedRequest(
                     row["seq_id"],
@@ -185,16 +185,19 @@ class RecordedRun:
                 yield Link(*(row[name] for name in names))
             after = page["next"]
 
-    def steps(self) -> list[int]:
-        """The optimizer steps that the run has made, in order. A run that began with a state continues its steps."""
-        return [link.step for link in self.links() if link.step is not None]
+    def made(self) -> dict[int, int]:
+        """The seq_id of the optim_step that made each step. After a load, a run may make a step again: the last counts.
+
+        The steps are in the order in which they were first made. A run that began with a state continues its steps.
+        """
+        return {link.step: link.seq_id for link in self.links() if link.step is not None}
 
     def _step_after_load(self, seq_id: int) -> int:
         """The step of the first optim_step after a load, which continues the steps of the state; 1 if none."""
         for link in self.links(seq_id):
             if link.step is not None:
                 return link.step
-            if link.kind in _LOADS and link.error is None:
+            if link.kind in LOADS and link.error is None:
                 break
         return 1
 

@@ -7,6 +7,7 @@ recorded one, byte for byte, and the first difference is noted.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -63,8 +64,9 @@ class Change:
 class Changes:
     """The changes of a rerun.
 
-    first, last: the range of steps to execute; None = from the beginning, to the end. sets: for optimizer steps.
-    without: steps to leave out, or rows of a step, by their numbers among the rows of the step.
+    first, last: the range of steps to execute; None = from the beginning, to the end. If the run has loaded an earlier
+    state and made a step again, the last time counts. sets: for optimizer steps. without: steps to leave out, or rows
+    of a step, by their numbers among the rows of the step.
     """
 
     first: int | None = None
@@ -121,22 +123,24 @@ class Rerun:
         self._run, self._api, self._on_result = run, run.api, on_result
         self._changes, self._progress = changes, progress
         self._seq = 1
+        self._made: Mapping[int, int] = {}  # if rows or steps are left out: seq_ids by step
         self._rows = 0  # of the current step
         self._waiting: deque[tuple[str, RecordedRequest, bool]] = deque()
         self._changed = False
 
     def execute(self) -> Report:
         """Execute the new run. Before the first change, the results are compared with those of the recorded run."""
-        changes, requests = self._changes, self._run.requests()
+        before, last = self._range()
+        requests = self._run.requests()
         self._model_id = self._begin(requests)
         report = self._report = Report(self._model_id)
         for recorded in requests:
+            if recorded.seq_id > last:
+                break
             if recorded.error is not None or recorded.kind not in (*_COMPARED, "load_weights"):
                 continue
-            if changes.first is not None and recorded.step < changes.first:
+            if recorded.seq_id <= before:
                 continue
-            if changes.last is not None and recorded.step > changes.last:
-                break
             self._send(recorded)
             while len(self._waiting) >= _IN_FLIGHT:
                 self._await_one()
@@ -166,6 +170,23 @@ class Rerun:
             return self._api.new_model("create_model", {**body, "lora_config": lora})
         return self._api.new_model("load_weights", body)
 
+    def _range(self) -> tuple[int, float]:
+        """The seq_ids of the last request before the range of steps, and of the last one in it.
+
+        UserError: a step that is to be left out is not in the range.
+        """
+        first, last, without = self._changes.first or 1, self._changes.last, self._changes.without
+        if first == 1 and last is None and not without:
+            return 0, math.inf
+        made = self._made = self._run.made()
+        before = made.get(first - 1, 0)
+        within = {step: seq_id for step, seq_id in made.items() if seq_id > before and (last is None or step <= last)}
+        if unknown := [step for step in without if step not in within]:
+            steps = f"its steps are {min(within)} to {max(within)}" if within else "it has no step"
+            raise UserError(f"--without {unknown[0]}: the rerun does not make this step: {steps}")
+        end = math.inf if last is None else within.get(last, max(within.values(), default=before))
+        return before, end
+
     def _addressed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         addressed = {**body, "model_id": self._model_id, "seq_id": self._seq}
         self._seq += 1
@@ -183,8 +204,11 @@ class Rerun:
             request = self._api.submit("forward_backward", body)
         else:
             values = orjson.loads(recorded.payload)
+            if self._made.get(recorded.step) == recorded.seq_id and max(without, default=-1) >= self._rows:
+                wrong = f"--without {recorded.step}:{max(without)}"
+                raise UserError(f"{wrong}: the step has {self._rows} rows, which are numbered from 0")
+            self._rows = 0
             if recorded.kind == "optim_step":
-                self._rows = 0
                 field_name = OPTIMIZERS[self._run.about["optimizer"]].request_field
                 params = values.get(field_name) or {}
                 new = {change.name: change.of(params) for change in self._changes.sets}

@@ -104,11 +104,12 @@ def trained_data(journal: Journal, store: Store, saved: Saved) -> TrainedData | 
     except NotFoundError:  # an imported checkpoint, or a new database
         return None
     step, steps = CheckpointPath.parse(saved.path).step, journal.histories.steps(saved.run_id)
+    last = max((seq_id for seq_id, made in steps.items() if made == step), default=None)  # a load can repeat steps
     found = TrainedData()
     for past in past_requests(journal, store, saved.run_id):
         if past.error is None:
             found.add(past.kind, past.payload)
-        if past.request_id == saved.meta.request_id or (step is not None and steps.get(past.seq_id) == step):
+        if past.request_id == saved.meta.request_id or past.seq_id == last:
             return found
     return None
 

@@ -338,8 +338,11 @@ def _of_step(connection: sa.Connection, path: str, step: int, owner: str | None,
     run = get_owned(connection, Model, CheckpointPath.parse(path).run_id, owner)
     if not has_history(connection, run):
         raise NotFoundError(f"checkpoint {path!r} does not exist: no history of its run was kept")
+    # If the run has not made the step itself but the next one, it began with the state after the step, or loaded it.
     made = sa.exists().where(
-        col(TrainingStep.model_id) == run.id, col(TrainingStep.step) == step, col(TrainingStep.seq_id) != UNMADE
+        col(TrainingStep.model_id) == run.id,
+        col(TrainingStep.step).in_((step, step + 1)),
+        col(TrainingStep.seq_id) != UNMADE,
     )
     if step and not connection.execute(sa.select(made)).scalar():
         raise NotFoundError(f"checkpoint {path!r} does not exist: its run is at step {run.step}")

@@ -58,6 +58,9 @@ async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping
         state = await context.send(ExportAdapter(adapter_id, optimizer=True), AdapterState)
     finally:
         await replay.drop()
+    # The state before a step is exported after the forward_backwards of the step.
+    moments = {name: values for name, values in state.moments.items() if not name.endswith(".grad")}
+    state = state.copy_with(moments=moments)
     if state.step != row.step:
         raise ServerError(f"{row.path}: the replay of its history ends at step {state.step}")
     if (differs := replay.differs) is not None:
@@ -70,12 +73,15 @@ async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping
 
 
 async def _last_request(context: ExecutionContext, row: CheckpointView) -> int:
-    """The seq_id of the optim_step that made the step; 0, the creation, for step 0.
+    """The seq_id of the optim_step that made the step, or of the request before the optim_step that made the next one.
 
-    A run that has loaded an earlier state may have made the step several times. The last one counts.
+    The latter is for a state that the run began with or has loaded: other requests since then changed only gradients.
+    0, the creation, if there is no step. A run that has loaded an earlier state may have made the step several times.
+    The last one counts.
     """
     steps = await context.read(context.journal.histories.steps, row.run_id)
-    return max((seq_id for seq_id, step in steps.items() if step == row.step), default=0)
+    made = [seq_id for seq_id, step in steps.items() if step == row.step]
+    return max(made or [seq_id - 1 for seq_id, step in steps.items() if step == row.step + 1], default=0)
 
 
 async def _load(context: ExecutionContext, row: CheckpointView, replay: HistoryReplay, last: int) -> int:

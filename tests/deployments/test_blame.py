@@ -52,7 +52,7 @@ def test_requests_after_a_load_belong_to_the_steps_of_the_loaded_state() -> None
 
     run = RecordedRun(SimpleNamespace(ask=ask), "run", {})  # type: ignore[arg-type]
     assert [recorded.step for recorded in run.requests()] == [41] * 5 + [42] * 2 + [8] * 3 + [1] * 2
-    assert run.steps() == [41, 42, 8]
+    assert run.made() == {41: 4, 42: 6, 8: 9}
 
 
 class Forks:
@@ -86,6 +86,8 @@ def test_search_for_the_origin_loads_one_fork_at_a_time() -> None:
     message.data.add()
     recorded = SimpleNamespace(step=9, kind="forward_backward", error=None, payload=message.SerializeToString())
     forks = Forks()
-    run: Any = SimpleNamespace(run_id="run", requests=lambda: [recorded], steps=lambda: [1], checkpoint=str, api=forks)
+    run: Any = SimpleNamespace(
+        run_id="run", requests=lambda: [recorded], made=lambda: {1: 2}, checkpoint=str, api=forks
+    )
     assert origin(run, 9, 16) == 4
     assert (forks.most, forks.live) == (1, {}), "a project may have a limit of live models"

@@ -138,6 +138,36 @@ def test_a_step_that_spoiled_the_weights_is_found_by_bisection(
     assert said.startswith("no row of step 9 is unlike the others"), "the steps after the fourth did nothing"
 
 
+def test_steps_that_a_run_has_made_twice_are_those_of_the_last_time(
+    command: Any, make_datum: Any, service: Any, server: Any, tmp_path: Any
+) -> None:
+    trainer = service.create_lora_training_client(server.base_model, rank=8, user_metadata={"history": "true"}).result()
+
+    def train(*numbers: int) -> None:
+        for number in numbers:
+            trainer.forward_backward(rows(make_datum, number)[: number - 9], "cross_entropy")
+            trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+    train(10)
+    back = trainer.save_state("one").result().path
+    train(11, 12, 13)
+    with pytest.warns(FutureWarning, match="load_state"):
+        trainer.load_state_with_optimizer(back).result()
+    train(10, 11)
+    run = trainer.model_id
+    assert command("receipt", run, "-o", str(tmp_path / "r.json"))[1] == 0
+    said, status = command("verify", str(tmp_path / "r.json"), "--sample", "9")
+    assert status == 0 and said.count("equal when computed again") == 3, "the state before step 4 was made again"
+    said, status = command("rerun", run, "--from", "3")
+    assert status == 0 and "1 steps in the new run" in said and "2 results are equal" in said, said
+    said, _ = command("blame", run, "--step", "3")
+    assert sorted(line.split()[1] for line in said.splitlines() if line.startswith("│")) == ["0", "1"], said
+    assert "trained on 3 rows" in command("explain", f"tinker://{run}/weights/@3")[0].split("began with")[0]
+    for words, text in (["--without", "9"], "its steps are 1 to 4"), (["--without", "3:2"], "has 2 rows"):
+        with pytest.raises(UserError, match=text):
+            command("rerun", run, *words)
+
+
 def test_history_commands_report_changes_and_invalid_words(run: str, command: Any) -> None:
     said, _ = command("rerun", run, "--from", "6", "--to", "7", "--set", "learning_rate=*0.5")
     assert "2 steps in the new run" in said and "1 results are equal" in said, "the first forward_backward"

@@ -31,7 +31,7 @@ class Joint(Unigram):
         if command.backward:
             state = self.adapters[command.adapter_id]
             total_V = self.reduce(state.moments[GRAD][:, 0])
-            self.adapters[command.adapter_id] = state.copy_with(moments={GRAD: total_V[:, None]})
+            self.adapters[command.adapter_id] = state.copy_with(moments={**state.moments, GRAD: total_V[:, None]})
         return result
 
     def reduce(self, total_V: np.ndarray) -> np.ndarray:

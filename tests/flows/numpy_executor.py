@@ -47,7 +47,8 @@ from tinkerflow.backend.spec.commands import (
 
 VOCAB = 32
 CHUNK = 4
-BIAS, GRAD = "base_model.model.lm_head.lora_B.weight", "base_model.model.lm_head.lora_B.weight.grad"
+BIAS = "base_model.model.lm_head.lora_B.weight"
+MOMENT, GRAD = f"{BIAS}.mu", f"{BIAS}.grad"
 
 
 class Unigram:
@@ -85,15 +86,16 @@ class Unigram:
                 state = self.adapter(command.adapter_id)
                 grad = state.moments[GRAD]
                 weights = {BIAS: state.weights[BIAS] - np.float32(command.params.learning_rate) * grad}
-                moments = {GRAD: np.zeros_like(grad)}
+                moments = {MOMENT: state.moments[MOMENT] + grad, GRAD: np.zeros_like(grad)}
                 after = state.copy_with(step=state.step + 1, weights=weights, moments=moments)
                 self.adapters[command.adapter_id] = after
                 return OptimResult(float(np.linalg.norm(grad)), after.step)
             case ExportAdapter():
                 state = self.adapter(command.adapter_id)
-                return state if command.optimizer else state.copy_with(moments={})
+                kept = {name: array for name, array in state.moments.items() if name == MOMENT or array.any()}
+                return state.copy_with(moments=kept if command.optimizer else {})
             case ImportAdapter():
-                moments = command.state.moments or fresh(command.state.spec).moments
+                moments = {**fresh(command.state.spec).moments, **command.state.moments}
                 self.adapters[command.adapter_id] = command.state.copy_with(moments=moments)
             case PublishSnapshot():
                 state = self.adapter(command.adapter_id)
@@ -135,7 +137,7 @@ class Unigram:
             grad += np.exp(logprobs_V) * np.sum(weights_T)
         if command.backward:
             total = state.moments[GRAD] + grad[:, None]
-            self.adapters[command.adapter_id] = state.copy_with(moments={GRAD: total})
+            self.adapters[command.adapter_id] = state.copy_with(moments={**state.moments, GRAD: total})
         return ForwardResult(tuple(found), loss)
 
     def sample(self, command: SampleStep) -> SampleProgress:
@@ -188,7 +190,7 @@ class Decoding:
 
 def fresh(spec: LoraSpec) -> AdapterState:
     zeros = np.zeros((VOCAB, 1), np.float32)
-    return AdapterState(spec, 0, {BIAS: zeros}, {GRAD: zeros.copy()})
+    return AdapterState(spec, 0, {BIAS: zeros}, {MOMENT: zeros.copy(), GRAD: zeros.copy()})
 
 
 def log_softmax(values_V: np.ndarray) -> np.ndarray:

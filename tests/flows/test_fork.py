@@ -114,6 +114,21 @@ async def test_fork_at_each_step_equals_the_checkpoint_saved_there(
     assert client.journal.models.get(run, None).step == STEPS
 
 
+async def test_a_loaded_state_is_a_step_of_the_run_that_loaded_it(
+    run: str, client: Any, serve: Any, context: Any
+) -> None:
+    model, created = client.submit_create(1, history=True)
+    await serve(model)
+    load = {"path": f"tinker://{run}/weights/saved-3", "optimizer": True}
+    steps = [client.submit(model, Kind.LOAD_WEIGHTS, load), client.forward_backward(model, [1, 3])]
+    results = await client.results(created, *steps, client.optim_step(model))
+    assert [result.error for result in results] == [None] * 4
+    assert (await loaded(client, serve, 2, f"tinker://{model}/weights/@3")).error is None
+    assert files(context, model, "@3") == files(context, run, "saved-3")
+    with pytest.raises(NotFoundError, match="@2' does not exist"):
+        client.journal.checkpoints.get(f"tinker://{model}/weights/@2", "local")
+
+
 async def test_fork_is_created_once_and_sampled(run: str, sampling: Any, client: Any, context: Any) -> None:
     path = f"tinker://{run}/weights/@4"
     saved = client.sampler(0, f"tinker://{run}/weights/saved-4")
