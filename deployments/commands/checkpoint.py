@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -239,9 +240,9 @@ def merge(
     if not opened.exists(path):
         raise _missing(path, settings)
     state, saved = opened.load(path, optimizer=False)
-    folder = resolve_base_model(settings, base_model) if base_model else saved.meta.base_model
-    merge_model(find_model(folder), state, to, print)
-    (to / "README.md").write_text(_card(opened, saved, find_model(folder), settings, merged=True))
+    folder = find_model(resolve_base_model(settings, base_model)) if base_model else _base(settings, saved)
+    merge_model(folder, state, to, print)
+    (to / "README.md").write_text(_card(opened, saved, folder, settings, merged=True))
 
 
 @app.command()
@@ -257,7 +258,6 @@ def export(
     adapter.
     """
     from tinkerflow.backend.catalog.card import merge_hint
-    from tinkerflow.backend.catalog.model_source import find_model
     from tinkerflow.backend.spec.checkpoint import BLOCK
     from tinkerflow.backend.store import Store
     from tinkerflow.backend.store.commit import OPTIMIZER
@@ -269,7 +269,7 @@ def export(
         raise _missing(path, settings)
     if to.exists():
         raise UserError(f"to {to}: already exists; name a new folder")
-    base = find_model(saved.meta.base_model)
+    base = _base(settings, saved)
     text = _card(opened, saved, base, settings)
     to.mkdir(parents=True)
     for name, digest in saved.files.items():
@@ -294,7 +294,6 @@ def card(
 
     Rows, tokens and their digest need the history of the run.
     """
-    from tinkerflow.backend.catalog.model_source import find_model
     from tinkerflow.backend.store import Store
 
     settings = settings_with(data_dir=data_dir, store=store)
@@ -302,11 +301,24 @@ def card(
     saved = opened.find(path)
     if saved is None:
         raise _missing(path, settings)
-    text = _card(opened, saved, find_model(saved.meta.base_model), settings)
+    text = _card(opened, saved, _base(settings, saved), settings)
     if output is None:
         print(text, end="")
     else:
         write_output(output, text)
+
+
+def _base(settings: Settings, saved: Saved) -> Path:
+    """The folder of a checkpoint's base model. If the data dir of an embedded model is gone, that of this data dir."""
+    from tinkerflow.backend.catalog.model_card import alias_of
+    from tinkerflow.backend.catalog.model_source import find_model
+    from tinkerflow.deployments.parts import resolve_base_model
+
+    name = saved.meta.base_model
+    if (alias := alias_of(name)) and not Path(name).is_dir():
+        with redirect_stdout(sys.stderr):  # the output may be a model card
+            name = resolve_base_model(settings, alias)
+    return find_model(name)
 
 
 def _card(opened: Store, saved: Saved, base: Path, settings: Settings, *, merged: bool = False) -> str:

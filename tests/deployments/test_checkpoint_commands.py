@@ -272,6 +272,20 @@ def test_a_checkpoint_is_merged_into_its_base_model(tmp_path: Path) -> None:
     assert isinstance(missing.exception, NotFoundError)
 
 
+def test_the_embedded_model_of_a_restored_data_dir_is_found(tmp_path: Path) -> None:
+    cfg, base = merging.of_base()
+    embedded = Path("models", "tinkerflow", "tiny-qwen3")
+    (tmp_path / "new" / embedded).parent.mkdir(parents=True)
+    merging.written(tmp_path / "new" / embedded, base)
+    opened = Store.open(Settings(data_dir=tmp_path / "new").store_url)
+    meta = CheckpointMeta(base_model=str(tmp_path / "old" / embedded), owner="team")
+    path = opened.save(RUN, "weights", "a", AdapterState(LoraSpec(4), 1, tensors(cfg)), meta).path
+    for command in (["card"], ["export", "--to", str(tmp_path / "out")], ["merge", "--to", str(tmp_path / "whole")]):
+        arguments = ["checkpoint", *command, path, "--data-dir", str(tmp_path / "new")]
+        CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
+    assert (tmp_path / "out" / ADAPTER).is_file() and (tmp_path / "whole" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("kind", ["weights", "external_weights"])
 def test_an_exported_checkpoint_is_an_adapter_of_peft_with_its_card(tmp_path: Path, kind: str) -> None:
     cfg, base = merging.of_base()
