@@ -49,6 +49,8 @@ class Stack:
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
         """Nothing starts yet. `report` gets the parts' lines, for example about compilation, from other threads.
 
+        Its errors are logged: the service goes on if its output is closed, or if the disk of its output is full.
+
         UserError: there is no launcher, store, base model or tracker of that name, another process serves the data dir
         or uses the port, or the file of the group's secret does not hold a secret.
         """
@@ -57,7 +59,14 @@ class Stack:
 
         self._launcher = launcher_of(settings)
         self.settings = _with_ports(settings, self._launcher)
-        self._report = report
+
+        def tell(line: str) -> None:
+            try:
+                report(line)
+            except Exception as error:  # noqa: BLE001  of the caller's function
+                log.warning("cannot report %r: %r", line, error)
+
+        self._report = tell
         parent, environment = str(os.getpid()), os.environ | self.settings.environment()
         self._parts = [
             Part(
@@ -66,7 +75,7 @@ class Stack:
                 environment=environment,
                 log_dir=self.settings.data_dir / "logs",
                 silence=self.settings.heartbeat_timeout,
-                report=report,
+                report=tell,
             )
             for name in ("engine", "api", *(("track",) if settings.trackers or settings.openlineage_url else ()))
         ]

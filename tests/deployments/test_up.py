@@ -42,6 +42,16 @@ def test_a_part_that_ends_at_the_start_is_named_with_its_log(tmp_path: Path) -> 
     assert children() <= before
 
 
+def test_closed_output_does_not_end_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def closed(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    stack = Stack(Settings(data_dir=tmp_path, port=0, prefect="off"), report=closed)
+    for report in (stack._report, *(part.report for part in stack._parts)):
+        report("engine: warm")
+    assert caplog.text.count("cannot report 'engine: warm': BrokenPipeError") == 3
+
+
 def test_ray_launcher_without_a_cluster_names_the_command_that_starts_one(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path, port=0, prefect="off", launcher="ray")
     with pytest.raises(UserError, match=r"^launcher 'ray': .*(`ray start --head`|install the extra `ray`).*$"):
