@@ -35,3 +35,11 @@ def test_tracker_without_its_library_is_refused_with_its_extra(monkeypatch: pyte
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     with pytest.raises(UserError, match=r"library wandb is not installed; pip install 'tinkerflow\[wandb\]'$"):
         trackers_named(["wandb"])
+
+
+def test_names_that_mlflow_refuses_are_replaced() -> None:
+    legal = TRACKERS["mlflow"].legal
+    names = ["loss", "reward/mean", "a?b", "/a//b/", "../a/./b", "metadata." + "k" * 300, "metadata." + "k" * 301]
+    *short, one, other = map(legal, names)
+    assert short == ["loss", "reward/mean", "a_b", "_/a/_/b/_", "_/a/_/b"]
+    assert len(one) == len(other) == 250 and one != other

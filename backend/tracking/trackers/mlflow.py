@@ -14,10 +14,12 @@ from itertools import islice
 from pathlib import Path
 
 from tinkerflow.backend.core.disk import sqlite_url
+from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.tracking.tracker import Outcome, StepRow, TrackedRun, Tracker
 
 TAG = "tinkerflow.run"
 _AT_ONCE = 1000  # values of one batch: MLflow's limit
+_LONGEST = 250  # characters of a name: MLflow's limit
 _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
@@ -43,8 +45,8 @@ class MlflowRun:
         self._id = found[0].info.run_id
         if found[0].info.status != "RUNNING":
             self._client.update_run(self._id, "RUNNING")
-        left = [Param(legal(name), str(value)) for name, value in run.config.items()]
-        left = [param for param in left if param.key not in found[0].data.params]
+        params = {legal(name): str(value) for name, value in run.config.items()}  # equal legal names: the last counts
+        left = [Param(name, value) for name, value in params.items() if name not in found[0].data.params]
         for start in range(0, len(left), 100):
             self._client.log_batch(self._id, params=left[start : start + 100])
 
@@ -71,8 +73,10 @@ def _milliseconds(at: datetime) -> int:
 
 
 def legal(name: str) -> str:
-    """The name with characters that MLflow does not accept replaced."""
-    return re.sub(r"[^\w.\- /:]", "_", name)
+    """A name that MLflow accepts: some characters and empty or dotted parts are replaced, and long names are cut."""
+    parts = re.sub(r"[^\w.\- /:]", "_", name).split("/")
+    short = "/".join(part if part.strip(".") else "_" for part in parts)
+    return short if len(short) <= _LONGEST else f"{short[: _LONGEST - 9].rstrip('/')}-{digest(name.encode())[:8]}"
 
 
 TRACKER = Tracker("mlflow", "mlflow", MlflowRun, legal)
