@@ -26,7 +26,7 @@ from tinkerflow import __version__
 from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_private
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import EMBEDDED_FOLDER
-from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.settings import Settings, variable_of
 from tinkerflow.backend.spec.checkpoint import RECOVERY
 from tinkerflow.deployments.options import existing
 
@@ -101,6 +101,19 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
     folder = shlex.quote(str(data_dir))
     yield f"restored the backup of {manifest['made_at'][:16]} UTC (tinkerflow {manifest['version']}) into {data_dir}"
     yield f"next: tinkerflow checkpoint verify --data-dir {folder} && tinkerflow up --data-dir {folder}"
+
+
+def unused_places(settings: Settings) -> Iterator[str]:
+    """A warning for each part of a restored data dir that a service with these settings would look for elsewhere."""
+    used = {name: folder_of_url(getattr(settings, url)) for name, url in _FOLDERS.items()}
+    for setting, name, place in (
+        ("store", "store", used["store"]),
+        ("pipelines", "pipelines", used["pipelines"]),
+        ("database_url", JOURNAL, settings.journal_file),
+    ):
+        restored = settings.data_dir / name
+        if restored.exists() and place != restored:
+            yield f"warning: {variable_of(setting)} names another place, so {restored} is not used: unset it first"
 
 
 def _unpack(file: Path, data_dir: Path) -> dict[str, Any]:

@@ -31,7 +31,8 @@ def restore(
     file: Annotated[Path, typer.Argument(help="file that `tinkerflow backup` wrote")], data_dir: DataDir = None
 ) -> None:
     """Unpack a backup into a data dir that is new or empty."""
-    from tinkerflow.deployments.backup import restore_backup
+    from tinkerflow.deployments.backup import restore_backup, unused_places
 
-    for line in restore_backup(file, settings_with(data_dir=data_dir).data_dir):
+    settings = settings_with(data_dir=data_dir)
+    for line in (*restore_backup(file, settings.data_dir), *unused_places(settings)):
         print(line)

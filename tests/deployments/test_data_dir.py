@@ -23,7 +23,7 @@ from tinkerflow.backend.core.ids import model_id
 from tinkerflow.backend.journal import Kind, NewModel, NewRequest, NewSession
 from tinkerflow.backend.service import LOCK, read_owner, service_url
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.backup import restore_backup, write_backup
+from tinkerflow.deployments.backup import restore_backup, unused_places, write_backup
 from tinkerflow.deployments.commands import command_line
 from tinkerflow.deployments.commands.key import _id_of
 from tinkerflow.deployments.data_dir import open_to_others, owned
@@ -237,6 +237,15 @@ def test_backup_of_a_store_behind_a_link_is_restored(tmp_path: Path) -> None:
     list(restore_backup(tmp_path / "b.tar", tmp_path / "new"))
     assert (tmp_path / "new/store/run/tensors").read_bytes() == b"\1" * 100
     assert not (tmp_path / "new/store").is_symlink()
+
+
+def test_restored_parts_that_the_settings_do_not_use_are_named(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert list(unused_places(Settings(data_dir=tmp_path, store=str(tmp_path / "store")))) == []
+    other = Settings(data_dir=tmp_path, store=str(tmp_path / "x"), database_url="postgresql://me:secret@db/x")
+    store, database = unused_places(other)
+    assert store.startswith(f"warning: TINKERFLOW_STORE names another place, so {tmp_path}/store is not used")
+    assert "TINKERFLOW_DATABASE_URL" in database and f"{tmp_path}/journal.db" in database and "secret" not in database
 
 
 def written(file: Path, content: bytes) -> Path:
