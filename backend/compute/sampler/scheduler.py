@@ -96,10 +96,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ coming and going
     def admit(self, parent: ActiveRequest, sequences: list[ActiveSequence]) -> None:
-        """Queue sequences of a request with equal tokens so far."""
+        """Queue sequences of a request with equal tokens so far, in jobs of at most as many sequences as slots."""
         self._requests[parent.id] = parent
-        score = parent.scores is not None and not sequences[0].tokens
-        self.waiting_jobs.add(self._job(sequences[0].all_tokens(), deque(sequences), score=score))
+        score, tokens_T = parent.scores is not None and not sequences[0].tokens, sequences[0].all_tokens()
+        for begin in range(0, len(sequences), self._max_slots):  # other projects' requests come in between
+            part = deque(sequences[begin : begin + self._max_slots])
+            self.waiting_jobs.add(self._job(tokens_T, part, score=score and begin == 0))
 
     def _job(self, tokens_T: Int32, sequences: deque[ActiveSequence], *, score: bool) -> PrefillJob:
         page, sizes = self._pool.page, self._shapes.pieces

@@ -151,15 +151,25 @@ def test_samples_of_one_request_share_a_row(line: Scheduler, admit: Any) -> None
 
 
 def test_a_group_waits_staged_until_every_sample_had_a_slot(line: Scheduler, admit: Any) -> None:
-    sequences = admit("a", samples=13)
+    first = admit("first", samples=3)
+    advance(line)
+    sequences = admit("a", samples=10)
     admit("b")
-    assert len(advance(line)) == 10  # max_slots, although 16 exist
+    assert len(advance(line)) == 7  # max_slots is 10, although 16 exist
     assert line.group is not None and line.next_group() is line.group
-    for ended, joined in (((4, 7), (10, 11)), ((0,), (12,))):
-        for index in ended:
-            line.slots.remove(sequences[index])
+    for ended, joined in ((first[:2], (7, 8)), (sequences[:1], (9,))):
+        for sequence in ended:
+            line.slots.remove(sequence)
         assert advance(line)[-len(joined) :] == [sequences[index] for index in joined]
     assert line.group is None
+
+
+def test_more_samples_than_slots_let_other_projects_in_between(line: Scheduler, admit: Any) -> None:
+    many, few = admit("a", samples=25, owner="x"), admit("b", owner="y")
+    assert advance(line) == many[:10]
+    for sequence in many[:10]:
+        line.slots.remove(sequence)
+    assert advance(line) == [*few, *many[10:19]]
 
 
 def test_prompt_is_prefilled_only_with_a_free_slot(line: Scheduler, admit: Any) -> None:
