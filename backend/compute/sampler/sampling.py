@@ -99,8 +99,8 @@ class UniformStream:
 
 
 def normal_temperature(temperature: float) -> float:
-    """The temperature, or 0 (greedy) if it is too small for a normal float32."""
-    return temperature if temperature >= _TINY else 0.0
+    """The temperature, or 0 (greedy) if it is too small for a normal float32. Its inverse is also a normal float32."""
+    return min(temperature, 1 / _TINY) if temperature >= _TINY else 0.0
 
 
 def normal_top_p(top_p: float) -> float:

@@ -17,6 +17,7 @@ from tinkerflow.backend.compute.sampler.sampling import (
     filtered,
     greedy_choice,
     invert,
+    normal_temperature,
     sample,
     sample_with_supports,
 )
@@ -95,6 +96,15 @@ def test_a_tiny_temperature_is_greedy_and_stays_finite() -> None:
     tokens_S, logprobs_S = jitted_sample(logits_SV, choice(ROWS, 1e-30), np.full(ROWS, 0.999, np.float32))
     assert (np.asarray(tokens_S) == logits_SV.argmax(axis=1)).all()
     assert np.isfinite(logprobs_S).all()
+
+
+@pytest.mark.parametrize("temperature", [1e37, 1e38, 1e300])
+def test_a_huge_temperature_draws_only_allowed_tokens(temperature: float) -> None:
+    logits_SV = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
+    allowed_SV = np.where(np.arange(VOCAB) % 100 == 5, logits_SV, -np.inf).astype(np.float32)
+    huge = choice(ROWS, normal_temperature(temperature))
+    tokens_S, _ = jitted_sample(logits_SV, huge, np.linspace(0.01, 0.99, ROWS, dtype=np.float32), allowed_SV)
+    assert {*np.asarray(tokens_S).tolist()} == {*range(5, VOCAB, 100)}
 
 
 @settings(max_examples=60)
