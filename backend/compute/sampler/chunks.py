@@ -26,7 +26,8 @@ from tinkerflow.backend.spec.supports import Supports
 class TokensOf(NamedTuple):
     """N decoded tokens of one sequence on the host. finite: the number of leading logprobs that are finite.
 
-    where: their place in `decoded`, which contains the most likely tokens, if any are listed.
+    where: their place in `decoded`, which contains the most likely tokens, if any are listed. The methods return
+    copies, because a part of an array would keep the whole array in memory, with the rows of all sequences.
     """
 
     tokens_N: list[int]
@@ -35,24 +36,25 @@ class TokensOf(NamedTuple):
     decoded: Decoded
     where: tuple[int | slice, int | list[int]]
 
-    def top(self, count: int) -> Candidates:
-        """The most likely tokens at the first `count` positions."""
+    def top(self, count: int, k: int) -> Candidates:
+        """The `k` most likely tokens at the first `count` positions."""
         top_CSk, logprobs_CSk = self.decoded.top_CSk, self.decoded.top_logprobs_CSk
         assert top_CSk is not None and logprobs_CSk is not None
-        return Candidates(np.asarray(top_CSk)[self.where][:count], np.asarray(logprobs_CSk)[self.where][:count])
+        tokens_Nk, logprobs_Nk = (np.asarray(array)[self.where][:count, :k] for array in (top_CSk, logprobs_CSk))
+        return Candidates(tokens_Nk.copy(), logprobs_Nk.copy())
 
     def routes(self, count: int) -> Int16 | None:
         """The experts behind the first `count` tokens, [N, L * k]; None in a model without experts."""
         if self.decoded.routes_CSLk is None:
             return None
-        return np.asarray(self.decoded.routes_CSLk)[self.where][:count].reshape(count, -1)
+        return np.asarray(self.decoded.routes_CSLk)[self.where][:count].reshape(count, -1).copy()
 
     def supports(self, count: int) -> Supports:
         """The supports of the first `count` tokens."""
         rows = self.decoded.supports
         assert rows is not None
         tokens_Ns, log_mass_N = (np.asarray(array)[self.where][:count] for array in (rows.tokens_Ss, rows.log_mass_S))
-        return Supports.of(tokens_Ns, log_mass_N)
+        return Supports.of(tokens_Ns, log_mass_N.copy())
 
 
 class ChunkPipeline:
@@ -135,7 +137,7 @@ class ChunkPipeline:
             self._fail(sequence.parent)
             return
         start, tainted = len(sequence.tokens), new.finite < len(new.tokens_N)
-        top = new.top(count) if sequence.parent.request.topk_sample else None
+        top = new.top(count, k) if (k := sequence.parent.request.topk_sample) else None
         routes_Nn = new.routes(count) if sequence.parent.request.routes else None
         supports = new.supports(count) if sequence.parent.request.supports else None
         if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top, routes_Nn, supports):

@@ -131,7 +131,7 @@ class ActiveRequest:
 class ActiveSequence:
     """Sample `index` of a request, with its tokens so far.
 
-    top: candidates at every token so far, at least k per token. routes, supports, weights: as in the result. table:
+    top: k candidates at every token so far. routes, supports, weights: as in the result. table:
     the pages, while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk
     is decoded. Before that, they may contain NaN. unverified_from: no chunk was decoded from the table's pages from
     this place on, so they may contain NaN; None after a chunk. preempted: the sequence had to leave its slot before its
@@ -251,11 +251,10 @@ class ActiveSequence:
         return True
 
     def new_tokens(self, start: int, top: Candidates | None) -> NewTokens:
-        """The tokens from `start` on, for a streaming request. top: the candidates there, possibly more than wanted."""
+        """The tokens from `start` on, for a streaming request. top: the candidates there, possibly of more tokens."""
         done, length = self.parent.done.get(self.index), len(self.tokens) - start
         if top is not None:
-            k = self.parent.request.topk_sample
-            top = Candidates(top.tokens_Nk[:length, :k], top.logprobs_Nk[:length, :k])
+            top = Candidates(top.tokens_Nk[:length], top.logprobs_Nk[:length])
         return NewTokens(
             self.parent.id,
             self.index,
@@ -269,10 +268,10 @@ class ActiveSequence:
     def _candidates(self) -> Candidates | None:
         if not self.top:
             return None
-        length, k = len(self.tokens), self.parent.request.topk_sample
+        length = len(self.tokens)
         return Candidates(
-            np.concatenate([part.tokens_Nk for part in self.top])[:length, :k],
-            np.concatenate([part.logprobs_Nk for part in self.top])[:length, :k],
+            np.concatenate([part.tokens_Nk for part in self.top])[:length],
+            np.concatenate([part.logprobs_Nk for part in self.top])[:length],
         )
 
 

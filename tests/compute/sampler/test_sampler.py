@@ -388,3 +388,10 @@ def test_streamed_pieces_add_up_to_the_result(qwen: Any, ask: Any, prompt: Any) 
             np.testing.assert_array_equal(np.concatenate(tops), sequence.top.tokens_Nk)
             assert [new.start for new in mine] == [0, *np.cumsum([len(new.tokens_T) for new in mine])[:-1]]
             assert [new.stop_reason for new in mine] == [None] * (len(mine) - 1) + [sequence.stop_reason]
+
+
+def test_listed_tokens_of_a_sequence_do_not_keep_those_of_the_batch(modeled: Any, ask: Any, prompt: Any) -> None:
+    sampler = modeled(slots=4)
+    sampler.step(SampleStep((ask("a", prompt(5), 40, topk_sample=3, num_samples=4),)))
+    held = [part for sequence in sampler._scheduler.slots.sequences for part in sequence.top]
+    assert held and all(part.tokens_Nk.base is None and part.logprobs_Nk.base is None for part in held)
