@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -95,6 +95,7 @@ class Renderer:
             self.vocabulary,
             rules.to_str() if rules else "",
             *(["special tokens in texts"] if self._special_tokens == "tokens" else []),
+            *(["no spaces between parts"] if self._adds_space else []),
         )
 
     @cached_property
@@ -104,10 +105,7 @@ class Renderer:
 
     @cached_property
     def stop(self) -> list[int]:
-        """Token ids that end an answer: the end of a text, and the special token after an answer in the template.
-
-        They differ in many base models and in Gemma, whose templates end a turn with a token of its own.
-        """
+        """Token ids that end an answer: the end of a text, and the template's end of a turn, which may be another."""
         eos, mark = self._tokenizer.eos_token_id, "zqz"
         ends = [] if eos is None else [int(eos)]
         chat = [Message(role="user", content="a"), Message(role="assistant", content=mark)]
@@ -210,7 +208,7 @@ class Renderer:
         tokens: list[int] = []
         weights: list[float] = []
         for i, (start, end) in enumerate(pairwise(borders)):
-            part = self._tokens(text[start:end])
+            part = self._continued(text[:start], text[start:end])
             tokens += part
             weights += [float(i % 2)] * len(part)  # read, trained on, read, trained on, ...
         if not any(weights[1:]):
@@ -221,14 +219,7 @@ class Renderer:
         if self._format == "chat":
             self._template.check(messages, tools)
             return
-        for i, message in enumerate(messages):
-            for key, value in message.items():
-                if key not in ("role", "content", "weight"):
-                    raise RowError(
-                        f"messages[{i}].{key}", value, "format 'text' has no place for it; use format 'chat'"
-                    )
-        if tools:
-            raise RowError("tools", [tool["function"]["name"] for tool in tools], "format 'text' has no place for them")
+        _check_plain(messages, tools)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
         """Render the conversation by the format's rules. Marks replace special tokens in its own texts."""
@@ -238,7 +229,10 @@ class Renderer:
         conversation = [self._for_template(message) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                conversation, tools=self._escaped_all(tools) or None, tokenize=False, add_generation_prompt=asking
+                conversation,
+                tools=_with_texts(tools, self._escaped) or None,
+                tokenize=False,
+                add_generation_prompt=asking,
             )
         except Exception as error:  # noqa: BLE001  a template is a program, which can fail in any way
             raise RowError(
@@ -251,7 +245,7 @@ class Renderer:
         shown: dict[str, Any] = {key: value for key, value in message.items() if key != "weight"}
         if "reasoning_content" in message:
             shown["thinking"] = message["reasoning_content"]
-        return dict(self._escaped_all(shown))
+        return dict(_with_texts(shown, self._escaped))
 
     @cached_property
     def _specials(self) -> list[tuple[str, bool, bool]]:
@@ -286,22 +280,26 @@ class Renderer:
     def _plain_pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._marks)))
 
-    def _escaped_all(self, value: Any) -> Any:
-        match value:
-            case str():
-                return self._escaped(value)
-            case Mapping():
-                return {key: self._escaped_all(held) for key, held in value.items()}
-            case list() | tuple():
-                return [self._escaped_all(held) for held in value]
-        return value
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer begins every text with a space, as Llama 2's, even if it continues another text."""
+        alone, line, both = (self._tokenizer.encode(text, add_special_tokens=False) for text in ("a", "\n", "\na"))
+        return bool(both[: len(line)] == line and both[len(line) :] != alone)
+
+    def _continued(self, before: str, text: str) -> list[int]:
+        """The tokens of a text that follows the text `before`."""
+        for known in (before, "\n") if before and self._adds_space else ():
+            first, both = self._tokens(known), self._tokens(known + text)
+            if both[: len(first)] == first:
+                return both[len(first) :]
+        return self._tokens(text)
 
     def _tokens(self, text: str) -> list[int]:
         """The text's tokens. The template's special tokens stay special, and marks become plain text."""
         if "\ufdd0" not in text:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         tokens: list[int] = []
-        for part, special in self._parts(text):
+        for part, special in _parts(text, self._special_pattern):
             if special:
                 tokens += self._tokenizer.encode(part, add_special_tokens=False)
             elif part:
@@ -309,11 +307,34 @@ class Renderer:
                 tokens += self._tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True)
         return tokens
 
-    def _parts(self, text: str) -> list[tuple[str, bool]]:
-        """The text split at the template's special tokens: (part, whether it is a special token)."""
-        parts, end = [], 0
-        for found in self._special_pattern.finditer(text):
-            if found[0] != "\ufdd0":
-                parts += [(text[end : found.start()], False), (found[0], True)]
-                end = found.end()
-        return [*parts, (text[end:], False)]
+
+def _check_plain(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RowError for a part of a conversation that the format `text` has no place for."""
+    for i, message in enumerate(messages):
+        for key, value in message.items():
+            if key not in ("role", "content", "weight"):
+                raise RowError(f"messages[{i}].{key}", value, "format 'text' has no place for it; use format 'chat'")
+    if tools:
+        raise RowError("tools", [tool["function"]["name"] for tool in tools], "format 'text' has no place for them")
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with all texts in it changed."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {key: _with_texts(held, change) for key, held in value.items()}
+        case list() | tuple():
+            return [_with_texts(held, change) for held in value]
+    return value
+
+
+def _parts(text: str, special: re.Pattern[str]) -> list[tuple[str, bool]]:
+    """The text split at the template's special tokens: (part, whether it is a special token)."""
+    parts, end = [], 0
+    for found in special.finditer(text):
+        if found[0] != "\ufdd0":
+            parts += [(text[end : found.start()], False), (found[0], True)]
+            end = found.end()
+    return [*parts, (text[end:], False)]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from tests.tasks.pipelines.row_parts import CALL, CALLS, RESULT, TOOL
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines import Renderer, Row, RowError, TokenizedExample
@@ -117,6 +119,32 @@ def test_a_repeated_name_of_a_result_and_ids_of_calls_need_not_be_shown(tokenize
     assert only(renderer, Row((USER,), (CALLS, named, ANSWER))).weights.any()
     with pytest.raises(RowError, match=r"messages\[2\]\.name: 'subtract'"):
         renderer.examples(Row((USER,), (CALLS, {**RESULT, "name": "subtract"}, ANSWER)))
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_tokenizers_that_add_a_space_add_none_within_a_conversation(every: bool) -> None:
+    letters = [
+        "<unk>",
+        "</s>",
+        "\u2581",
+        "\n",
+        *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<|>0123456789.?+=*",
+    ]
+    model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, [], unk_token="<unk>"))
+    if every:  # as Llama 2's: a space after every special token
+        model.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    renderer, chat = Renderer(tokenizer), [USER, ANSWER, USER, ANSWER]
+    example = only(renderer, Row((USER,), (ANSWER, USER, ANSWER)))
+    assert example.tokens.tolist() == tokenizer.apply_chat_template(chat, return_dict=False)
+    prompt = renderer.prompt(chat[:3])
+    assert example.tokens[: len(prompt)].tolist() == prompt, "a turn is trained after the tokens that sampling sees"
 
 
 def test_a_text_of_one_token_is_refused(tokenizer: Any, renderer: Renderer) -> None:
