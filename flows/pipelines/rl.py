@@ -64,7 +64,7 @@ class RlRecipe:
     a step does not depend on this number.
 
     rows: the prompts. rollouts: conducts conversations. other: the model that every sampled token is compared with;
-    None: the weights that drew the token. other_prompt: the prompt's tokens for `other`; None: those of the episode.
+    None: the weights that drew the token. other_prompt: the tokens of a group's prompt for `other`; None: the same.
     kl: the name of the metric that compares the two models, the mean of the model's own minus the other's log
     probability. coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have
     rewards. advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups
@@ -224,11 +224,9 @@ class RlRecipe:
         episodes = [episode for group in groups for episode in group]
         trajectories = [episode.trajectories() for episode in episodes]
         each = [trajectory for few in trajectories for trajectory in few]
-        prompts = [
-            None if self.other_prompt is None else self.other_prompt(episode)
-            for episode, few in zip(episodes, trajectories, strict=True)
-            for _ in few
-        ]
+        seen = [None if self.other_prompt is None else self.other_prompt(group[0]) for group in groups]
+        of_episodes = [prompt for group, prompt in zip(groups, seen, strict=True) for _ in group]
+        prompts = [prompt for few, prompt in zip(trajectories, of_episodes, strict=True) for _ in few]
         other = self.other or sampler
         asked = [trajectory.logprobs_by(other, seen) for trajectory, seen in zip(each, prompts, strict=True)]
         by_other = await asyncio.gather(*asked)

@@ -355,23 +355,22 @@ class Rollouts:
         try:
             await _all(self._begin(episode, row) for episode in episodes)
             for turn in range(self.max_turns):
-                going = [episode for episode in episodes if self._continues(episode)]
+                going = self._continuing(episodes)
                 if not going:
                     break
-                answers = await self._answers(sampler, going, [*seed, turn])
-                await _all(map(self._take, going, answers))
+                answers = await self._answers(sampler, [prompt for _, prompt in going], [*seed, turn])
+                await _all(self._take(episode, answer) for (episode, _), answer in zip(going, answers, strict=True))
             await _all(map(self._stop, episodes))
         finally:
             await asyncio.gather(*(self._close(episode.environment) for episode in episodes))
         return episodes
 
     async def _answers(
-        self, sampler: tinker.SamplingClient, going: Sequence[Episode], seed: Sequence[int]
+        self, sampler: tinker.SamplingClient, prompts: Sequence[tuple[int, ...]], seed: Sequence[int]
     ) -> list[SampledTurn]:
-        """Sample one answer for each conversation. Equal prompts share one request."""
+        """Sample one answer to each prompt. Equal prompts share one request."""
         import tinker
 
-        prompts = [tuple(self._prompt(episode)) for episode in going]
         waiting = {}
         for number, prompt in enumerate(dict.fromkeys(prompts)):
             params = tinker.SamplingParams(
@@ -387,16 +386,21 @@ class Rollouts:
             for prompt, sampled in ((prompt, next(sequences[prompt])) for prompt in prompts)
         ]
 
-    def _prompt(self, episode: Episode) -> list[int]:
-        with _of_row("messages"):
-            return self.renderer.prompt(episode.messages, episode.tools)
+    def _continuing(self, episodes: Sequence[Episode]) -> list[tuple[Episode, tuple[int, ...]]]:
+        """The conversations of a row that continue, with their prompts. Equal conversations are tokenized once."""
+        prompts: dict[str, tuple[int, ...]] = {}
+        going = []
+        for episode in episodes:
+            if not (episode.ended or episode.interrupted):
+                if (said := repr(episode.messages)) not in prompts:
+                    with _of_row("messages"):
+                        prompts[said] = tuple(self.renderer.prompt(episode.messages, episode.tools))
+                if self._has_space(episode, prompts[said]):
+                    going.append((episode, prompts[said]))
+        return going
 
-    def _continues(self, episode: Episode) -> bool:
-        return not (episode.ended or episode.interrupted) and self._has_space(episode)
-
-    def _has_space(self, episode: Episode) -> bool:
+    def _has_space(self, episode: Episode, prompt: Sequence[int]) -> bool:
         """Whether the context has space for another answer. FailedRowError: it has no space for the first answer."""
-        prompt = self._prompt(episode)
         fits = len(prompt) + self.max_tokens <= self.max_context
         if not fits and not episode.turns:
             tokens = f"{len(prompt)} tokens, and an answer may have {self.max_tokens}"

@@ -97,12 +97,17 @@ def environment(facts: Facts) -> Any:
     return Asked(facts, earns)
 
 
-async def test_a_group_is_one_request_and_each_answer_gets_its_reward(tokenizer: Any, renderer: Renderer) -> None:
-    sampler = Echo(tokenizer)
+async def test_a_group_is_one_request_and_each_answer_gets_its_reward(
+    tokenizer: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, tokenized = Echo(tokenizer), list[Any]()
+    prompt = renderer.prompt
+    monkeypatch.setattr(renderer, "prompt", lambda *given: (tokenized.append(given), prompt(*given))[1])
     rollouts = Rollouts(renderer, environment, group_size=3, max_tokens=4)
     groups = await rollouts.groups(sampler, [ROW, ROW], [7, 0])
     assert [[one.reward for one in group] for group in groups] == [[0.0, 1.0, 2.0]] * 2
     assert [asked[1] for asked in sampler.asked] == [3, 3]
+    assert len(tokenized) == 2, "equal conversations are tokenized once"
     assert len({asked[2] for asked in sampler.asked}) == 2  # each row has its own seed
     again = Echo(tokenizer)
     await rollouts.groups(again, [ROW, ROW], [7, 0])
