@@ -93,8 +93,8 @@ class RunProgress:
 
     def add(self, segment: SegmentRecord) -> None:
         """Record the next segment. UserError: another process has already recorded it."""
-        done = self.segments()
-        if segment.first_step != (done[-1].last_step + 1 if done else 1):
+        names = self._work.children(f"{self._folder}/segments")  # of their last steps
+        if segment.first_step != max((int(name.removesuffix(".json")) for name in names), default=0) + 1:
             raise UserError(f"{self._folder}: step {segment.first_step} was made by another process meanwhile")
         try:
             create_json(

@@ -14,11 +14,12 @@ def segment(first: int, last: int, loss: float = 1.0) -> SegmentRecord:
     return SegmentRecord(first_step=first, last_step=last, state=f"tinker://m/weights/step-{last}", steps=steps)
 
 
-def test_segments_are_read_in_order_by_the_next_process(work: str) -> None:
+def test_segments_are_read_in_order_by_the_next_process(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = RunProgress(work, "run", "plan")
-    progress.add(segment(1, 9))
-    progress.add(segment(10, 10))
-    progress.add(segment(11, 110))
+    with monkeypatch.context() as context:
+        context.setattr(progress, "segments", lambda: pytest.fail("reads all segments to add one"))
+        for one in (segment(1, 9), segment(10, 10), segment(11, 110)):
+            progress.add(one)
     assert RunProgress(work, "run", "plan").segments() == [segment(1, 9), segment(10, 10), segment(11, 110)]
     assert RunProgress(work, "other", "plan").segments() == []
 
