@@ -77,8 +77,9 @@ class Scores(BaseModel):
         return found
 
     def worse(self, metric: Metric) -> float:
-        """A number that is smaller for better scores."""
-        return self.value(metric) if metric == "loss" else -self.value(metric)
+        """A number that is smaller for better scores, and infinite for a loss that is not a number."""
+        value = self.value(metric)
+        return math.inf if math.isnan(value) else value if metric == "loss" else -value
 
     def beats(self, other: Scores, metric: Metric, margin: float) -> bool:
         """Whether these scores are better than `other` by more than `margin`."""

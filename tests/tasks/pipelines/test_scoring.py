@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -101,8 +102,11 @@ async def test_reward_has_the_standard_error_of_row_means(tokenizer: Any, render
         scores.beats(scores, "loss", 0.0)
 
 
-def test_champion_is_beaten_only_beyond_the_margin_of_reward() -> None:
+def test_champion_is_beaten_only_beyond_the_margin_of_reward_or_if_its_loss_is_no_number() -> None:
     low, high = (Scores(rows=2, reward=mean, samples=[]) for mean in (0.25, 0.5))
+    spoiled, good = (Scores(rows=1, loss=loss, exact_match=0.0, samples=[]) for loss in (math.nan, 9.0))
+    assert good.beats(spoiled, "loss", 0.0) and not spoiled.beats(good, "loss", 0.0)
+    assert min([spoiled, good], key=lambda scores: scores.worse("loss")) is good
     assert high.beats(low, "reward", 0.2) and not high.beats(low, "reward", 0.3) and not low.beats(high, "reward", 0)
 
 
