@@ -30,7 +30,7 @@ from tinkerflow.backend.spec.run_metadata import DEFAULTS, Outcome
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, cell, log_line
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled, stoppable
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
-from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.parameters import JudgeParameters, PipelineParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import LeftOutRow, RunProgress, Sample, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
@@ -38,6 +38,7 @@ from tinkerflow.tasks.pipelines.tracked import tracked
 from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, data_name, train_segment
 from tinkerflow.tasks.pipelines.work import digest
 
+_LIMITS = {"environment_seconds", "environment_retries"}  # a resumed run may have others
 _SHOWN = 200  # characters of a setting on the page of a training run
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,8 +108,9 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
     progress = RunProgress(run.work_url, name, plan, {"base model": run.model.name, "data": data} | flat(decisive))
     shown = data_name(parameters.data.url, data)
     lineage = Lineage(run.pipeline, name, shown, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
-    settings = {name: str(value)[:_SHOWN] for name, value in flat(decisive).items() if value not in (None, "", [])}
     chosen = flat(run.parameters.model_dump(mode="json", exclude_defaults=True))
+    shown_values = {name: chosen.get(name, value) for name, value in flat(decisive).items()}
+    settings = {name: str(value)[:_SHOWN] for name, value in shown_values.items() if value not in (None, "", [])}
     settings[DEFAULTS] = " ".join(sorted(settings.keys() - chosen.keys()))
     settings["rows"] = run.used_rows[:_SHOWN]
     trainer = Trainer(run, recipe, progress, lineage, watch, settings)
@@ -226,6 +228,8 @@ def decisive_parameters(parameters: PipelineParameters) -> dict[str, Any]:
     for name, default in (("on_outlier", "report"), ("curriculum", None), ("trust_region", 0.0)):
         if decides.get(name) == default:
             decides.pop(name, None)  # as in releases without it
+    for name in _LIMITS & decides.keys():  # their defaults, as in plans of releases whose runs could not change them
+        decides[name] = JudgeParameters.model_fields[name].default
     if "teacher" in decides:
         decides["teacher"].pop("connection")
     if not decides.get("max_staleness"):

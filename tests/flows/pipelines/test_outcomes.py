@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.flows.pipelines.fine_tuning import _mean, _outcome_reported
+from tinkerflow.flows.pipelines.fine_tuning import _mean, _outcome_reported, decisive_parameters
 from tinkerflow.tasks.pipelines.connection import ServerClients
 from tinkerflow.tasks.pipelines.control import StoppedError
+from tinkerflow.tasks.pipelines.parameters import RlParameters
 from tinkerflow.tasks.pipelines.progress import StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
 
@@ -47,6 +48,15 @@ async def test_the_end_of_a_pipeline_is_sent_for_its_newest_run(
     async with _outcome_reported(trainer):
         pass
     assert len(sent) == 1, "no training run was made"
+
+
+def test_a_resumed_run_may_give_its_environments_more_time() -> None:
+    given = {"data": {"url": "rows.jsonl"}, "reward": "rewards:right"}
+    plans = [
+        decisive_parameters(RlParameters.model_validate(given | more))
+        for more in ({}, {"environment_seconds": 1800, "environment_retries": 4}, {"group_size": 4})
+    ]
+    assert plans[0] == plans[1] != plans[2]
 
 
 def test_means_follow_the_order_of_names_and_count_missing_values_as_0() -> None:
