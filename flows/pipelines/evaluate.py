@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from prefect import flow
 from pydantic import BaseModel
 
+from tinkerflow.backend.catalog.champions import champion_names
 from tinkerflow.backend.catalog.rollouts import EvaluationFacts
 from tinkerflow.backend.core.clock import SystemClock
+from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.adapters import environment_maker
@@ -27,6 +30,7 @@ from tinkerflow.tasks.pipelines.rollout_record import record_evaluation
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
 from tinkerflow.tasks.pipelines.scoring import Scores, score, score_reward
 from tinkerflow.tasks.pipelines.trainer import data_name
+from tinkerflow.tasks.pipelines.work import open_work
 
 BASE = "base model"
 _SHOWN = 8  # answers
@@ -41,8 +45,12 @@ class EvaluationResult(BaseModel):
 @flow(name="evaluate", flow_run_name="evaluate {parameters.name}")
 @cancellable
 async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
-    """Score the weights and the weights to compare with, and show a table."""
+    """Score the weights and the weights to compare with, and show a table. UserError: the champion does not exist."""
     best = champion(parameters.work_url, parameters.champion) if parameters.champion else None
+    if parameters.champion and best is None:
+        near = did_you_mean(parameters.champion, champion_names(open_work(parameters.work_url)))
+        rule = f"no weights were promoted under this name in {parameters.work_url}"
+        raise UserError(f"champion {parameters.champion!r}: {rule}{near}")
     if best is not None:
         await check_readable(parameters.champion, best, parameters.connection)
     paths = {"weights": parameters.weights, "against": parameters.against, "champion": best.weights if best else ""}

@@ -68,3 +68,9 @@ async def test_a_champion_of_another_project_fails_the_run_before_it_begins(
     with pytest.raises(UserError if refused else BegunError, match=reason if refused else None):
         await run
     assert asked == ["theirs"]
+    if name == "evaluate":
+        typo = EvaluateParameters.model_validate(values | {"champion": "plant"})
+        with pytest.raises(
+            UserError, match=r"^champion 'plant': no weights were promoted .* \(did you mean 'plants'\?\)$"
+        ):
+            await evaluate.fn(typo)
