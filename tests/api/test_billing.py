@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
-from tests.compat.cli import Cli
 
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, ModelLive, UsageKind, Used
 
@@ -82,15 +80,6 @@ def test_prices_of_served_models_are_listed_for_the_cookbook(start: Any, server:
     assert entry == {"tinker_id": BASE, **prices}
     costs = pytest.importorskip("tinker_cookbook.utils.cost_estimation", reason="needs tinker-cookbook 0.6")
     assert costs.rates_from_pricing_entry(entry) == costs.TokenCostRates(0.25, 0.00001, 3.0, 1.5)
-
-
-def test_the_command_line_shows_usage(server: Any, used: Any, window: Any, tmp_path: Path) -> None:
-    session = used(server, "tml-test")
-    command_line = Cli(server.url, tmp_path, own_process=True, more={"COLUMNS": "400"})
-    said = [command_line("billing", "usage", *(moment.isoformat() for moment in window), "--csv", "-")]
-    said.append(command_line("billing", "checkpoint-storage"))
-    assert session in said[0] and "2000000" in said[0] and "sampling_prefill" in said[0]
-    assert "local" in said[1] and str(3 * GIGABYTE) in said[1]
 
 
 @pytest.mark.parametrize(

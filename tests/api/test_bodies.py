@@ -14,6 +14,7 @@ from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.api.conftest import KEY
+from tests.waiting import wait_for
 
 from tinkerflow.api import bodies
 from tinkerflow.api.bodies import MEDIUM, SMALL, Body, BodyMemory, Memories, check_values, decompressed
@@ -218,10 +219,6 @@ def test_client_disconnect_is_not_logged_as_an_error(server: Any, caplog: pytest
         head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\nContent-Length: 1000\r\n\r\n"
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(head.encode() + b"half")
-        said = f"POST /api/v1/{path}: the client disconnected"
-        deadline = time.monotonic() + 30
-        while said not in caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert said in caplog.messages
+        wait_for(lambda said=f"POST /api/v1/{path}: the client disconnected": said in caplog.messages)
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
     assert server.get("training_runs").json()["training_runs"] == []

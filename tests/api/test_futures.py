@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 import tinker
 from tests.api.conftest import BASE, Running
+from tests.waiting import wait_for
 from tinker import types
 
 from tinkerflow.backend.journal import Kind
@@ -69,16 +69,13 @@ def test_acknowledged_results_release_their_bytes(client: Any, server: Running) 
     sampling = client.create_sampling_client(base_model=BASE).result()
     for _ in range(FIRST_SHOWN + 3):
         sampling.sample(PROMPT, 1, PARAMS).result()
-    name = sampling._sampling_session_id
-    deadline = time.monotonic() + 60
-    while True:
-        found = poll(server, name, 0, timeout=0).json()["completions"]
-        assert len(found) == FIRST_SHOWN + 3
-        if {one["state"] for one in found[FIRST_SHOWN:]} == {"failed"}:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert "acknowledged" in server.result(found[-1]["request_id"]).json()["error"]
+
+    def completions() -> Any:
+        return poll(server, sampling._sampling_session_id, 0, timeout=0).json()["completions"]
+
+    assert len(completions()) == FIRST_SHOWN + 3
+    wait_for(lambda: {one["state"] for one in completions()[FIRST_SHOWN:]} == {"failed"})
+    assert "acknowledged" in server.result(completions()[-1]["request_id"]).json()["error"]
 
 
 def test_copies_of_a_sampling_client_share_its_session(client: Any, server: Running, journal: Any) -> None:
@@ -99,16 +96,11 @@ def test_abandoned_sample_is_cancelled_on_the_server(client: Any, server: Runnin
     sampling = client.create_sampling_client(base_model=BASE).result()
     engine.paused = True
     given_up, kept = sampling.sample(PROMPT, 1, PARAMS), sampling.sample(PROMPT, 1, PARAMS)
-    deadline = time.monotonic() + 60
     # the SDK cancels only requests whose ids it has, so wait until it polls both
-    while (poller := sampling._futures_poller) is None or len(poller._events) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: (poller := sampling._futures_poller) is not None and len(poller._events) == 2)
     waiting = journal.requests.pending_samples(10)
     given_up.future().cancel()
-    while len(journal.requests.pending_samples(10)) == 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: len(journal.requests.pending_samples(10)) == 1)
     answers = [server.result(one.id).json() for one in waiting if journal.results.get(one.id, "local") is not None]
     assert answers == [{"error": "cancelled by the client", "category": "user"}]
     engine.paused = False
@@ -206,27 +198,18 @@ def test_training_request_cannot_be_cancelled(server: Running, engine: Any) -> N
     assert (Kind.OPTIM_STEP, 1) in engine.executed
 
 
-def test_poll_takes_few_queries(start: Any, engine: Any) -> None:
+def test_poll_takes_few_queries(start: Any, engine: Any, statements: Any) -> None:
     """A held poll makes no queries. A check takes one query, and an answer two, because its first read is stored."""
     server = start(recheck_seconds=600.0)  # no rechecks, which would query for all followed samplers
     name = sampler(server)
     request = sample(server, name, 0)
     server.result(request)
-    made: list[str] = []
-
-    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        if not statement.startswith("BEGIN") and "pending" not in statement:
-            made.append(statement)
 
     def queries(path: str, body: Any) -> int:
         server.get("healthz")
-        made.clear()
-        sa.event.listen(sa.Engine, "before_cursor_execute", note)
-        try:
+        with statements() as made:
             assert server.post(path, body).status_code == 200
-        finally:
-            sa.event.remove(sa.Engine, "before_cursor_execute", note)
-        return len(made) - sum("api_key" in statement for statement in made)
+        return sum("pending" not in one and "api_key" not in one for one in made)
 
     target = {"type": "sampling_session", "sampling_session_id": name, "cloned_sampler_id": 0}
     assert queries("retrieve_future", {"request_id": request}) == 1

@@ -15,6 +15,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from tests.api.conftest import BASE, EOS, Engine
 from tests.manual_clock import ManualClock
+from tests.waiting import until
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Call
@@ -156,8 +157,7 @@ def test_stream_of_a_failed_request_does_not_begin(
         async with calls(journal, settings_for()) as of:
             call = of(ANN)
             failed = await generate(call, await resolve(call, BASE), [2, 3], {"max_tokens": 6}, stream=True)
-            while journal.results.get(failed.id, "ann") is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: journal.results.get(failed.id, "ann"))
             with pytest.raises(ServerError, match="the devices are gone"):
                 await failed.begin()
 

@@ -94,7 +94,8 @@ def test_cross_site_pages_change_nothing_on_a_server_without_keys(server: Runnin
 def test_names_in_headers() -> None:
     assert host_name("Box.:80") == "box" and host_name("[::1]") == "::1"
     assert host_name("a b") == host_name("user@box") == host_name("") == ""
-    assert is_loopback("::1") and not is_loopback("box") and not is_loopback("")
+    hosts = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "box", "")
+    assert [is_loopback(host) for host in hosts] == [True] * 3 + [False] * 4
     assert same_site(Headers({"host": "a:1", "origin": "http://a:1"}), "") and same_site(Headers({}), "")
     for origin in ("http://a:2", "http://[a:1", "null", ""):
         assert not same_site(Headers({"host": "a:1", "origin": origin}), "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import tinker
 from tests.api.conftest import BASE, KEY
 from tests.api.test_futures import PARAMS, PROMPT, calls_of, sample, sampler
+from tests.waiting import wait_for
 from tinker import types
 
 from tinkerflow.api import identity
@@ -29,9 +29,7 @@ def test_samples_over_the_limit_wait_in_the_client(start: Any, engine: Any) -> N
         engine.paused = True
         seen = calls_of(server)
         futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(4)]
-        deadline = time.monotonic() + 10
-        while seen.count("asample") < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: seen.count("asample") >= 4)
         assert len(server.journal.requests.pending_samples(10)) <= 2
         threading.Timer(0.2, lambda: setattr(engine, "paused", False)).start()
         assert all(future.result().sequences for future in futures)

@@ -69,16 +69,6 @@ def test_lists_cover_one_project_or_all_for_an_admin(people: Any) -> None:
             person.rest.get_session(theirs, access_scope=scope).result()
 
 
-def test_session_lists_its_runs_and_samplers(client: tinker.ServiceClient, server: Any) -> None:
-    model = client.create_lora_training_client(BASE, rank=8).result()
-    sampler = model.save_weights_and_get_sampling_client().result()
-    session = model.model_id.split(":")[0]
-    found = tinker.RestClient(base_url=server.url).get_session(session).result()
-    assert found.training_run_ids == [model.model_id]
-    assert found.sampler_ids == [sampler._sampling_session_id]
-    assert found.display_name is None
-
-
 def test_search_filters_sessions_by_name_and_metadata(people: Any) -> None:
     ann = people("ann")
     nightly = ann.session(display_name="Nightly Größe run", user_metadata={"team": "x", 'q"': "1"})

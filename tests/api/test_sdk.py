@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import tinker
 import torch
 from PIL import Image
+from tests.waiting import wait_for
 from tinker import types
 
 from tinkerflow.backend.spec.images import ImageProcessor
@@ -157,79 +157,12 @@ def test_custom_loss_gives_the_gradient_of_the_equal_builtin_loss(
     assert loss_of(model) == pytest.approx(loss_of(other))
 
 
-def test_saving_for_the_sampler_and_sampling(model: tinker.TrainingClient, engine: Any) -> None:
-    steps(model, 20)
-    sampler = model.save_weights_and_get_sampling_client().result()
-    prompt = types.ModelInput.from_ints([3])
-    params = types.SamplingParams(max_tokens=20, temperature=1.0, seed=7)
-    response = sampler.sample(prompt, num_samples=3, sampling_params=params).result()
-    assert len(response.sequences) == 3
-    assert len({s.sequence_id for s in response.sequences}) == 3
-    for sequence in response.sequences:
-        assert len(sequence.logprobs or []) == len(sequence.tokens) > 0
-    again = sampler.sample(prompt, num_samples=3, sampling_params=params).result()
-    assert [s.tokens for s in again.sequences] == [s.tokens for s in response.sequences]
-    before = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
-    steps(model, 3)
-    assert sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result() == before
-    assert before[0] is None
-    assert sum(x or 0.0 for x in before) > 3 * np.log(1 / 16)
-
-
 def test_samples_without_a_seed_differ(client: tinker.ServiceClient, engine: Any) -> None:
     sampler = client.create_sampling_client(base_model=BASE).result()
     params = types.SamplingParams(max_tokens=20, stop=[])
     drawn = [sampler.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences[0].tokens for _ in range(2)]
     assert drawn[0] != drawn[1]
     assert [len(tokens) for tokens in drawn] == [20, 20]  # an empty stop list stops at nothing, not even at the EOS
-
-
-def test_restored_sampling_client_has_its_own_sequence_block(
-    client: tinker.ServiceClient, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = client.create_sampling_client(base_model=BASE).result()
-    clone = pickle.loads(pickle.dumps(sampler))
-    params = types.SamplingParams(max_tokens=2, seed=1)
-    for each in (sampler, clone):
-        assert each.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences
-    assert max(seq for _, seq in engine.executed if seq is not None) >= 1_000_000_000
-    clone.holder.close()
-
-
-def test_named_saves_are_listed_and_resumed(
-    client: tinker.ServiceClient, model: tinker.TrainingClient, server: Any
-) -> None:
-    steps(model, 3)
-    loss = loss_of(model)
-    saved = model.save_state("ck-1", ttl_seconds=3600).result().path
-    for_sampler = model.save_weights_for_sampler("s-1").result().path
-    run = model.get_info().model_id
-    assert (saved, for_sampler) == (f"tinker://{run}/weights/ck-1", f"tinker://{run}/sampler_weights/s-1")
-    for resumed in (
-        client.create_training_client_from_state(saved).result(),
-        client.create_training_client_from_state_with_optimizer(saved).result(),
-    ):
-        assert loss_of(resumed) == loss
-        assert resumed.get_info().lora_rank == 8
-    sampler = client.create_sampling_client(model_path=for_sampler).result()
-    assert sampler.get_base_model() == BASE
-    assert sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()[0] is None
-
-    rest = tinker.RestClient(base_url=server.url)
-    found = rest.get_training_run(run).result()
-    assert (found.base_model, found.lora_rank, found.user_metadata) == (BASE, 8, {"renderer": "plain"})
-    assert found.last_checkpoint is not None
-    assert found.last_checkpoint.tinker_path == saved
-    assert found.last_sampler_checkpoint is not None
-    kinds = {c.checkpoint_id: c.checkpoint_type for c in rest.list_checkpoints(run).result().checkpoints}
-    assert kinds == {"weights/ck-1": "training", "sampler_weights/s-1": "sampler"}
-    assert rest.list_user_checkpoints().result().cursor.total_count == 2
-    assert rest.list_training_runs().result().cursor.total_count == 3
-    assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == 8
-    rest.delete_checkpoint_from_tinker_path(saved).result()
-    assert len(rest.list_checkpoints(run).result().checkpoints) == 1
-    with pytest.raises(tinker.RequestFailedError, match="ck-1"):
-        client.create_training_client_from_state(saved).result()
 
 
 def test_capabilities_and_flags(client: tinker.ServiceClient, server: Any) -> None:
@@ -261,14 +194,6 @@ def test_a_slow_result_survives_several_polls(start: Any, engine: Any) -> None:
         assert passed.result(timeout=60).metrics["loss:sum"] == pytest.approx(4 * np.log(16))
 
 
-def test_closing_the_client_ends_the_session(server: Any, engine: Any) -> None:
-    with tinker.ServiceClient(base_url=server.url) as service:
-        model_id = service.create_lora_training_client(BASE, rank=8).result().get_info().model_id
-    session = server.journal.sessions.get(model_id.split(":")[0], None)
-    assert session.state == "finished"
-    assert (session.finish_reason, session.detail) == ("success", None)
-
-
 def test_telemetry_is_accepted_and_a_fatal_error_is_not_retried(
     server: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,8 +205,5 @@ def test_telemetry_is_accepted_and_a_fatal_error_is_not_retried(
     with pytest.raises(tinker.RequestFailedError, match="it broke"):  # a second attempt would succeed
         model.optim_step(types.AdamParams()).result()
     service.close("success").result()
-    deadline = time.monotonic() + 15
-    while "SESSION_START" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert "SESSION_START" in caplog.text
+    wait_for(lambda: "SESSION_START" in caplog.text)
     assert "tml-very-secret" not in caplog.text

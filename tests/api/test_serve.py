@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from http.client import HTTPConnection
 from typing import Any
 
 import httpx
 import pytest
+from tests.waiting import wait_for
 
 from tinkerflow.backend.journal import Journal, NewModel, NewRequest, NewSession, migrate
 from tinkerflow.backend.supervise.processes import free_port
@@ -29,13 +29,6 @@ from tinkerflow.api import serve
 from tinkerflow.backend.settings import Settings
 serve(Settings())
 """
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def healthy(url: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.api.conftest import BASE, KEY, Running
+from tests.waiting import wait_for
 
 from tinkerflow.backend.journal import Journal, Pending
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
@@ -31,12 +32,8 @@ class Decoder:
 
     def take(self, count: int) -> None:
         """Wait for `count` requests."""
-        deadline = time.monotonic() + 60
-        while len(self.requests) < count:
-            assert time.monotonic() < deadline, f"{len(self.requests)} of {count} requests came"
-            taken = self.journal.requests.pending_samples(1000, exclude=list(self.requests))
-            self.requests |= {request.id: request for request in taken}
-            time.sleep(0.005)
+        taken = wait_for(lambda: len(found := self.journal.requests.pending_samples(1000)) == count and found)
+        self.requests = {request.id: request for request in taken}
 
     def decode(self, start: int, end: int) -> None:
         """Stream tokens [start, end) of every request."""
@@ -87,13 +84,6 @@ class Reader(threading.Thread):
                         self.heard += choice["token_ids"]
                 time.sleep(self.pause)
 
-    def until(self, count: int) -> None:
-        """Wait until `count` tokens have arrived."""
-        deadline = time.monotonic() + 60
-        while len(self.heard) < count:
-            assert time.monotonic() < deadline, f"heard {len(self.heard)} of {count}"
-            time.sleep(0.005)
-
 
 def listening(server: Running, count: int, **more: Any) -> list[Reader]:
     readers = [Reader(server, **more) for _ in range(count)]
@@ -106,8 +96,7 @@ def hear(readers: list[Reader], decoder: Decoder, ends: Iterable[int], start: in
     """Decode from `start` up to each of the ends, and wait until all readers have the tokens."""
     for end in ends:
         decoder.decode(start, end)
-        for reader in readers:
-            reader.until(end)
+        wait_for(lambda end=end: all(len(reader.heard) >= end for reader in readers))
         start = end
 
 
@@ -165,10 +154,7 @@ def test_disconnected_streams_are_cancelled(server: Running, decoder: Decoder) -
     hear([*gone, *stays], decoder, (4,))
     gone[0].left.set()
     decoder.decode(4, 8)  # the reader gets this line and disconnects
-    deadline = time.monotonic() + 60
-    while len(decoder.journal.results.finished(list(decoder.requests))) < 1:
-        assert time.monotonic() < deadline, "nobody cancelled"
-        time.sleep(0.01)
+    wait_for(lambda: decoder.journal.results.finished(list(decoder.requests)))
     hear_all(stays, decoder)
 
 

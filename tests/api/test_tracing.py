@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.api.conftest import BASE, KEY, Running
+from tests.waiting import wait_for
 
 from tinkerflow.backend.core import tracing
 
@@ -21,13 +21,9 @@ def complete(server: Running, **headers: str) -> None:
 
 
 def of(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
-    deadline = time.monotonic() + 10
-    while not (found := [span for span in exporter.get_finished_spans() if span.name == name]):
-        names = [span.name for span in exporter.get_finished_spans()]
-        assert time.monotonic() < deadline, f"no span {name}, but {names}"
-        time.sleep(0.01)  # the span ends after the client has the answer
-    (one,) = found
-    return one
+    """The span of this name, which ends after the client has the answer."""
+    (one,) = wait_for(lambda: [span for span in exporter.get_finished_spans() if span.name == name])
+    return one  # type: ignore[no-any-return]
 
 
 def test_a_request_is_stored_with_the_context_of_its_span(

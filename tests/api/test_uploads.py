@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 from tests.api.conftest import BASE, Running, card_json
 from tests.catalog.test_peft_import import CONFIG, DENSE, tensors
+from tests.waiting import wait_for
 
 from tinkerflow.api.routes import uploads
 from tinkerflow.backend.catalog.model_card import ModelCard
@@ -218,9 +219,7 @@ def test_second_put_of_a_file_aborts_the_first(server: Running, journal: Journal
 
     def slowly() -> Any:
         yield FILES[ADAPTER][:100]
-        until = time.monotonic() + 60
-        while not journal.uploads.get(here, None).files and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: journal.uploads.get(here, None).files)
         journal.uploads.begin_file(here, ADAPTER, f"{ADAPTER}@newer")  # as another process of the API does
         yield FILES[ADAPTER][100:]
 

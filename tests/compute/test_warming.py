@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from tests.compute.conftest import SHAPE, VOCAB, build, random_example
 from tests.compute.shapes import QWEN3_4B, config_like
+from tests.waiting import wait_for
 
 from tinkerflow.backend.compute import executor as executor_module
 from tinkerflow.backend.compute.mesh import make_mesh
@@ -55,13 +55,6 @@ from tinkerflow.backend.spec.supports import Supports
 CONTEXT_OF_4B = 32768
 CONTEXT = 32  # few shapes of one layer, because each takes a second to compile
 PATIENCE = 600.0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {PATIENCE} s"
-        time.sleep(0.01)
 
 
 @pytest.mark.thorough

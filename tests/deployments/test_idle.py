@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from tests.waiting import until
 
 from tinkerflow.backend.journal import migrate
 from tinkerflow.deployments.idle import demand, keep_while_needed
@@ -23,8 +24,7 @@ class Kept:
         self.running = True
         self.starts += 1
         try:
-            while self.error is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: self.error)
             raise self.error
         finally:
             self.running = False
@@ -40,22 +40,16 @@ class Kept:
         return self.demand
 
 
-async def until(kept: Kept, running: bool) -> None:
-    async with asyncio.timeout(60):
-        while kept.running != running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 async def test_groups_are_released_when_idle_and_return_when_needed() -> None:
     kept, said = Kept(), list[str]()
     task = asyncio.create_task(
         keep_while_needed(kept.keep, kept.rest, kept.needed, 0.02, said.append, look_seconds=0.002)
     )
-    await until(kept, True)
+    await until(lambda: kept.running)
     await asyncio.sleep(0.1)
     assert kept.running and kept.starts == 1 and not said
     kept.demand = False
-    await until(kept, False)
+    await until(lambda: not kept.running)
     await asyncio.sleep(0.1)
     assert (
         kept.resting
@@ -63,7 +57,7 @@ async def test_groups_are_released_when_idle_and_return_when_needed() -> None:
         and said == ["no request for 0.02 s: worker processes are released until the next request"]
     )
     kept.demand = True
-    await until(kept, True)
+    await until(lambda: kept.running)
     assert (
         not kept.resting
         and kept.starts == 2

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from tests.waiting import until
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.supervise import ChildProcess
@@ -47,12 +48,6 @@ async def keep(tmp_path: Path, said: list[str]) -> AsyncIterator[Callable[[str],
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert all(part.process is not None and part.process.status is not None for part in parts)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110  (processes have no event)
-            await asyncio.sleep(0.05)
 
 
 async def ready(part: Part) -> ChildProcess:

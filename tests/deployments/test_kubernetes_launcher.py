@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.waiting import until
 
 pytest.importorskip("kubernetes_validate")
 pytest.importorskip("lightkube")
@@ -62,12 +63,6 @@ async def client(fake: FakeKubernetes) -> AsyncIterator[AsyncClient]:
 
 def plan(folder: Path, **given: Any) -> Plan:
     return Plan.of(Settings(data_dir=folder, **given), {})
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def end(task: asyncio.Task[None]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests import waiting
 
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.clock import SystemClock
@@ -353,12 +354,6 @@ def running() -> Callable[[Awaitable[object]], object]:
 
 
 @pytest.fixture
-def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """`await until(condition)` fails if the condition does not hold within 120 s."""
-
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-
-    return until
+def until() -> Callable[..., Awaitable[None]]:
+    """`await until(condition)`, see `tests/waiting.py`."""
+    return waiting.until

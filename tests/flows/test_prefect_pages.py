@@ -11,9 +11,10 @@ import pytest
 from prefect import flow
 from prefect_server import prefect_http
 from tests.e2e.approving import answer_by_mouse
-from tests.e2e.browser import Page, open_page, wait_for
+from tests.e2e.browser import Page, open_page
 from tests.flows import test_prefect
 from tests.flows.test_prefect import dispatcher_of, in_state, shown
+from tests.waiting import wait_for
 
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.journal import ModelState

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import waiting
 
 from tinkerflow.backend.pool import Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.spec.commands import GroupConfig
@@ -117,12 +117,6 @@ def workers() -> Callable[[], list[int]]:
     return children
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  (conditions of other processes have no event)
-            await asyncio.sleep(0.01)
-
-
 @pytest.fixture
 def wait_until() -> Callable[..., Awaitable[None]]:
-    return eventually
+    return waiting.until

@@ -74,6 +74,12 @@ def spec(listener: socket.socket, secret: bytes) -> LaunchSpec:
     return LaunchSpec("127.0.0.1", listener.getsockname()[1], secret.hex(), 5, 0, os.getpid(), "")
 
 
+@pytest.fixture(autouse=True)
+def executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers import `pool_executors` from this folder."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
 async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[LocalWorker, LoopLink]:
     """Start a worker with `executor`. Returns it with the driver's end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -90,10 +96,7 @@ async def next_message(link: LoopLink) -> object:
         return codec.decode((await link.read()).body)
 
 
-async def test_worker_ends_with_its_connection(
-    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+async def test_worker_ends_with_its_connection(config: GroupConfig, tmp_path: Path) -> None:
     process, link = await begin(config, tmp_path, "Echo")
     while not isinstance(await next_message(link), Ready):
         pass
@@ -105,10 +108,7 @@ async def test_worker_ends_with_its_connection(
     )
 
 
-async def test_worker_reports_commands_received_from_all_earlier_drivers(
-    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+async def test_worker_reports_commands_received_from_all_earlier_drivers(config: GroupConfig, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         to_us = spec(listener, SECRET)
@@ -134,9 +134,8 @@ async def test_worker_reports_commands_received_from_all_earlier_drivers(
 
 
 async def test_device_error_under_one_driver_ends_the_worker_before_the_next_driver(
-    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: GroupConfig, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
     start = codec.encode(Start(config, 1, "", "pool_executors:Ahead", 30.0, (0,)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -159,10 +158,7 @@ async def test_device_error_under_one_driver_ends_the_worker_before_the_next_dri
         second.close()
 
 
-async def test_worker_answers_heartbeats_while_its_main_thread_is_busy(
-    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+async def test_worker_answers_heartbeats_while_its_main_thread_is_busy(config: GroupConfig, tmp_path: Path) -> None:
     process, link = await begin(config, tmp_path, "Sleepy")
     assert await next_message(link) == Progress("importing pool_executors")
     await link.write(0, codec.encode(Ping()))  # queued behind the start
@@ -172,10 +168,7 @@ async def test_worker_answers_heartbeats_while_its_main_thread_is_busy(
     assert (await process.ended()).how == "ended with exit status 0"
 
 
-async def test_secret_is_in_neither_arguments_nor_environment(
-    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+async def test_secret_is_in_neither_arguments_nor_environment(config: GroupConfig, tmp_path: Path) -> None:
     process, link = await begin(config, tmp_path, "Sleepy")
     for name in ("cmdline", "environ"):
         seen = await asyncio.to_thread(Path(f"/proc/{process.pid}/{name}").read_bytes)

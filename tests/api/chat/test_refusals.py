@@ -114,6 +114,16 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"n": 2, "prompt": ["x"] * 1024}, "n is 2: must be at most 1 for 1024 prompts"),
     ({"best_of": 2}, "best_of is not supported by this endpoint"),
     ({"max_tokens": 0}, "max_tokens is 0: must be at least 1 without echo"),
+    ({"max_tokens": 10_000}, "max_tokens is 10000: must be at most"),
+    ({"top_p": 0.0}, "top_p is 0"),
+    ({"temperature": "warm"}, "temperature is 'warm'"),
+    ({"n": 0}, "n is 0"),
+    ({"logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0] is -1"),
+    ({"echo": True, "stream": True}, "echo is"),
+    ({"stream_options": {"include_usage": True}}, "stream_options is"),
+    ({"logprobs": 21}, "logprobs is 21"),
+    ({"frobnicate": 1}, "frobnicate is not supported"),
 ]
 RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input is None: must be a string or a list"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import openai
 import pytest
 import tokenizers
 from tests.api.conftest import BASE, KEY, Running
+from tests.waiting import wait_for
 
 from tinkerflow.backend.journal import Journal, Pending
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
@@ -33,17 +32,9 @@ class Decoder:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.sampled: list[int] = []
 
-    def until(self, what: Callable[[], Any]) -> Any:
-        """The first true value of `what`, awaited for at most a minute."""
-        deadline = time.monotonic() + 60
-        while not (found := what()):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        return found
-
     def take(self) -> Pending:
         """Wait for the request."""
-        (request,) = self.until(lambda: self.journal.requests.pending_samples(10))
+        (request,) = wait_for(lambda: self.journal.requests.pending_samples(10))
         return request  # type: ignore[no-any-return]
 
     def says(self, request: Pending, text: str) -> None:
@@ -124,4 +115,4 @@ def test_request_is_cancelled_if_the_client_leaves_before_the_first_token(
         asking = threads.submit(httpx.post, f"{server.url}/v1/{path}", json=body, headers=headers, timeout=4.0)
         request = decoder.take()
         assert isinstance(asking.exception(60), httpx.ReadTimeout)
-    decoder.until(lambda: decoder.journal.results.finished([request.id]))
+    wait_for(lambda: decoder.journal.results.finished([request.id]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +10,7 @@ import pytest
 from tests.api.console.conftest import of_checkpoint
 from tests.api.console.test_rollouts import put_rollouts
 from tests.e2e.browser import Page, open_page
+from tests.waiting import wait_for
 
 from tinkerflow.backend.journal import ModelState
 
@@ -48,13 +48,6 @@ def inspect(page: Page, url: str) -> None:
         assert page.run("return document.documentElement.scrollWidth") <= width, f"{url} is wider than {width}"
         page.picture(f"console{urlsplit(url).path.replace('/', '-').replace(':', '')}-{width}")
     assert page.complaints() == [], url
-
-
-def wait(condition: Callable[[], Any]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 def test_every_page_of_an_empty_service(page: Page, server: Any) -> None:
@@ -100,7 +93,7 @@ def test_curve_of_a_live_run_moves_and_shows_its_values(page: Page, server: Any,
     page.shows("5 steps measured")
     assert page.run(line) != before
     page.point_at("figure.chart svg")
-    wait(
+    wait_for(
         lambda: page.run("return document.querySelector('figure output').textContent").startswith(
             "step 3\nvalue  3.3333"
         )
@@ -138,7 +131,7 @@ def test_selected_part_of_a_chart_is_restored_by_its_link(page: Page, server: An
     page.shows("steps shown")
     page.run("document.querySelector('[name=log]').click()")
     page.shows("Logarithmic")
-    wait(lambda: "log=yes" in page.run("return location.href"))
+    wait_for(lambda: "log=yes" in page.run("return location.href"))
     assert page.barriers() == [] and page.complaints() == []
 
 
@@ -151,10 +144,10 @@ def test_runs_are_found_sorted_and_archived(page: Page, server: Any, engine: Any
     page.open(f"{server.url}/training_runs")
     page.click("th:nth-child(2) a")
     names = "return [...document.querySelectorAll('td a:first-child')].map((a) => a.textContent).join()"
-    wait(lambda: page.run(names).startswith("cherry,banana,apple"))
+    wait_for(lambda: page.run(names).startswith("cherry,banana,apple"))
     page.click(f"input[value='{runs[1]}']")
     page.press("Archive the selected runs")
-    wait(lambda: page.run(names) == "cherry,apple")
+    wait_for(lambda: page.run(names) == "cherry,apple")
     page.open(f"{server.url}/training_runs?archived=yes")
     page.click(f"input[value='{runs[1]}']")
     page.press("Restore the selected runs")
@@ -196,7 +189,7 @@ def test_checkpoint_is_published_and_deleted_after_a_confirmation(page: Page, se
     kept = server.journal.checkpoints.get(path, None)
     page.click("a.danger")
     page.press("Delete for good")
-    wait(lambda: server.journal.checkpoints.before_save(path, kept.run_id).is_gone)
+    wait_for(lambda: server.journal.checkpoints.before_save(path, kept.run_id).is_gone)
 
 
 def test_sign_in_accepts_only_a_valid_key(page: Page, server: Any, journal: Any) -> None:
@@ -236,9 +229,9 @@ def test_two_models_answer_side_by_side_with_the_probabilities_of_their_tokens(
         "window.breaksLine = say.dispatchEvent(key(true)); window.sends = !say.dispatchEvent(key(false))"
     )
     assert page.run("return window.breaksLine && window.sends")
-    wait(lambda: page.run("return document.querySelectorAll('.turns small').length") == 2)
+    wait_for(lambda: page.run("return document.querySelectorAll('.turns small').length") == 2)
     page.point_at(".turn.model span")
-    wait(lambda: "%" in page.run("return document.getElementById('probability').textContent"))
+    wait_for(lambda: "%" in page.run("return document.getElementById('probability').textContent"))
     assert page.barriers() == []
     page.fill("#model-1", "nobody")
     page.fill("#say", "bcd")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from tests.docs.website import build
-from tests.e2e.browser import open_page, wait_for
+from tests.e2e.browser import open_page
+from tests.waiting import wait_for
 
 from tinkerflow.api.console import render
 
