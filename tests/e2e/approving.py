@@ -11,7 +11,8 @@ from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from prefect.flow_runs import resume_flow_run
-from tests.e2e.browser import Page, wait_for
+from tests.e2e.browser import Page
+from tests.waiting import wait_for
 
 
 async def answer(

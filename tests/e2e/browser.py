@@ -11,17 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.waiting import wait_for
 
 T = TypeVar("T")
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """Return the condition's first truthy result; fail after ten minutes."""
-    deadline = time.monotonic() + 600
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "did not happen in ten minutes"
-        time.sleep(0.25)
-    return found
 
 
 class Page:

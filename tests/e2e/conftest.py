@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import tinker
 from prefect.client.base import PrefectHttpxSyncClient
+from tests.waiting import wait_for
 
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server
 from tinkerflow.backend.store import Store
@@ -122,6 +123,11 @@ class Server:
         """Pids of the pool's processes: descendants whose command line names the worker's module."""
         return [pid for pid in descendants(self.process.pid) if "tinkerflow.backend.pool.worker" in cmdline(pid)]
 
+    def kill(self, *parts: str) -> None:
+        """Kill the parts with these names, or else the worker processes, as soon as they run."""
+        for pid in wait_for(lambda: self.parts(*parts) if parts else self.workers()):
+            os.kill(pid, signal.SIGKILL)
+
     def descendants(self) -> list[int]:
         return descendants(self.process.pid)
 
@@ -179,6 +185,33 @@ def datum(tokens: list[int], weights: list[float] | None = None) -> tinker.Datum
 def make_datum() -> Callable[..., tinker.Datum]:
     """tokens -> a cross_entropy datum that predicts each next token."""
     return datum
+
+
+@pytest.fixture(scope="session")
+def train() -> Callable[..., list[dict[str, float]]]:
+    """train(client, steps, kill, after): the metrics of concurrent steps on fixed tokens.
+
+    kill: called once the step `after` is made, or else once all steps are submitted.
+    """
+
+    def steps_of(
+        client: tinker.TrainingClient,
+        steps: range = range(4),
+        kill: Callable[[], object] = lambda: None,
+        after: int | None = None,
+    ) -> list[dict[str, float]]:
+        tokens, futures = [1 + i % 200 for i in range(80)], []
+        for step in steps:
+            futures.append(client.forward_backward([datum(tokens[step:])] * 4, "cross_entropy"))
+            futures.append(client.optim_step(tinker.AdamParams(learning_rate=1e-3)))
+            if step == after:
+                futures[-1].result()
+                kill()
+        if after is None:
+            kill()
+        return [future.result().metrics for future in futures]
+
+    return steps_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import urllib.parse
 import httpx
 import pytest
 import tinker.lib.console_urls
-from browser import wait_for
+from tests.waiting import wait_for
 from tinker import types
 
 from tinkerflow.backend.core.ids import EMBEDDED

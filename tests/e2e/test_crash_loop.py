@@ -20,6 +20,7 @@ from pathlib import Path
 
 from family import make_family, png
 from tests.compute.conftest import TOWER
+from tests.waiting import wait_for
 from tinker import types
 
 SEED = int(os.environ.get("CRASH_LOOP_SEED", "7"))
@@ -121,7 +122,7 @@ def kill(server, way):
         below = server.descendants()
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not any(map(runs, below)), "its children end with `up`")
+        wait_for(lambda: not any(map(runs, below)), PATIENCE)  # its children end with `up`
         server.start()
         return
     names = {"all": ["engine", "api", "worker"]}.get(what, [what])
@@ -130,7 +131,7 @@ def kill(server, way):
         found = [server.workers() if name == "worker" else server.parts(name) for name in names]
         return [pid for some in found for pid in some] if all(found) else []
 
-    for pid in wait_until(pids, f"{way}: somebody to kill"):
+    for pid in wait_for(pids, PATIENCE):
         os.kill(pid, number)
 
 
@@ -140,14 +141,6 @@ def runs(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-    return found
 
 
 def test_kills_do_not_change_results(tmp_path, start_server, make_datum, monkeypatch, request):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +30,6 @@ def train(client: tinker.TrainingClient, data: list[tinker.Datum], steps: int) -
     return losses
 
 
-def kill(pids: Any) -> None:
-    while not (found := pids()):
-        time.sleep(0.05)
-    for pid in found:
-        os.kill(pid, signal.SIGKILL)
-
-
 def test_full_training_survives_kills_and_its_checkpoint_loads_in_transformers(
     tmp_path: Path, start_server: Any, make_datum: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,10 +43,10 @@ def test_full_training_survives_kills_and_its_checkpoint_loads_in_transformers(
             client = server.client().create_lora_training_client(server.base_model, rank=0).result()
             losses = train(client, data, 3)
             if disturbed:
-                kill(server.workers)
+                server.kill()
             losses += train(client, data, 2)
             if disturbed:
-                kill(lambda: server.parts("engine"))
+                server.kill("engine")
             losses += train(client, data, 1)
             return client, losses, client.save_state("done").result().path
 
@@ -97,7 +87,7 @@ def test_full_training_survives_kills_and_its_checkpoint_loads_in_transformers(
         scored = unnamed.compute_logprobs(asked).result()[1:]
         np.testing.assert_allclose(scored, output["logprobs"].data, atol=1e-5)
         sampled = tokens_of(unnamed)
-        kill(server.workers)
+        server.kill()
         for sampler in (
             unnamed,
             server.client().create_sampling_client(model_path=named).result(),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -45,8 +43,7 @@ def run(server: Any, make_datum: Any) -> Iterator[str]:
             forward = trainer.forward_backward(rows(make_datum, step), "cross_entropy")
             made = trainer.optim_step(types.AdamParams(learning_rate=1e-3))
             if step == 4:
-                for pid in server.workers():
-                    os.kill(pid, signal.SIGKILL)
+                server.kill()
             saved = trainer.save_state(f"step-{step}")
             for future in (forward, made, saved):
                 future.result()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,8 +92,7 @@ def test_prompts_with_images(server: Any) -> None:
         assert np.abs(np.array(other[8:]) - np.array(scored[8:])).max() > 0.01
         # A killed worker changes no token.
         going = sampler.sample(shown(first, [5, 6, 7]), 2, drawn)
-        for worker in server.workers():
-            os.kill(worker, signal.SIGKILL)
+        server.kill()
         after = going.result()
         assert [one.tokens for one in after.sequences] == [one.tokens for one in before.sequences]
         # OpenAI's client, through the chat template.

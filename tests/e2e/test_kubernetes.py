@@ -22,10 +22,10 @@ from typing import Any
 import httpx
 import pytest
 import tinker
-from browser import wait_for
 from tests.deployments.fake_kubernetes import FakeKubernetes, served
 from tests.deployments.test_kubernetes import Pods, environment, objects, pods, workers
 from tests.netns import NetHost, Network, NoNetnsError, network
+from tests.waiting import wait_for
 from tinker import types
 
 from tinkerflow.backend.journal import Journal

@@ -13,7 +13,6 @@ from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
 from tinkerflow.flows.pipelines import pipelines as registered
 from tinkerflow.flows.pipelines.dpo import DpoRecipe
-from tinkerflow.flows.pipelines.rl import RlRecipe
 from tinkerflow.flows.pipelines.sft import SftRecipe
 
 pytestmark = pytest.mark.thorough
@@ -130,28 +129,6 @@ async def test_distill_learns_from_a_teacher_that_sees_the_answer(pipelines, tmp
     divergence = await column(pipelines, "distill-hinted-", "reverse_kl")
     assert np.mean(divergence[-2:]) < 0.2 * np.mean(divergence[:2])
     assert [sample.answer for sample in found.samples] == ["yes", "no"]
-
-
-async def test_rl_that_samples_ahead_draws_equal_samples_after_a_failure(pipelines, monkeypatch):
-    training = {"batch_size": 2, "segment_steps": 4, "learning_rate": 0.01, "schedule": "constant", "steps": 8}
-    data = {"url": str(example_file("prompts.jsonl")), "limit": 4}
-    changes = {"data": data, "answer_tokens": 6, "max_staleness": 1}
-    await run(pipelines, "rl", "ahead", training, **changes)
-    assert await column(pipelines, "rl-ahead-", "staleness") == [0, 1, 1, 1] * 2
-    submit = RlRecipe.submit
-
-    async def dies(self, client, step, params):
-        if step == 6:
-            raise UserError("it ends here")  # never retried
-        return await submit(self, client, step, params)
-
-    monkeypatch.setattr(RlRecipe, "submit", dies)
-    with pytest.raises(UserError, match="it ends here"):
-        await run(pipelines, "rl", "killed", training, resume="killed", **changes)
-    monkeypatch.setattr(RlRecipe, "submit", submit)
-    await run(pipelines, "rl", "killed", training, resume="killed", **changes)
-    for name in ("staleness", "reward"):
-        assert await column(pipelines, "rl-killed-", name) == await column(pipelines, "rl-ahead-", name)
 
 
 async def test_sweep_uses_a_reward_whose_fields_are_not_trained_on(pipelines, tmp_path):

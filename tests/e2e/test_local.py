@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from browser import wait_for
 from descent import cmdline, descendants
+from tests.waiting import wait_for
 from tinker import types
 
 import tinkerflow

@@ -12,9 +12,9 @@ import time
 
 import pytest
 import tinker
-from browser import wait_for
 from prefect import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from tests.waiting import wait_for
 from tinker import types
 from tinker.lib.queue_state_logger import QueueStateLogger
 
@@ -58,9 +58,7 @@ def test_each_batch_has_one_readable_task_run(server, trained):
     run = flow_run(server, trained)
     assert run["state_type"] == "RUNNING"
     assert run["name"].startswith(f"{short_name(trained)} tiny 20")
-    deadline = time.monotonic() + 120
-    while len(names := task_runs(server, run)) < 8 and time.monotonic() < deadline:
-        time.sleep(0.5)
+    names = wait_for(lambda: len(found := task_runs(server, run)) >= 8 and found)
     operations = [name.rsplit("/", 1)[-1] for name in names]
     assert operations == ["create_model", *["forward_backward", "optim_step"] * 3, "save_weights"]
     assert len(set(names)) == 8

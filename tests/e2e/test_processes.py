@@ -46,7 +46,9 @@ def test_two_processes_agree_with_one(server, pair, make_datum):
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4)])
-def test_default_settings_use_all_devices(server, start_server, make_datum, tmp_path, monkeypatch, processes, devices):
+def test_default_settings_use_all_devices(
+    server, start_server, make_datum, train, tmp_path, monkeypatch, processes, devices
+):
     """XLA gives each process several CPU devices."""
     monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
     with start_server(tmp_path, "--processes", str(processes), prefect="off") as found:
@@ -57,33 +59,22 @@ def test_default_settings_use_all_devices(server, start_server, make_datum, tmp_
             assert np.allclose(a, b, atol=2e-3)
         with found.client() as service:
             undisturbed = service.create_lora_training_client(base_model=found.base_model, rank=8, seed=3).result()
-            expected = train(undisturbed, make_datum)
+            expected = train(undisturbed)
             client = service.create_lora_training_client(base_model=found.base_model, rank=8, seed=3).result()
             killed = found.workers()
             assert len(killed) == processes
-            assert train(client, make_datum, lambda: os.kill(killed[-1], signal.SIGKILL)) == expected
+            assert train(client, kill=lambda: os.kill(killed[-1], signal.SIGKILL)) == expected
             assert not set(found.workers()) & set(killed)
 
 
-def train(client, make_datum, kill=lambda: None):
-    """The metrics of concurrent steps. kill: called while they are in progress."""
-    tokens = [1 + i % 200 for i in range(80)]
-    futures = []
-    for step in range(4):
-        futures.append(client.forward_backward([make_datum(tokens[step:])] * 4, "cross_entropy"))
-        futures.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
-    kill()
-    return [future.result().metrics for future in futures]
-
-
-def test_killing_one_of_two_processes_costs_only_a_pause(pair, make_datum):
+def test_killing_one_of_two_processes_costs_only_a_pause(pair, train):
     """`kill -9` in the middle of a step. test_crash_loop.py kills the only process of a group."""
     prompt = types.ModelInput.from_ints([1, 2, 3, 4])
     params = types.SamplingParams(max_tokens=100, seed=5, stop=[])
     with pair.client() as service:
         base = pair.base_model
         undisturbed = service.create_lora_training_client(base_model=base, rank=8, seed=3).result()
-        expected = train(undisturbed, make_datum)
+        expected = train(undisturbed)
         sampler = undisturbed.save_weights_and_get_sampling_client().result()
         said = sampler.sample(prompt, 2, params).result().sequences
 
@@ -96,23 +87,23 @@ def test_killing_one_of_two_processes_costs_only_a_pause(pair, make_datum):
             time.sleep(0.1)
             os.kill(killed[-1], signal.SIGKILL)
 
-        assert train(client, make_datum, kill) == expected
+        assert train(client, kill=kill) == expected
         assert [one.tokens for one in again.result().sequences] == [one.tokens for one in said]
         assert not set(pair.workers()) & set(killed)
         # Both models continue, even the idle one, and are still equal.
-        assert train(client, make_datum) == train(undisturbed, make_datum)
+        assert train(client) == train(undisturbed)
 
 
-def test_a_killed_engine_leaves_its_processes_to_the_next_one(pair, make_datum):
+def test_a_killed_engine_leaves_its_processes_to_the_next_one(pair, train):
     with pair.client() as service:
         base = pair.base_model
         undisturbed = service.create_lora_training_client(base_model=base, rank=8, seed=4).result()
-        expected = train(undisturbed, make_datum)
+        expected = train(undisturbed)
         client = service.create_lora_training_client(base_model=base, rank=8, seed=4).result()
         ((engine,), workers) = pair.parts("engine"), pair.workers()
         # Between two requests, because during one the ranks may have received different numbers of commands.
         os.kill(engine, signal.SIGKILL)
-        assert train(client, make_datum) == expected
+        assert train(client) == expected
         assert pair.parts("engine") != [engine]
         assert pair.workers() == workers  # nothing was loaded or compiled again
-        assert train(client, make_datum) == train(undisturbed, make_datum)
+        assert train(client) == train(undisturbed)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import wait_for
 from rich.console import Console
+from tests.waiting import wait_for
 
 from tinkerflow.backend.core.prefect_access import find_server
 from tinkerflow.deployments.pig_latin import LESSONS

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from browser import wait_for
 from descent import cmdline, descendants
+from tests.waiting import wait_for
 from tinker import types
 
 pytestmark = pytest.mark.thorough

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,12 +52,12 @@ class Watched:
         kill = self._kills.get(self._passes, "")
         self._passes += 1
         if kill == "before":
-            self._kill(self._server.workers)  # samples are recorded, but not trained on
+            self._server.kill()  # samples are recorded, but not trained on
         passed = self._client.forward_backward(*args)
         if kill == "after":
             # The pass is queued, running or done, and its optimizer step is not submitted yet.
-            self._kill(lambda: self._server.parts("engine"))
-            self._kill(self._server.workers)
+            self._server.kill("engine")
+            self._server.kill()
 
         async def answer() -> Any:
             output = await passed
@@ -69,12 +65,6 @@ class Watched:
             return output
 
         return answer()
-
-    def _kill(self, running: Callable[[], list[int]]) -> None:
-        while not (pids := running()):
-            time.sleep(0.05)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.thorough

@@ -153,8 +153,7 @@ async def test_killed_flow_that_samples_ahead_ends_with_equal_bits(
         check=False,
     )
     assert ended.returncode == -signal.SIGKILL
-    for pid in invariant_server.workers():
-        os.kill(pid, signal.SIGKILL)
+    invariant_server.kill()
     found, work = await rl(killed), open_work(killed.work)
     assert found.steps == 6 and numbers_of(work, "rollouts", found.training_run) == [4, 5, 6], "none is made twice"
     ages = [read_rollouts(work, "rollouts", found.training_run, step).staleness for step in (4, 5, 6)]

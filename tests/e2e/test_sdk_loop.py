@@ -87,13 +87,3 @@ def test_stop_strings_and_no_stop(trainer):
     )
     assert cut.stop_reason == "stop"
     assert list(cut.tokens) == list(greedy.tokens[: list(greedy.tokens).index(stop) + 1])
-
-
-def test_many_chunks_arrive_in_order(server, make_datum):
-    """More datums than fit one chunk: the SDK sends chunks 2..n first and chunk 1 last."""
-    with server.client() as service:
-        trainer = service.create_lora_training_client(base_model=server.base_model, rank=2, seed=0).result()
-        data = [make_datum([i % 250 + 1, i % 13 + 1, 3]) for i in range(2100)]
-        result = trainer.forward_backward(data, "cross_entropy").result()
-        assert len(result.loss_fn_outputs) == 2100
-        assert result.metrics["loss:sum"] == pytest.approx(-sum(x.sum() for x in logprobs(result)), rel=1e-4)

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from browser import wait_for
 from prefect import flow, get_client, tags, task
 from prefect.client.schemas.objects import FlowRun
 from prefect.events import Event, Resource
 from prefect.events.clients import PrefectEventsClient
 from prefect.states import Running
 from serving import serving
+from tests.waiting import wait_for
 
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file

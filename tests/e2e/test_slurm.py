@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import wait_for
 from descent import cmdline
 from slurm_cluster import jobs, missing, slurm
+from tests.waiting import wait_for
 from tinker import types
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}")]
@@ -37,22 +37,14 @@ def workers(folder: Path) -> list[int]:
     return [pid for pid in found if re.search(f"^\\S+ -m tinkerflow worker .*{folder}", cmdline(pid))]
 
 
-def train(client, make_datum, kill=lambda: None):
-    tokens = [1 + i % 200 for i in range(80)]
-    futures = []
-    for step in range(5):
-        futures.append(client.forward_backward([make_datum(tokens[step:])] * 4, "cross_entropy"))
-        futures.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
-        if step == 1:
-            futures[-1].result()
-            kill()
+def trained(train, client, kill=lambda: None):
+    """All numbers of five steps and of a sampler. kill: called after the second step."""
+    metrics = train(client, range(5), kill, after=1)
     sampler = client.save_weights_and_get_sampling_client().result()
-    return [f.result().metrics for f in futures], sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+    return metrics, sampler.compute_logprobs(types.ModelInput.from_ints(list(range(1, 81)))).result()
 
 
-def test_jobs_are_the_workers_and_one_that_is_killed_changes_nothing(
-    cluster, tmp_path, start_server, make_datum
-) -> None:
+def test_jobs_are_the_workers_and_one_that_is_killed_changes_nothing(cluster, tmp_path, start_server, train) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     with start_server(data_dir, "--launcher", "slurm", "--processes", "2", prefect="off") as server:
@@ -64,8 +56,8 @@ def test_jobs_are_the_workers_and_one_that_is_killed_changes_nothing(
                 service.create_lora_training_client(base_model=server.base_model, rank=8, seed=3).result()
                 for _ in range(2)
             ]
-            expected = train(runs[0], make_datum)
-            assert train(runs[1], make_datum, lambda: os.kill(started[-1], signal.SIGKILL)) == expected
+            expected = trained(train, runs[0])
+            assert trained(train, runs[1], lambda: os.kill(started[-1], signal.SIGKILL)) == expected
         assert len(set(workers(data_dir)) - set(started)) == 1
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -78,8 +76,7 @@ def test_killed_worker_neither_repeats_nor_loses_streamed_tokens(server, client,
         begun.add(seed)
         if len(begun) >= 16 and not killed.is_set():
             killed.set()
-            for pid in server.workers():
-                os.kill(pid, signal.SIGKILL)
+            server.kill()
 
     with ThreadPoolExecutor(64) as threads:
         said = list(

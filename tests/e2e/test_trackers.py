@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from browser import wait_for
+from tests.waiting import wait_for
 from tinker import types
 
 from tinkerflow.backend.tracking.trackers.tensorboard import _summaries

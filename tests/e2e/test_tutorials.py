@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from approving import answer
-from browser import wait_for
 from reader import TUTORIALS, Reader
+from tests.waiting import wait_for
 
 PLAIN = ("publish-and-call.md", "move-to-your-own-service.md", "debug-a-run.md", "from-a-laptop-to-a-gpu-box.md")
 
