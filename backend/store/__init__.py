@@ -16,6 +16,7 @@ __all__ = [
     "Store",
     "blobs",
     "commit",
+    "failures",
     "gcs",
     "history",
     "parts",
