@@ -123,9 +123,7 @@ class PagePool:
         False, without any change: fewer than `spare` pages of the shard would stay free, or no state is free.
         """
         first, last = start // self.page, self.pages_for(end) if start < end else 0
-        shared = [
-            place for place in range(first, min(last, len(table.pages))) if not self._writable(table.pages[place])
-        ]
+        shared = [place for place, page in enumerate(table.pages[first:last], first) if not self._writable(page)]
         missing = max(0, last - len(table.pages))
         wanted = len(shared) + missing
         if wanted and wanted + spare > self.free(table.shard):
