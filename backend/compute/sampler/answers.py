@@ -113,7 +113,7 @@ class Answers:
         """
         (job,) = group.jobs
         scope, border, page = job.parent.scope, group.start, self._pool.page
-        self._pool.keep_prefix(job.keys(scope)[: border // page], job.table, unverified_from=0)
+        self._pool.keep_prefix(job.keys(scope)[: border // page], job.table, unverified=True)
         self._pool.keep_state(Key(scope, job.state_digests[border]), job.table)
         self._pool.release(job.table, tainted_from=border // page)
 

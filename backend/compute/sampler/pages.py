@@ -123,7 +123,9 @@ class PagePool:
         False, without any change: fewer than `spare` pages of the shard would stay free, or no state is free.
         """
         first, last = start // self.page, self.pages_for(end) if start < end else 0
-        shared = [place for place, page in enumerate(table.pages[first:last], first) if not self._writable(page)]
+        shared = [
+            place for place in range(first, min(last, len(table.pages))) if not self._writable(table.pages[place])
+        ]
         missing = max(0, last - len(table.pages))
         wanted = len(shared) + missing
         if wanted and wanted + spare > self.free(table.shard):
@@ -236,22 +238,21 @@ class PagePool:
             table.pages.append(page)
         return table
 
-    def keep_prefix(self, keys: Sequence[Key], table: PageTable, *, unverified_from: int | None = None) -> None:
+    def keep_prefix(self, keys: Sequence[Key], table: PageTable, *, unverified: bool = False) -> None:
         """Give the table's first pages these keys. `find_prefix` finds them until they are reused.
 
-        Pages that will be zeroed after their last user get no key. unverified_from: from this place in the table on, no
-        chunk will show that the pages contain neither NaN nor infinity. They are zeroed when they lose their keys.
+        Pages that will be zeroed after their last user get no key. unverified: no chunk shows that the pages contain
+        neither NaN nor infinity. They are zeroed when they lose their keys.
         """
-        for place, (key, page) in enumerate(zip(keys, table.pages, strict=False)):
+        for key, page in zip(keys, table.pages, strict=False):
             if self._page_of.get(key) == page:
                 continue
             self._remove_key(page)
             if page in self._tainted:
                 continue
-            if unverified_from is not None and place >= unverified_from:
+            self._remove_key(self._page_of.get(key, page))  # of another page with this key
+            if unverified:
                 self._unverified.add(page)
-            if (other := self._page_of.get(key)) is not None:
-                self._remove_key(other)
             self._page_of[key], self._key_of[page] = page, key
 
     def last_page_is_kept(self, table: PageTable) -> bool:
@@ -301,10 +302,9 @@ class PagePool:
             self._copies.append(PageCopy(page // self.pages * self.pages, page))
 
     def _remove_key(self, page: int) -> None:
-        key = self._key_of.pop(page, None)
-        if key is not None:
+        if (key := self._key_of.pop(page, None)) is not None:
             del self._page_of[key]
         if page in self._unverified:
-            self._unverified.discard(page)
+            self._unverified.remove(page)
             self._tainted.add(page)
             self._clean(page)

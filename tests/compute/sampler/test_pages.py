@@ -204,7 +204,7 @@ def test_page_that_no_chunk_has_read_is_zeroed_when_it_loses_its_key(pool: PageP
     answer = grown(pool, 80)
     first, *later = answer.pages
     pool.keep_prefix(KEYS[:1], answer)
-    pool.keep_prefix(KEYS, answer, unverified_from=0)
+    pool.keep_prefix(KEYS, answer, unverified=True)
     pool.release(answer)
     assert pool.find_prefix(KEYS).pages == [first, *later] and pool.pop_copies() == []
     pool.drop_keys(lambda scope: True)
