@@ -184,7 +184,7 @@ BUDGETS = (
         for rank in (32, 64, 128)
     ),
     Budget(_case("4B h100:1 forward_backward 4x1024"), MFU, 45),
-    Budget(_case("4B h100:1 forward_backward 4x1024"), SLICES, 85),
+    Budget(_case("4B h100:1 forward_backward 4x1024"), SLICES, 70),
     *(
         Budget(_case(f"4B h100:1 {program}", unknown_trips=trips), FAULTS, 0)
         for trips, programs in (
@@ -208,7 +208,7 @@ BUDGETS = (
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), EXPECTED_TIME, 248, met=False),  # 33,000
     Budget(_case("8B v6e:1x1 forward_backward 1x2048"), EXPECTED_MFU, 40, met=False),
     # A v6e's micro-batch, whose layers are not recomputed. With 4x1024 they would be, and the MFU would be 36 %.
-    Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MFU, 45, met=False),
+    Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MFU, 45),
     Budget(_case("4B v6e:1x1 forward_backward 2x1024"), MEMORY, 100),
     # The inputs of all layers (6 GB) are kept if they fit, otherwise only the inputs of groups of layers.
     Budget(_case("4B h100:1 forward_backward 1x32768"), TEMPORARIES, 9),

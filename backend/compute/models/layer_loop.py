@@ -31,6 +31,10 @@ Carry = TypeVar("Carry")
 # layer(kind, carry, (place, weights, adapter pairs)) -> the next carry
 Layer = Callable[[DecoderLayer, Carry, tuple[Any, LayerParams, LayerPairs]], Carry]
 Step = Callable[[Carry, Any], Carry]
+# kept(step, prevent_cse=...) -> the step, wrapped in `jax.checkpoint`. With prevent_cse, barriers separate a step's
+# recomputation from other computations. XLA could otherwise merge it with the forward pass, or recompute all layers of
+# a period at the same time. In a loop over single layers neither can happen, and barriers would only prevent fusions.
+Kept = Callable[..., Step[Carry]]
 
 
 def over_layers(
@@ -40,7 +44,7 @@ def over_layers(
     params: LayerParams | tuple[LayerParams, ...],
     lora: LayerPairs,
     in_place: frozenset[str] = frozenset(),
-    kept: Callable[[Step[Carry]], Step[Carry]] = lambda step: step,
+    kept: Kept[Carry] = lambda step, **_: step,
     grouped: bool = False,
 ) -> Carry:
     """The carry after `layer` has computed every layer.
@@ -60,7 +64,8 @@ def over_layers(
         for number, (kind, weights) in enumerate(zip(kinds, params, strict=True)):
             places = {name: homes[name].index(number) for name in lora if number in homes[name]}
             pairs = {name: _changed(lora[name], itemgetter(place)) for name, place in places.items()}
-            carry = kept(partial(layer, kind))(carry, (cfg.place(number), _plain(weights), _plain(pairs)))
+            stacked = cfg.place(number), _plain(weights), _plain(pairs)
+            carry = kept(partial(layer, kind), prevent_cse=True)(carry, stacked)
         return carry
     if grouped:
         for start, period, repeats, size in groups(kinds):
@@ -79,7 +84,7 @@ def over_layers(
                     {name: OfLayer(stacks[name], number) for name in in_place if name in stacks}
                     for stacks in (params, lora)
                 )
-                return kept(partial(layer, kinds[0]))(
+                return kept(partial(layer, kinds[0]), prevent_cse=_unrolled(cfg.layers))(
                     carry, (number, _plain({**weights, **whole}), _plain({**pairs, **adapted}))
                 )
 
@@ -133,7 +138,7 @@ def _run(
     params: LayerParams,
     lora: LayerPairs,
     in_place: frozenset[str],
-    kept: Callable[[Step[Carry]], Step[Carry]],
+    kept: Kept[Carry],
     *,
     start: int,
     period: int,
@@ -177,7 +182,7 @@ def _run(
 
     def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
         for number in numbers:
-            carry = kept(partial(one, number))(carry, stacked)
+            carry = kept(partial(one, number), prevent_cse=period > 1 or _unrolled(group or repeats))(carry, stacked)
         return carry
 
     def split(name: str, stack: Any) -> jax.Array:
@@ -186,6 +191,11 @@ def _run(
     names = [name for name in lora if each(homes[name]) and name not in in_place]
     pairs = {name: _changed(lora[name], partial(split, name)) for name in names}
     return _loop(once, carry, repeats, (pairs,), group, counter=bool(in_place))
+
+
+def _unrolled(repeats: int) -> bool:
+    """Whether XLA may replace the loop with its body, because double buffering makes one iteration out of two."""
+    return repeats <= 2
 
 
 def _changed(pair: LoraPair, change: Callable[[Any], jax.Array]) -> LoraPair:
@@ -221,5 +231,6 @@ def _loop(
 def _scanned(once: Callable[[Carry, Any], Carry], carry: Carry, stacked: Any, group: int = 0) -> Carry:
     if group:
         stacked = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), stacked)
-        return _scanned(jax.checkpoint(partial(_scanned, once)), carry, stacked)
+        count = len(jax.tree.leaves(stacked)[0])
+        return _scanned(jax.checkpoint(partial(_scanned, once), prevent_cse=_unrolled(count)), carry, stacked)
     return jax.lax.scan(lambda carry, one: (once(carry, one), None), carry, stacked)[0]

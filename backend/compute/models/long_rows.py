@@ -39,7 +39,7 @@ def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, ow
     if size == T:
         return part(*arrays)
     run = partial(_into_own_buffers, mesh) if own_buffers else jax.lax.map
-    made = run(lambda chunk: jax.checkpoint(part)(*chunk), split_chunks(arrays, size))
+    made = run(lambda chunk: jax.checkpoint(part, prevent_cse=T // size <= 2)(*chunk), split_chunks(arrays, size))
     joined: Tree = jax.tree.map(join_chunks, made)
     return joined
 
