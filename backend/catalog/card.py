@@ -15,8 +15,6 @@ import orjson
 import yaml
 
 from tinkerflow.backend.catalog.history import past_requests
-from tinkerflow.backend.compute.models.families import parse_config
-from tinkerflow.backend.compute.weights.files import read_object
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import hub_name
 from tinkerflow.backend.spec.checkpoint import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, Saved
@@ -200,12 +198,17 @@ def merge_hint(saved: Saved, folder: Path) -> str:
 
 def _omits_experts(config: Mapping[str, Any]) -> bool:
     """Whether PEFT adapts only a part of the MLPs of a model with this `config.json`, without an error."""
+    from tinkerflow.backend.compute.models.families import parse_config  # see `_config`
+
     kind = config.get("model_type")
     return kind is not None and kind not in _ADAPTED_MIXTURES and parse_config(config, name=kind).experts > 0
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
     """The fields of the model's `config.json`; {} if its folder has none."""
+    # Imported here, because the client also imports this module, and has no packages for weights.
+    from tinkerflow.backend.compute.weights.files import read_object
+
     path = folder / "config.json"
     return read_object(path, str(folder)) if path.is_file() else {}
 

@@ -49,6 +49,7 @@ def test_closed_output_does_not_end_the_service(tmp_path: Path, caplog: pytest.L
     stack = Stack(Settings(data_dir=tmp_path, port=0, prefect="off"), report=closed)
     for report in (stack._report, *(part.report for part in stack._parts)):
         report("engine: warm")
+    stack._loop.close()
     assert caplog.text.count("cannot report 'engine: warm': BrokenPipeError") == 3
 
 

@@ -331,7 +331,7 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
         {"TINKERFLOW_MAX_LIVE_MODELS": "two"},
         "TINKERFLOW_MAX_LIVE_MODELS: 'two': Input should be a valid integer",
     ),
-    (["up", "--store", __file__, "--port", "0"], {}, f"store {__file__!r}: cannot be written (File exists): choose an"),
+    (["up", "--store", __file__, "--port", "0"], {}, f"store {__file__!r}: cannot be written (Not a directory)"),
     (["up", "--store", "file:///proc/x", "--port", "0"], {}, "store 'file:///proc/x': cannot be written (No such file"),
     (
         ["up", "--database-url", "sqlite:////proc/x.db", "--port", "0"],
