@@ -16,10 +16,11 @@ from tinkerflow.backend.compute.sampler.drafts import Drafts
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
-from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope
+from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence, PrefixScope, bytes_of
 from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import Shapes
 from tinkerflow.backend.spec.commands import Candidates, Int16, NewTokens, SampleResult
+from tinkerflow.backend.spec.limits import MAX_RECORDED_BYTES
 from tinkerflow.backend.spec.supports import Supports
 
 
@@ -140,6 +141,10 @@ class ChunkPipeline:
         top = new.top(count, k) if (k := sequence.parent.request.topk_sample) else None
         routes_Nn = new.routes(count) if sequence.parent.request.routes else None
         supports = new.supports(count) if sequence.parent.request.supports else None
+        sequence.parent.recorded += bytes_of(top, routes_Nn, supports)
+        if sequence.parent.recorded > MAX_RECORDED_BYTES:
+            self._refuse_large(sequence.parent, tainted=tainted)
+            return
         if sequence.append(new.tokens_N[:right], new.logprobs_N[:right], top, routes_Nn, supports):
             # Tokens after the end may be NaN, although all tokens of the sequence are finite.
             self._scheduler.slots.remove(sequence, tainted=tainted)
@@ -164,6 +169,17 @@ class ChunkPipeline:
         text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
         self._scheduler.remove_request(parent.id, tainted=True)
         self._pool.drop_keys(lambda scope: scope == parent.scope, tainted=True)
+        self.failed.append(SampleResult(parent.id, error=text))
+
+    def _refuse_large(self, parent: ActiveRequest, *, tainted: bool) -> None:
+        """Answer a request with the error that its samples record too much. tainted: its pages may contain NaN."""
+        asked, most = parent.request, MAX_RECORDED_BYTES // 10**6
+        text = (
+            f"topk_sample_logprobs {asked.topk_sample} with num_samples {asked.num_samples} and max_tokens "
+            f"{parent.max_tokens}: the answer's lists of tokens, experts and supports must take at most {most} MB; "
+            "lower one of the three"
+        )
+        self._scheduler.remove_request(parent.id, tainted=tainted)
         self.failed.append(SampleResult(parent.id, error=text))
 
     def scope_is_alive(self, scope: PrefixScope) -> bool:

@@ -58,8 +58,9 @@ class ActiveRequest:
 
     snapshot: kept until the request is done, even if it is dropped meanwhile; None: the base model.
     `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: of each sequence. base:
-    the weights without a snapshot. done: finished sequences by index. scores: the scores of the prompt, if the request
-    wants any. cache_hit_tokens: tokens of the prompt that were cached when its prefill began; None before that.
+    the weights without a snapshot. done: finished sequences by index. recorded: the size of its samples' lists of
+    tokens, experts and supports so far, in bytes. scores: the scores of the prompt, if the request wants any.
+    cache_hit_tokens: tokens of the prompt that were cached when its prefill began; None before that.
     rotary_shift: how much a decoded token's rotary position exceeds its index, because of images.
     """
 
@@ -68,6 +69,7 @@ class ActiveRequest:
     max_tokens: int
     base: BaseWeights = field(default_factory=BaseWeights)
     done: dict[int, SampledSequence] = field(default_factory=dict)
+    recorded: int = 0
     scores: PromptScores | None = None
     cache_hit_tokens: int | None = None
     rotary_shift: int = 0
@@ -194,6 +196,7 @@ class ActiveSequence:
         """
         steps: set[int | None] = {step for _, step in self.weights}
         if again and (steps or {None}) == {self.parent.step}:
+            self.parent.recorded -= bytes_of(*self.top, *self.routes, *self.supports)
             for part in (self.tokens, self.logprobs, self.top, self.routes, self.supports, self.weights):
                 part.clear()
             self.stops, self.matcher = self.stops.fresh(), self.matcher.fresh() if self.matcher else None
@@ -273,6 +276,12 @@ class ActiveSequence:
             np.concatenate([part.tokens_Nk for part in self.top])[:length],
             np.concatenate([part.logprobs_Nk for part in self.top])[:length],
         )
+
+
+def bytes_of(*parts: Candidates | Int16 | Supports | None) -> int:
+    """The size of all arrays."""
+    arrays = [part if isinstance(part, np.ndarray) else vars(part).values() for part in parts if part is not None]
+    return sum(one.nbytes if isinstance(one, np.ndarray) else sum(array.nbytes for array in one) for one in arrays)
 
 
 SlotAssignment = list[tuple[int, ActiveSequence]]  # (slot, the sequence in it), ascending

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.compute.sampler import chunks
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.core.errors import ConflictError
 from tinkerflow.backend.spec.commands import LoraSpec, SampledSequence, SampleStep
@@ -250,6 +251,19 @@ def test_overflowing_prompt_fails_alone_and_leaves_no_pages(
     for name in ("good", "later"):
         assert results[name].error is None
         assert tokens_of(results[name].sequences[0]) == tokens_of(expected[name].sequences[0])
+
+
+def test_request_that_records_too_much_fails_alone(
+    modeled: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "MAX_RECORDED_BYTES", 2 * 30 * 3 * 8)  # 8 bytes: an id and a logprob
+    fits, plain = ask("fits", prompt(20), 30, topk_sample=3, num_samples=2), ask("plain", prompt(9), 60)
+    large = ask("large", prompt(20), 31, topk_sample=3, num_samples=2)
+    found = run_all(modeled(slots=8), fits, plain, large)
+    assert "topk_sample_logprobs 3 with num_samples 2 and max_tokens 31" in (found["large"].error or "")
+    for request in (fits, plain):
+        (alone,) = run_all(modeled(slots=8), request).values()
+        assert list(map(tokens_of, found[request.request_id].sequences)) == list(map(tokens_of, alone.sequences))
 
 
 def test_failed_batch_is_answered_and_the_next_one_works(
