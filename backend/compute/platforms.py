@@ -127,6 +127,11 @@ def on_cpu() -> bool:
     return platform() is CPU
 
 
+def may_be_unrolled(iterations: int) -> bool:
+    """Whether XLA may replace a loop with its body, because double buffering makes one iteration out of two."""
+    return iterations <= 2
+
+
 def settle_dtype(dtype: Dtype) -> Dtype:
     """The dtype for the setting `dtype`. For float32, set JAX's matmuls to the platform's `precision`."""
     chosen = platform().dtype if dtype == "auto" else dtype

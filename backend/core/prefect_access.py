@@ -148,10 +148,10 @@ def server_for_clients(data_dir: Path, environment: Mapping[str, str]) -> Prefec
 
 def _pages_of(api_url: str) -> str:
     """The address of the pages of a server's API, as Prefect's client derives it. Prefect Cloud has another host."""
-    url, found = api_url.rstrip("/"), _CLOUD.fullmatch(api_url.rstrip("/"))
-    return (
-        url.removesuffix("/api") if found is None else "https://app{}/account/{}/workspace/{}".format(*found.groups())
-    )
+    url = api_url.rstrip("/")
+    if (cloud := _CLOUD.fullmatch(url)) is not None:
+        return "https://app{}/account/{}/workspace/{}".format(*cloud.groups())
+    return url.removesuffix("/api")
 
 
 def _is_same(local: str, other: str) -> bool:

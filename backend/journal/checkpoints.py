@@ -219,7 +219,7 @@ class SavedCheckpoints(Aggregate):
         FencedError if another engine has taken the lease: it may have saved later states under the path.
         """
         there = sa.select(exists(self._now())).where(col(Checkpoint.path) == path).scalar_subquery()
-        with self._write(fenced=True) as connection:
+        with self._write(fenced=True, lasting=False) as connection:  # it only reads
             of_run = sa.select(col(Model.user_metadata), there).where(col(Model.id) == run_id)
             row = connection.execute(of_run).one_or_none()
         if row is None:

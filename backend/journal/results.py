@@ -93,8 +93,8 @@ _ANSWER = (
         completion=COMPLETION,
     )
 )
-_BEATEN = in_id_order(Request, col(Request.id).in_(sa.bindparam("ids", expanding=True)))
-_REPLAYS = sa.update(Request).where(_BEATEN).values(replays=True)
+_OF_IDS = in_id_order(Request, col(Request.id).in_(sa.bindparam("ids", expanding=True)))
+_REPLAYS = sa.update(Request).where(_OF_IDS).values(replays=True)
 _PASSED = sa.bindparam("passed_seq", type_=sa.BigInteger)
 _ADVANCE = (
     sa.update(Model)

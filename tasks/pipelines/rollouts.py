@@ -391,12 +391,13 @@ class Rollouts:
         prompts: dict[str, tuple[int, ...]] = {}
         going = []
         for episode in episodes:
-            if not (episode.ended or episode.interrupted):
-                if (said := repr(episode.messages)) not in prompts:
-                    with _of_row("messages"):
-                        prompts[said] = tuple(self.renderer.prompt(episode.messages, episode.tools))
-                if self._has_space(episode, prompts[said]):
-                    going.append((episode, prompts[said]))
+            if episode.ended or episode.interrupted:
+                continue
+            if (said := repr(episode.messages)) not in prompts:
+                with _of_row("messages"):
+                    prompts[said] = tuple(self.renderer.prompt(episode.messages, episode.tools))
+            if self._has_space(episode, prompts[said]):
+                going.append((episode, prompts[said]))
         return going
 
     def _has_space(self, episode: Episode, prompt: Sequence[int]) -> bool:

@@ -24,6 +24,7 @@ from tinkerflow.backend.compute.models.families import layers_with
 from tinkerflow.backend.compute.models.layers import DecoderLayer
 from tinkerflow.backend.compute.models.layers.matrices import plain_name
 from tinkerflow.backend.compute.models.lora import LoraPair
+from tinkerflow.backend.compute.platforms import may_be_unrolled
 
 LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
 LayerPairs = Mapping[str, Any]  # LoraPair, and OfLayer of them
@@ -64,8 +65,8 @@ def over_layers(
         for number, (kind, weights) in enumerate(zip(kinds, params, strict=True)):
             places = {name: homes[name].index(number) for name in lora if number in homes[name]}
             pairs = {name: _changed(lora[name], itemgetter(place)) for name, place in places.items()}
-            stacked = cfg.place(number), _plain(weights), _plain(pairs)
-            carry = kept(partial(layer, kind), prevent_cse=True)(carry, stacked)
+            own = cfg.place(number), _plain(weights), _plain(pairs)
+            carry = kept(partial(layer, kind), prevent_cse=True)(carry, own)
         return carry
     if grouped:
         for start, period, repeats, size in groups(kinds):
@@ -84,7 +85,7 @@ def over_layers(
                     {name: OfLayer(stacks[name], number) for name in in_place if name in stacks}
                     for stacks in (params, lora)
                 )
-                return kept(partial(layer, kinds[0]), prevent_cse=_unrolled(cfg.layers))(
+                return kept(partial(layer, kinds[0]), prevent_cse=may_be_unrolled(cfg.layers))(
                     carry, (number, _plain({**weights, **whole}), _plain({**pairs, **adapted}))
                 )
 
@@ -182,7 +183,9 @@ def _run(
 
     def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
         for number in numbers:
-            carry = kept(partial(one, number), prevent_cse=period > 1 or _unrolled(group or repeats))(carry, stacked)
+            carry = kept(partial(one, number), prevent_cse=period > 1 or may_be_unrolled(group or repeats))(
+                carry, stacked
+            )
         return carry
 
     def split(name: str, stack: Any) -> jax.Array:
@@ -191,11 +194,6 @@ def _run(
     names = [name for name in lora if each(homes[name]) and name not in in_place]
     pairs = {name: _changed(lora[name], partial(split, name)) for name in names}
     return _loop(once, carry, repeats, (pairs,), group, counter=bool(in_place))
-
-
-def _unrolled(repeats: int) -> bool:
-    """Whether XLA may replace the loop with its body, because double buffering makes one iteration out of two."""
-    return repeats <= 2
 
 
 def _changed(pair: LoraPair, change: Callable[[Any], jax.Array]) -> LoraPair:
@@ -232,5 +230,5 @@ def _scanned(once: Callable[[Carry, Any], Carry], carry: Carry, stacked: Any, gr
     if group:
         stacked = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), stacked)
         count = len(jax.tree.leaves(stacked)[0])
-        return _scanned(jax.checkpoint(partial(_scanned, once), prevent_cse=_unrolled(count)), carry, stacked)
+        return _scanned(jax.checkpoint(partial(_scanned, once), prevent_cse=may_be_unrolled(count)), carry, stacked)
     return jax.lax.scan(lambda carry, one: (once(carry, one), None), carry, stacked)[0]

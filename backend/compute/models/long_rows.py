@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts, sharding
+from tinkerflow.backend.compute.platforms import may_be_unrolled
 from tinkerflow.backend.compute.weights.quantized import Int8
 
 Tree = TypeVar("Tree")
@@ -39,7 +40,8 @@ def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, ow
     if size == T:
         return part(*arrays)
     run = partial(_into_own_buffers, mesh) if own_buffers else jax.lax.map
-    made = run(lambda chunk: jax.checkpoint(part, prevent_cse=T // size <= 2)(*chunk), split_chunks(arrays, size))
+    kept = jax.checkpoint(part, prevent_cse=may_be_unrolled(T // size))
+    made = run(lambda chunk: kept(*chunk), split_chunks(arrays, size))
     joined: Tree = jax.tree.map(join_chunks, made)
     return joined
 

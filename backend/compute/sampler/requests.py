@@ -280,8 +280,12 @@ class ActiveSequence:
 
 def bytes_of(*parts: Candidates | Int16 | Supports | None) -> int:
     """The size of all arrays."""
-    arrays = [part if isinstance(part, np.ndarray) else vars(part).values() for part in parts if part is not None]
-    return sum(one.nbytes if isinstance(one, np.ndarray) else sum(array.nbytes for array in one) for one in arrays)
+    return sum(
+        array.nbytes
+        for part in parts
+        if part is not None
+        for array in ([part] if isinstance(part, np.ndarray) else vars(part).values())
+    )
 
 
 SlotAssignment = list[tuple[int, ActiveSequence]]  # (slot, the sequence in it), ascending
