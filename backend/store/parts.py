@@ -5,6 +5,7 @@ No process loads more of a state than it needs. The engine commits the parts wit
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import secrets
@@ -54,14 +55,22 @@ def store_mark(blobs: Blobs) -> str:
 
 
 def is_store(blobs: Blobs, mark: str) -> bool:
-    """Whether `blobs` are the store with that mark and can be written. OSError if the store cannot be reached."""
+    """Whether `blobs` are the store with that mark and can be written. OSError if the store cannot be reached.
+
+    A full disk or an exhausted quota counts as writable, because there may be space again while the group serves.
+    """
     try:
         if blobs.read(MARK).decode() != mark:
             return False
     except FileNotFoundError:
         return False
     probe = f"reach/{secrets.token_hex(8)}"
-    blobs.create(probe, mark.encode())
+    try:
+        blobs.create(probe, mark.encode())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return True
     return blobs.remove(probe)
 
 

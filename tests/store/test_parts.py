@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +103,17 @@ def test_store_is_identified_by_its_mark(local: Store, tmp_path: Path) -> None:
     other.mark()
     assert not parts.is_store(other.blobs, mark)
     assert local.blobs.children("reach") == []
+
+
+@pytest.mark.parametrize(("code", "reached"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False)])
+def test_a_store_on_a_full_disk_is_reached(
+    local: Store, monkeypatch: pytest.MonkeyPatch, code: int, reached: bool
+) -> None:
+    mark = local.mark()
+
+    def create(key: str, data: bytes) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(local.blobs, "create", create)
+    with nullcontext() if reached else pytest.raises(OSError, match="Read-only"):
+        assert parts.is_store(local.blobs, mark)
