@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -255,7 +256,7 @@ def export(
     """Write a checkpoint as a folder that `peft` and vLLM load, with the model card as README.md.
 
     The optimizer state is left out. If all parameters were trained, the folder contains model.safetensors instead of an
-    adapter.
+    adapter. The folder is created last, so it is complete if it exists.
     """
     from tinkerflow.backend.catalog.card import merge_hint
     from tinkerflow.backend.spec.checkpoint import BLOCK
@@ -271,13 +272,16 @@ def export(
         raise UserError(f"to {to}: already exists; name a new folder")
     base = _base(settings, saved)
     text = _card(opened, saved, base, settings)
-    to.mkdir(parents=True)
+    unfinished = to.parent / f".{to.name}.partial"  # as in merge_model
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     for name, digest in saved.files.items():
         if name != OPTIMIZER:
-            with (to / name).open("wb") as file:
+            with (unfinished / name).open("wb") as file:
                 for start in range(0, digest.size, BLOCK):
                     file.write(opened.read_range(saved, name, start, BLOCK))
-    (to / "README.md").write_text(text)
+    (unfinished / "README.md").write_text(text)
+    unfinished.rename(to)
     print(f"written: {', '.join(sorted(file.name for file in to.iterdir()))}")
     if hint := merge_hint(saved, base):
         print(hint)

@@ -297,6 +297,12 @@ def test_an_exported_checkpoint_is_an_adapter_of_peft_with_its_card(tmp_path: Pa
     save = opened.export if kind == "external_weights" else partial(opened.save, kind=kind)
     path = save(run_id=RUN, name="a", state=state, meta=meta).path
     arguments = ["checkpoint", "export", path, "--to", str(tmp_path / "out/deep"), "--data-dir", str(tmp_path)]
+    (stored,) = (tmp_path / "store").rglob(ADAPTER)
+    good = stored.read_bytes()
+    stored.write_bytes(bytes(len(good)))
+    assert "SHA-256" in str(CliRunner().invoke(every_command(), arguments).exception)
+    assert not (tmp_path / "out/deep").exists()  # so the same command can be repeated
+    stored.write_bytes(good)
     done = CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
     written, hint = done.stdout.splitlines()
     assert written == "written: README.md, adapter_config.json, adapter_model.safetensors"
