@@ -17,6 +17,7 @@ from tinkerflow.deployments.commands import every_command
 FILE = Path(__file__).parents[2] / "deployments" / "skypilot" / "tinkerflow.yaml"
 TASK: dict[str, Any] = yaml.safe_load(FILE.read_text())
 TELLS = """#!/bin/bash
+trap '' TERM # so that each program tells, also when another has ended
 echo "$@" >> {calls}
 env | grep ^TINKERFLOW_ | grep -v ^TINKERFLOW_GROUP_SECRET > {calls}.env
 """
@@ -55,6 +56,17 @@ def test_several_nodes_are_one_group(tmp_path: Path, rank: int, parts: list[str]
         assert command.make_context(part, list(arguments)).params
     secret = tmp_path / "tinkerflow-group.secret"
     assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("s3cret", 0o600)
+
+
+def test_the_job_ends_when_the_service_does(tmp_path: Path) -> None:
+    program = tmp_path / "tinkerflow-venv" / "bin" / "tinkerflow"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/bash\n[ "$1" = up ] && exit 3\nexec sleep 60\n')
+    program.chmod(0o755)
+    nodes = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
+    environment = {**os.environ, **TASK["envs"], **nodes, "HOME": str(tmp_path), "GROUP_SECRET": "s3cret"}
+    done = subprocess.run(["bash", "-c", TASK["run"]], env=environment, check=False, timeout=50)
+    assert done.returncode == 3
 
 
 def test_a_node_fetches_its_models_first(tmp_path: Path) -> None:
