@@ -112,13 +112,14 @@ class Rendezvous:
     def note_rejoined(self, member: Member, message: Rejoined) -> None:
         """Record how many commands a rank has received from earlier drivers.
 
-        If the numbers differ, the ranks would wait for each other in collectives, so the group ends.
+        If the numbers differ, the ranks would wait for each other in collectives, so the group ends. Ranks without a
+        command may still be loading the base model for an earlier driver, so only start_deadline limits their time.
         """
         member.rejoined = message
         counts = [each.rejoined.commands for each in self.members if each.rejoined is not None]
         if len(set(counts)) > 1:
             self._fail(f"an earlier driver left its ranks at different commands: {sorted(set(counts))}", crashed=False)
-        elif len(counts) == self._config.processes:
+        elif len(counts) == self._config.processes and counts[0]:
             asyncio.get_running_loop().call_later(_JOIN_SECONDS, self._give_up_rejoined)
 
     def _give_up_rejoined(self) -> None:

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.core import errors
-from tinkerflow.backend.pool import HostConfig, Hosts, Pool, PoolConfig, serve_group
+from tinkerflow.backend.pool import HostConfig, Hosts, Pool, PoolConfig, rendezvous, serve_group
 from tinkerflow.backend.pool.host import agent
 from tinkerflow.backend.pool.host.places import LocalWorker
+from tinkerflow.backend.pool.member import Member
 from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink, header
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
-from tinkerflow.backend.pool.protocol.messages import Offer, Spawned, Welcome
+from tinkerflow.backend.pool.protocol.messages import Offer, Rejoined, Spawned, Welcome
 from tinkerflow.backend.pool.protocol.software import software
 from tinkerflow.backend.spec.commands import (
     CreateAdapter,
@@ -288,6 +289,23 @@ async def test_ranks_left_at_different_commands_are_not_reused(
     assert "an earlier driver left its ranks at different commands: [0, 1]" in caplog.text
     assert not set(pool.pids) & pids
     await serves(pool, 2)
+
+
+@pytest.mark.parametrize("commands", [0, 3])
+async def test_only_commands_of_an_earlier_driver_must_end_soon(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, commands: int
+) -> None:
+    """Ranks without a command may still be loading the base model, which takes minutes."""
+    monkeypatch.setattr(rendezvous, "_JOIN_SECONDS", 0.0)
+    faults: list[str] = []
+    config = PoolConfig(bench.group_config(), 1, command_deadline=60.0, start_deadline=60.0)
+    met = rendezvous.Rendezvous(config, bench.hosts, 1, lambda task: None, lambda cause, **_: faults.append(cause))
+    process: Any = None
+    met.members.append(Member(0, process))
+    met.note_rejoined(met.members[0], Rejoined(commands))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert faults == ["the commands of an earlier driver took longer than 0 s"][: bool(commands)]
 
 
 async def test_slowly_dying_process_does_not_cost_its_host(
