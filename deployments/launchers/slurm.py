@@ -12,19 +12,21 @@ import math
 import shutil
 import sys
 
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launching import Launcher, Plan, Say, ending_with_us, own_address
 
-# Each step uses only its requested resources, so that steps run in parallel. They share the memory of the job.
-_OF_A_STEP = ("--exact", "--mem=0")
-
 
 async def _keep(plan: Plan, report: Say) -> None:
-    """Run srun for each process until cancelled. UserError: there is no srun."""
+    """Run srun for each process until cancelled. UserError: there is no srun, or the job has too few nodes."""
     if shutil.which("srun", path=plan.environment.get("PATH")) is None:
         fix = "run `tinkerflow up` on a host of the cluster, or choose another --launcher"
         raise UserError(f"launcher 'slurm': there is no program 'srun' on this host; {fix}")
+    nodes = plan.environment.get("SLURM_JOB_NUM_NODES", "")
+    if plan.spread and nodes.isdigit() and int(nodes) < plan.processes:
+        fix = "where spread_hosts is true; max_groups=1 lets base models take turns"
+        rule = f"at most {nodes}, the nodes of the job, {fix}"
+        raise broken("the number of processes of all groups", plan.processes, rule)
     async with asyncio.TaskGroup() as together:
         for number in range(plan.processes):
             part = Part(
@@ -45,9 +47,11 @@ def srun(plan: Plan, number: int) -> tuple[str, ...]:
         asked.append(f"--gpus={plan.devices}")
     inside = "SLURM_JOB_ID" in plan.environment
     if inside:
-        asked += _OF_A_STEP
-    if plan.spread:
-        asked += ["--nodes=1", f"--relative={number}"] if inside else ["--exclusive"]
+        # Steps share the memory of the job. A step with a node of its own uses all of the node's CPUs. Steps that may
+        # share a node run in parallel only if each uses no more than it requests.
+        asked += ["--mem=0", *(("--nodes=1", f"--relative={number}") if plan.spread else ("--exact",))]
+    elif plan.spread:
+        asked.append("--exclusive")
     worker = (sys.executable, "-m", "tinkerflow", "worker", "--group", plan.group)
     folders = ("--secret-file", str(plan.secret_file), "--data-dir", str(plan.data_dir))
     return ("srun", *asked, *worker, *folders)

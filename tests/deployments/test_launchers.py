@@ -109,7 +109,18 @@ def test_srun_command_requests_the_planned_resources(tmp_path: Path) -> None:
     assert command[0] == "srun" and {"--ntasks=1", "--gpus=2", "--exclusive"} <= set(command)
     assert command[-6:-2] == ("--group", "10.0.0.1:7000", "--secret-file", str(tmp_path / "group.secret"))
     step = slurm.srun(replace(found, environment={"SLURM_JOB_ID": "7"}), 3)
-    assert {"--exact", "--mem=0", "--relative=3"} <= set(step) and "--exclusive" not in step
+    assert {"--mem=0", "--nodes=1", "--relative=3"} <= set(step)
+    assert not {"--exclusive", "--exact"} & set(step)  # with --exact, the step has one CPU of its node
+    together = slurm.srun(replace(found, environment={"SLURM_JOB_ID": "7"}, spread=False), 3)
+    assert "--exact" in together and "--relative=3" not in together
+
+
+async def test_slurm_refuses_more_processes_than_the_job_has_nodes_to_spread_them_over(tmp_path: Path) -> None:
+    (tmp_path / "srun").touch(0o700)
+    found = plan(tmp_path, processes=2, base_models=("a", "b"), spread_hosts=True)
+    inside = replace(found, environment={"PATH": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})
+    with pytest.raises(UserError, match="processes of all groups is 4: must be at most 2, the nodes of the job"):
+        await slurm.LAUNCHER.keep(inside, print)
 
 
 def test_no_command_line_holds_a_secret(tmp_path: Path) -> None:

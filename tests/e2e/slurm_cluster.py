@@ -54,8 +54,12 @@ KillWait=10
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+SlurmctldParameters=preempt_send_user_signal
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName={name} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP GraceTime=60
+PartitionName=urgent Nodes=ALL PriorityTier=2 State=UP
 """)
     environment = os.environ | {"PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
     with ExitStack() as stack:

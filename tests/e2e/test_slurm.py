@@ -79,3 +79,20 @@ def test_the_script_serves_in_steps_of_its_job_until_it_is_cancelled(cluster, tm
     subprocess.run(["scancel", "--batch", "--signal=TERM", done.stdout.strip()], check=True)
     wait_for(lambda: log.read_text().endswith("stopped\n"))
     wait_for(lambda: not workers(data_dir))
+
+
+def test_a_preempted_job_that_ends_in_time_is_requeued(cluster, tmp_path) -> None:
+    """Slurm alone would regard the job as completed, because its program ended before it was killed."""
+    program, log = tmp_path / "tinkerflow", tmp_path / "job.log"
+    program.write_text("#!/bin/bash\ntrap 'echo stopped; kill %1; exit 0' TERM\necho up\nsleep 600 &\nwait\n")
+    program.chmod(0o755)
+    command = ("sbatch", f"--output={log}", "--parsable", str(SCRIPT))
+    environment = os.environ | {"TINKERFLOW": str(program), "TINKERFLOW_DATA_DIR": str(tmp_path)}
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    wait_for(lambda: log.exists() and log.read_text() == "up\n")
+    subprocess.run(["sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"], check=True)
+    requeued = f"{job} tinkerflow PENDING"
+    wait_for(lambda: jobs(os.environ) in ([requeued], []))
+    assert log.read_text().endswith("stopped\n")
+    assert jobs(os.environ) == [requeued]  # Slurm starts it again after two minutes
+    subprocess.run(["scancel", job], check=True)
