@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timedelta
 from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
@@ -89,8 +89,15 @@ class CheckpointSaved:
         )
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Write the row and an entry in the audit log."""
-        put_checkpoint(connection, self, now)
+        """Write the row and an entry in the audit log.
+
+        The row of an earlier save may be in the future, because the clock was set back. This row is then dated after
+        it, so that retention does not mistake it for an old one.
+        """
+        of_kind = (col(Checkpoint.run_id) == self.run_id, col(Checkpoint.kind) == self.kind)
+        last = connection.execute(sa.select(sa.func.max(col(Checkpoint.created_at))).where(*of_kind)).scalar()
+        row = replace(self, created_at=last + timedelta(microseconds=1)) if last and last > now else self
+        put_checkpoint(connection, row, now)
         details = {"kind": self.kind, "step": self.step, "size_bytes": self.size_bytes}
         saved_by = _key_of_run(connection, self.run_id)
         event = audit.AuditedEvent.CHECKPOINT_SAVED

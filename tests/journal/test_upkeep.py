@@ -54,6 +54,15 @@ def test_retention_is_bounded_and_takes_the_oldest_first(scene, steps):
     assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s3", "s4"}
 
 
+def test_retention_keeps_the_last_saves_after_the_clock_was_set_back(scene, save, clock):
+    model = scene.model()
+    before = [save(model, name) for name in ("a", "b")]
+    clock.advance(-3600)
+    after = [save(model, name) for name in ("c", "d")]
+    assert left(scene) == [*reversed(after), *reversed(before)]
+    assert set(scene.journal.upkeep.delete_retired(Retention(2))) == set(before)
+
+
 def test_retention_keeps_checkpoints_that_are_in_use(scene, save, clock):
     """Published, shared, sampled, expiring and exported checkpoints are kept, and no others."""
     model = scene.model()
