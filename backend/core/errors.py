@@ -15,7 +15,7 @@ TinkerflowError            category
     ├── DevicesError                a computation failed on the devices of a worker group
     ├── FencedError                 another engine has taken over the journal
     ├── StateLostError              an adapter or a snapshot was lost with its worker group
-    ├── JournalBusyError            another writer held the journal for too long
+    ├── JournalBusyError            the journal takes no writes at present
     ├── NoTablesError               the journal's database is empty (backend/journal/migrate.py)
     ├── TrackerError                a tracker of runs failed (backend/tracking/mirror.py)
     ├── EnvironmentUnavailableError an environment of `rl` failed (tasks/pipelines/environments.py)
@@ -127,7 +127,7 @@ class StateLostError(ServerError):
 
 
 class JournalBusyError(ServerError):
-    """Another writer held the journal for too long; nothing was written."""
+    """Another writer held the journal for too long, or its database is read-only; nothing was written."""
 
 
 class StoreError(ServerError):

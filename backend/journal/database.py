@@ -31,6 +31,7 @@ from tinkerflow.backend.journal.topics import Publisher
 
 BUSY_SECONDS = 30.0
 AWAY = (sa.exc.OperationalError, JournalBusyError)  # errors while the database is unavailable: retry
+_UNWRITABLE = ("25006", "25P03", "25P04")  # SQLSTATEs: read-only, as after a failover; or a transaction took too long
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -208,6 +209,7 @@ class Database:
         else:
             self._log = None  # Postgres flushes at each commit
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, pool_pre_ping=False)
+            event.listen(self.engine, "handle_error", _leave_unwritable)
         # The threads of a process wait here, because SQLite's busy handler sleeps up to 100 ms between attempts.
         self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
 
@@ -225,7 +227,7 @@ class Database:
 
         fenced: raise FencedError if this process has lost the engine's lease to another process. lasting: return after
         the commit is on disk. Otherwise a power cut may lose it, but no later commit without it.
-        JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS.
+        JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS, or Postgres takes no writes.
         """
         with self._turn, self.engine.begin() as connection:
             if self._sqlite:
@@ -270,6 +272,14 @@ def check_lease(connection: sa.Connection, epoch: int) -> None:
     """FencedError unless `epoch` still holds the engine's lease. No one can take it until the transaction ends."""
     if connection.execute(_LEASE).scalar() != epoch:
         raise FencedError(f"another engine has taken over this journal: epoch {epoch} has ended and may not write")
+
+
+def _leave_unwritable(context: sa.engine.ExceptionContext) -> JournalBusyError | None:
+    """Replace the error of a Postgres server that takes no writes, and close all connections to it."""
+    if getattr(context.original_exception, "sqlstate", None) not in _UNWRITABLE:
+        return None
+    context.is_disconnect = True  # after a failover, the same address may lead to a server that takes writes
+    return JournalBusyError(f"the journal's database takes no writes at present ({context.original_exception})")
 
 
 def _make_private_file(file: Path) -> None:

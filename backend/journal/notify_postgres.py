@@ -33,7 +33,7 @@ class PostgresTransport:
         self._stop = threading.Event()
 
     def send(self, topics: tuple[str, ...]) -> None:
-        """NOTIFY the other processes. A broken connection is reopened once."""
+        """NOTIFY the other processes. A broken connection, or one to a standby server, is reopened once."""
         with self._lock:
             for message in pack_topics(topics, _LIMIT):
                 self._notify(f"{self._own_name}\n{message.decode()}")
@@ -59,7 +59,7 @@ class PostgresTransport:
                 if self._sender is None:
                     self._sender = psycopg.connect(self._conninfo, autocommit=True)
                 self._sender.execute("SELECT pg_notify(%s, %s)", (_CHANNEL, message))
-            except psycopg.OperationalError as error:
+            except psycopg.Error as error:
                 self._close_sender()
                 if last:
                     log.warning("notification lost: cannot notify through Postgres: %s", error)
@@ -87,7 +87,7 @@ class PostgresTransport:
                     sender, *topics = unpack_topics(notification.payload.encode())
                     if sender != self._own_name:
                         deliver(tuple(topics))
-            except psycopg.OperationalError as error:
+            except psycopg.Error as error:
                 log.warning("notifications: lost the listening connection to Postgres; reconnecting: %s", error)
                 connection.close()
                 connection = self._reconnect(connection)
@@ -97,6 +97,6 @@ class PostgresTransport:
         while not self._stop.wait(_RECONNECT_SECONDS):
             try:
                 return self._connect_listening()
-            except psycopg.OperationalError as error:
+            except psycopg.Error as error:
                 log.debug("notifications: Postgres cannot be reached yet: %s", error)
         return broken

@@ -12,13 +12,14 @@ from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
 from tinkerflow.backend.core.disk import sqlite_url
-from tinkerflow.backend.core.errors import ServerError
-from tinkerflow.backend.journal import Journal, NewSession, database
+from tinkerflow.backend.core.errors import JournalBusyError, ServerError
+from tinkerflow.backend.journal import AWAY, Journal, NewSession, database
 from tinkerflow.backend.journal.database import Database, driver_url
 
 WRITER = """
@@ -121,6 +122,21 @@ def test_writer_without_a_turn_raises_an_error(sqlite_template, monkeypatch, tmp
     assert waiter.sessions.create(NewSession("local", "0")).startswith("sess-")
     holder.close()
     waiter.close()
+
+
+@pytest.mark.parametrize("url", ["postgres"], indirect=True)
+def test_a_server_that_became_read_only_is_away_until_the_next_connection(scene, url):
+    name = make_url(url).database
+    with psycopg.connect(url, autocommit=True) as server:
+        server.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+        others = "datname = current_database() AND pid <> pg_backend_pid()"
+        server.execute(f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE {others}")
+        with pytest.raises(AWAY):  # the pool's connection
+            scene.session()
+        with pytest.raises(JournalBusyError, match="takes no writes at present .*read-only transaction"):
+            scene.session()
+        server.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+    assert scene.journal.sessions.get(scene.session(), None).state == "active"
 
 
 def test_readers_do_not_wait_for_a_writer(scene, url):

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import psycopg
@@ -42,6 +43,16 @@ notifier = Notifier(sys.argv[1])
 notifier.publish(*sys.argv[2:])
 notifier.close()
 """
+
+
+class Standby:
+    """A connection to a server in recovery."""
+
+    def execute(self, *_):
+        raise psycopg.errors.ReadOnlySqlTransaction("cannot execute LISTEN during recovery")
+
+    def close(self):
+        pass
 
 
 async def take(topics, count: int) -> list[str]:
@@ -173,11 +184,18 @@ async def test_full_buffer_loses_only_notifications(notifier, url):
 
 
 @pytest.mark.parametrize("url", ["postgres"], indirect=True)
-async def test_a_broken_postgres_connection_is_opened_again(notifier, url):
+async def test_a_broken_postgres_connection_is_opened_again(notifier, url, monkeypatch):
+    connect, standbys = psycopg.connect, [Standby(), Standby()]
+
+    def first_to_a_standby(*to, **how):
+        receives = threading.current_thread().name == "notifier"
+        return standbys.pop() if receives and standbys else connect(*to, **how)
+
+    monkeypatch.setattr(psycopg, "connect", first_to_a_standby)
     async with notifier.subscribe() as topics:
         notifier.publish("model:a")
         await take(topics, 1)
-        with psycopg.connect(url, autocommit=True) as connection:
+        with connect(url, autocommit=True) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -189,8 +207,16 @@ async def test_a_broken_postgres_connection_is_opened_again(notifier, url):
                 other.publish("model:b")
                 await asyncio.sleep(0.1)
         assert heard.result() == "model:b"
+        assert not standbys
         notifier.publish("model:c")
         other.close()
+
+
+def test_a_standby_server_of_postgres_only_loses_notifications(monkeypatch):
+    monkeypatch.setattr(psycopg, "connect", lambda *to, **how: Standby())
+    notifier = Notifier("postgresql://host/database")
+    notifier.publish("model:a")
+    notifier.close()
 
 
 def test_topics_are_packed_into_few_messages():
