@@ -26,6 +26,7 @@ from tinkerflow.backend.journal.database import (
     columns,
     fetch_page,
     get_owned,
+    in_id_order,
     insert_if_absent,
     missing,
     owned_by,
@@ -308,13 +309,12 @@ def mark_deleted(
     actor: str,
     details: Mapping[str, object] | None = None,
 ) -> Sequence[sa.Row[Any]]:
-    """Mark `which` checkpoints as deleted, in the caller's transaction. Returns their rows.
+    """Mark `which` checkpoints as deleted, in the caller's transaction. Returns their rows. Locks in order of paths.
 
     Writes an event for each of them; actor and details as in `audit.write_event`.
     """
-    rows = connection.execute(
-        sa.update(Checkpoint).where(*which).values(deleted_at=now).returning(*columns(Checkpoint))
-    ).all()
+    chosen = sa.update(Checkpoint).where(in_id_order(Checkpoint, *which))
+    rows = connection.execute(chosen.values(deleted_at=now).returning(*columns(Checkpoint))).all()
     for row in rows:
         audit.write_checkpoint_event(connection, now, event, row, actor=actor, details=details)
     return rows

@@ -427,12 +427,12 @@ def locked_ids(connection: sa.Connection, table: Owned, *where: sa.ColumnElement
     return list(connection.execute(sa.select(column).where(*where).order_by(column).with_for_update()).scalars())
 
 
-def in_id_order(table: Owned, *where: sa.SQLColumnExpression[bool]) -> sa.ColumnElement[bool]:
-    """The filter for the rows `where` in an UPDATE, which locks them in the order of their ids.
+def in_id_order(table: type[Table], *where: sa.SQLColumnExpression[bool]) -> sa.ColumnElement[bool]:
+    """The filter for the rows `where` in an UPDATE, which locks them in the order of their ids (or of other keys).
 
     Otherwise Postgres locks them in the order of its plan, and two such statements may wait for each other.
     """
-    column = col(table.id)
+    (column,) = Table.metadata.tables[str(table.__tablename__)].primary_key
     return column.in_(sa.select(column).where(*where).order_by(column).with_for_update())
 
 

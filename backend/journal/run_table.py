@@ -18,7 +18,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import EMBEDDED, EMBEDDED_FOLDER
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal.checkpoints import Page
-from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, owned_by
+from tinkerflow.backend.journal.database import Aggregate, as_view, fetch_page, in_id_order, owned_by
 from tinkerflow.backend.journal.run_metrics import REWARD, RunMetric, RunMetricValue
 from tinkerflow.backend.journal.tables import Model, TrainingStep
 from tinkerflow.backend.journal.training_runs import RUN_NAME, WITH_SESSION, ModelView, nothing_made
@@ -169,8 +169,8 @@ class RunTable(Aggregate):
     def archive(self, run_ids: Collection[str], owner: str, *, archived: bool = True) -> int:
         """Archive or unarchive the project's runs. Returns how many of `run_ids` belong to the project."""
         with self._write() as connection:
-            mine = (_RUN_ID.in_(run_ids), col(Model.owner) == owner)
-            return connection.execute(sa.update(Model).where(*mine).values(archived=archived)).rowcount
+            mine = in_id_order(Model, _RUN_ID.in_(run_ids), col(Model.owner) == owner)
+            return connection.execute(sa.update(Model).where(mine).values(archived=archived)).rowcount
 
 
 def _field(name: str) -> sa.SQLColumnExpression[str]:
