@@ -6,7 +6,7 @@ of the two scales. A power of two causes no rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 from tinkerflow.backend.catalog.peft_config import Scales, Targets, read_fields, wrong_file
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import family_of, projections
-from tinkerflow.backend.compute.models.peft_names import matrix_rank, modules, pair_names, targets
+from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, TEXT_MODEL
+from tinkerflow.backend.compute.models.peft_names import PEFT, matrix_rank, modules, pair_names, targets
 from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.core.ids import IMPORTED, CheckpointKind, model_id
 from tinkerflow.backend.spec.commands import LORA_ALPHA, AdapterState, LoraSpec
@@ -31,7 +32,8 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
     """Convert an adapter in PEFT's files to a state to save. The optimizer starts fresh.
 
     cfg: the base model. config, adapter: the bytes of adapter_config.json and adapter_model.safetensors, of float32,
-    float16 or bfloat16. asked: the requested rank and targets; None: those of the files. UserError: this service cannot
+    float16 or bfloat16. asked: the requested rank and targets; None: those of the files. If the base model also takes
+    images, the modules may have the names that they have in its text model alone. UserError: this service cannot
     compute or train a field or tensor; the error names it, its value and the rule.
     """
     values = read_fields(config)
@@ -39,19 +41,22 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
         tensors = decode_any(adapter)
     except StoreError as error:
         raise wrong_file(ADAPTER, f"it is {error}") from error
-    spec = _spec(cfg, values, tensors, asked)
+    prefixes = family_of(cfg).names.model, _prefix(cfg, tensors)
+    spec = _spec(cfg, values, tensors, asked, prefixes)
     scales = Scales(values)
     weights: dict[str, Floats] = {}
-    adapted = modules(cfg, spec)
-    for module, projection in adapted.items():
+    adapted = {_stored(module, prefixes): (module, each) for module, each in modules(cfg, spec).items()}
+    for stored, (module, projection) in adapted.items():
         own = matrix_rank(spec, projection)
-        factor = scales.alpha(module, own) / LORA_ALPHA * peft_factor(spec.rank, own)
+        factor = scales.alpha(stored, own) / LORA_ALPHA * peft_factor(spec.rank, own)
         shapes = (own, projection.inputs), (projection.outputs, own)
-        for name, shape, scale in zip(pair_names(module), shapes, (1.0, factor), strict=True):
-            weights[name] = _scaled(_checked(tensors, name, shape, cfg, spec), scale, name)
+        for name, there, shape, scale in zip(
+            pair_names(module), pair_names(stored), shapes, (1.0, factor), strict=True
+        ):
+            weights[name] = _scaled(_checked(tensors, there, shape, cfg, spec), scale, there)
     unembed = projections(cfg)["unembed"].module
     Targets(values, unembed).check(adapted)
-    if surplus := sorted(set(tensors) - set(weights)):
+    if surplus := sorted(set(tensors) - {name for stored in adapted for name in pair_names(stored)}):
         raise wrong_file(ADAPTER, f"tensor {surplus[0]!r} is not part of {_called(cfg, spec)}: must be absent")
     return AdapterState(spec, 0, weights)
 
@@ -88,8 +93,28 @@ def import_path(session_id: str, name: str = IMPORTED) -> CheckpointPath:
     return CheckpointPath(model_id(session_id, 0), CheckpointKind.WEIGHTS, name)
 
 
+def _prefix(cfg: ModelConfig, tensors: Collection[str]) -> str:
+    """The prefix of the names of the text model's modules in the files.
+
+    AutoModelForCausalLM loads Qwen3.5 without the parts for images, and so under other names than those of its files.
+    """
+    own = family_of(cfg).names.model
+    alone = own == LANGUAGE_MODEL.model and any(name.startswith(f"{PEFT}{TEXT_MODEL.model}layers.") for name in tensors)
+    return TEXT_MODEL.model if alone else own
+
+
+def _stored(module: str, prefixes: tuple[str, str]) -> str:
+    """The name of a module in the files. prefixes: of the text model's modules, ours and that in the files."""
+    ours, there = prefixes
+    return there + module.removeprefix(ours) if module.startswith(ours) else module
+
+
 def _spec(
-    cfg: ModelConfig, values: Mapping[str, Any], tensors: Mapping[str, Floats], asked: LoraSpec | None
+    cfg: ModelConfig,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, Floats],
+    asked: LoraSpec | None,
+    prefixes: tuple[str, str],
 ) -> LoraSpec:
     """The adapter's shape: as requested, or else as in the files. The rank of experts comes from the files."""
     rank = values["r"]
@@ -97,7 +122,9 @@ def _spec(
         none = LoraSpec(rank, **dict.fromkeys(_SWITCHES, False))
         each = {switch: replace(none, **{switch: True}) for switch in _SWITCHES}
         there = {
-            switch: any(name in tensors for module in modules(cfg, spec) for name in pair_names(module))
+            switch: any(
+                name in tensors for module in modules(cfg, spec) for name in pair_names(_stored(module, prefixes))
+            )
             for switch, spec in each.items()
         }
         if not any(there.values()):
@@ -112,7 +139,7 @@ def _spec(
     if not of_experts:
         return asked
     projection = projections(cfg)[of_experts[0]]
-    first = pair_names(projection.name((0, 0)))[0]
+    first = pair_names(_stored(projection.name((0, 0)), prefixes))[0]
     own = next(iter(tensors[first].shape), 0) if first in tensors else rank
     if not 1 <= own <= rank:
         raise wrong_file(ADAPTER, f"tensor {first!r} has rank {own}: must be 1 to r, {rank}")

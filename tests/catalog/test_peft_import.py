@@ -116,6 +116,23 @@ def test_peft_import_finds_the_adapted_modules(parts: tuple[str, ...]) -> None:
     assert taken(tensors(spec=spec), None).spec == spec
 
 
+def test_an_adapter_of_the_text_model_alone_fits_the_whole_model() -> None:
+    text = CONFIG | {"model_type": "gemma3_text", "sliding_window": 4}
+    cfg = parse_config({"model_type": "gemma3", "text_config": text}, name="sees")
+    own = tensors(cfg)
+    alone = {name.replace("model.language_model.", "model."): array for name, array in own.items()}
+    assert Q.format("A") in alone and Q.format("A") not in own
+    patterns = {"alpha_pattern": {"^model.layers.1.mlp.up_proj": 64}, "target_modules": r"model\.layers\..*|lm_head"}
+    for asked in (SPEC, None):
+        state = taken(alone, asked, cfg, **patterns)
+        assert state.spec == SPEC and state.weights.keys() == own.keys()
+        for name, array in own.items():
+            factor = 2 if "layers.1.mlp.up_proj.lora_B" in name else 1
+            np.testing.assert_array_equal(state.weights[name], factor * array)
+    with pytest.raises(UserError, match=f"tensor '{Q.format('A')}' is missing: must exist"):
+        taken({name: array for name, array in alone.items() if name != Q.format("A")}, cfg=cfg)
+
+
 @pytest.mark.parametrize("experts", [EXPERTS, ROUTED, MINIMAX])
 @pytest.mark.parametrize("own", [1, 2, None])
 def test_experts_have_the_rank_of_their_tensors(own: int | None, experts: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from tinkerflow.backend.compute.models.families import projections
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.spec.commands import LoraSpec
 
-_PEFT = "base_model.model."  # PEFT's prefix of a module's name
+PEFT = "base_model.model."  # PEFT's prefix of a module's name
 
 
 def targets(cfg: ModelConfig, spec: LoraSpec) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def matrix_rank(spec: LoraSpec, projection: Projection) -> int:
 
 def pair_names(module: str) -> tuple[str, str]:
     """The names of A [rank, inputs] and B [outputs, rank] of a module that Hugging Face calls `module`."""
-    return f"{_PEFT}{module}.lora_A.weight", f"{_PEFT}{module}.lora_B.weight"
+    return f"{PEFT}{module}.lora_A.weight", f"{PEFT}{module}.lora_B.weight"
 
 
 def modules(cfg: ModelConfig, spec: LoraSpec) -> dict[str, Projection]:
