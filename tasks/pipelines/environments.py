@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat
 
@@ -113,10 +114,10 @@ def unrewarded(facts: Facts) -> Environment:
 
 
 def facts_of(row: Row) -> Facts:
-    """The facts of a row, for environments and rewards."""
+    """The facts of a row, for environments and rewards. They are a copy, so code that changes them changes no row."""
     answer = {"completion": row.chosen[0]["content"], "continuation": list(row.chosen)} if row.chosen else {}
     tools = {"tools": list(row.tools)} if row.tools else {}
-    return {**row.extra, **answer, **tools, "prompt": list(row.prompt)}
+    return deepcopy({**row.extra, **answer, **tools, "prompt": list(row.prompt)})
 
 
 def load(field: str, path: str) -> Callable[..., Any]:

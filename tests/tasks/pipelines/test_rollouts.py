@@ -132,6 +132,26 @@ async def test_an_environment_leads_several_turns(tokenizer: Any, renderer: Rend
     assert sampler.asked[2][0] == said + "<|im_start|>assistant\n"
 
 
+class Hinting(Counting):
+    """Changes the messages of its facts."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.prompt = facts["prompt"]
+        super().__init__(facts)
+
+    async def begin(self) -> Sequence[Message]:
+        self.prompt[-1]["content"] += " In a word."
+        return list(self.prompt)
+
+
+async def test_an_environment_that_changes_its_facts_changes_no_row(tokenizer: Any, renderer: Renderer) -> None:
+    sampler, rollouts = Echo(tokenizer), Rollouts(renderer, Hinting, group_size=3, max_tokens=4)
+    for step in range(2):
+        await rollouts.groups(sampler, [ROW], [step])
+    hinted = "<|im_start|>user\nWhich colour is grass? In a word.<|im_end|>\n<|im_start|>assistant\n"
+    assert [asked[:2] for asked in sampler.asked] == [(hinted, 3)] * 2
+
+
 class Stopping(Counting):
     """Gives 100 for a conversation that ends without the environment's decision."""
 
