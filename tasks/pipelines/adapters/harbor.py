@@ -5,7 +5,7 @@
 
 The folder is a task, or each of its subfolders is one: `task.toml`, `instruction.md`, `environment/Dockerfile` and
 `tests/test.sh`. Each conversation gets its own sandbox. The model calls the tool `bash`, and sees the output. Its first
-answer without a command ends the conversation. Then the tests are copied to /tests and executed. They write the reward
+answer without a command ends the conversation. Then the tests replace /tests and are executed. They write the reward
 to /logs/verifier/reward.txt, or to reward.json with the reward's parts.
 
 If PIPELINES_SANDBOX contains {image}, sandboxes are made from the task's image. All other sandboxes contain the
@@ -152,6 +152,9 @@ class _Terminal:
     async def _tested(self) -> Reply:
         """The reward that the tests write. _NoRewardError: they wrote none."""
         task, log = self._task, "/logs/verifier/test-stdout.txt"
+        cleared = await self._execute("rm -rf /tests")  # the model may have left a conftest.py there
+        if cleared.status:
+            raise _NoRewardError(f"task {task.name}: /tests cannot be cleared: {cleared.errors}")
         command = f"mkdir -p /logs/verifier; rm -f {_REWARD}.*; bash /tests/test.sh > {log} 2>&1; "
         command += f"tail -c 300 {log} >&2; cat {_REWARD}.json 2> /dev/null || cat {_REWARD}.txt"
         ran = await self._execute(command, task.tests, task.test_seconds, task.test_variables)

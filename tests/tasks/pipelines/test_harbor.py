@@ -165,6 +165,17 @@ async def test_model_that_breaks_the_tests_earns_nothing(
 
 
 @needs_namespaces
+async def test_files_that_the_model_left_among_the_tests_are_removed(
+    tokenizer: Any, renderer: Renderer, tmp_path: Path
+) -> None:
+    write_task(tmp_path, tests__test_sh="ls -A /tests | wc -l > /logs/verifier/reward.txt")
+    plants = bash("touch /tests/conftest.py /tests/.hidden"), bash("rmdir /tests; ln -s /work /tests")
+    for plant in plants:
+        episode, _ = await worked(tokenizer, renderer, tmp_path, plant, "Done.")
+        assert episode.reward == 1.0, "only test.sh is there"
+
+
+@needs_namespaces
 async def test_killed_sandbox_counts_as_lost(tokenizer: Any, renderer: Renderer, tmp_path: Path) -> None:
     killing = asyncio.create_task(kill_sandbox(mark := new_mark()))
     lost = list[Lost]()
