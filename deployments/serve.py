@@ -111,8 +111,13 @@ def _deployments(file: Path, entries: Sequence[object]) -> list[Deployment]:
             deployments.append(Deployment.model_validate({**used, "for_work_pools": pools}))
         except ValidationError as error:
             raise UserError(f"serve {file}: deployments[{i}]: {explain(error, Deployment)}") from error
-    for deployment in deployments:
+    seen: set[tuple[str, str]] = set()
+    for i, deployment in enumerate(deployments):
         make_absolute(file.resolve().parent, deployment.parameters)
+        if (key := (deployment.entrypoint, deployment.name)) in seen:
+            rule = f"an earlier deployment of {deployment.entrypoint} has this name, and Prefect would keep only one"
+            raise UserError(f"serve {file}: deployments[{i}]: name {deployment.name!r}: {rule}")
+        seen.add(key)
     return deployments
 
 

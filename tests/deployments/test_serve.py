@@ -68,6 +68,15 @@ def test_a_name_that_prefect_refuses_is_refused(tmp_path: Path, name: str) -> No
         read_file(tmp_path / "prefect.yaml")
 
 
+def test_two_deployments_of_a_flow_have_different_names(tmp_path: Path) -> None:
+    entries = "{name: a, entrypoint: m.f}, {name: a, entrypoint: m.g}, {name: b, entrypoint: m.f}"
+    (tmp_path / "prefect.yaml").write_text(f"deployments: [{entries}]")
+    assert len(read_file(tmp_path / "prefect.yaml").deployments) == 3
+    (tmp_path / "prefect.yaml").write_text(f"deployments: [{entries}, {{name: a, entrypoint: m.g}}]")
+    with pytest.raises(UserError, match=r"deployments\[3\]: name 'a': an earlier deployment of m\.g has this name"):
+        read_file(tmp_path / "prefect.yaml")
+
+
 @pytest.mark.parametrize("limits", ["[nightly]", "{nightly: 0}", "{nightly: many}"])
 def test_invalid_tag_limit_is_refused(tmp_path: Path, limits: str) -> None:
     (tmp_path / "prefect.yaml").write_text(f"deployments: []\ntag_limits: {limits}\n")
