@@ -30,7 +30,7 @@ from tinkerflow.backend.spec.run_metadata import DEFAULTS, Outcome
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, cell, log_line
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled, stoppable
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
-from tinkerflow.tasks.pipelines.parameters import JudgeParameters, PipelineParameters
+from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import LeftOutRow, RunProgress, Sample, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
@@ -38,7 +38,8 @@ from tinkerflow.tasks.pipelines.tracked import tracked
 from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, data_name, train_segment
 from tinkerflow.tasks.pipelines.work import digest
 
-_LIMITS = {"environment_seconds", "environment_retries"}  # a resumed run may have others
+# A resumed run may have other values of these.
+_LIMITS = {"environment_seconds", "environment_retries", "margin", "approval_hours"}
 _SHOWN = 200  # characters of a setting on the page of a training run
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -229,7 +230,7 @@ def decisive_parameters(parameters: PipelineParameters) -> dict[str, Any]:
         if decides.get(name) == default:
             decides.pop(name, None)  # as in releases without it
     for name in _LIMITS & decides.keys():  # their defaults, as in plans of releases whose runs could not change them
-        decides[name] = JudgeParameters.model_fields[name].default
+        decides[name] = type(parameters).model_fields[name].default
     if "teacher" in decides:
         decides["teacher"].pop("connection")
     if not decides.get("max_staleness"):

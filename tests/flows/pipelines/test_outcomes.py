@@ -11,7 +11,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.fine_tuning import _mean, _outcome_reported, decisive_parameters
 from tinkerflow.tasks.pipelines.connection import ServerClients
 from tinkerflow.tasks.pipelines.control import StoppedError
-from tinkerflow.tasks.pipelines.parameters import RlParameters
+from tinkerflow.tasks.pipelines.parameters import NightlyParameters, RlParameters
 from tinkerflow.tasks.pipelines.progress import StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
 
@@ -55,6 +55,15 @@ def test_a_resumed_run_may_give_its_environments_more_time() -> None:
     plans = [
         decisive_parameters(RlParameters.model_validate(given | more))
         for more in ({}, {"environment_seconds": 1800, "environment_retries": 4}, {"group_size": 4})
+    ]
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_a_resumed_nightly_run_may_have_another_margin_and_approval() -> None:
+    given = {"data": {"url": "rows.jsonl"}, "held_out": {"url": "held-out.jsonl"}, "champion": "best"}
+    plans = [
+        decisive_parameters(NightlyParameters.model_validate(given | more))
+        for more in ({}, {"margin": 0.5, "approval_hours": 2}, {"metric": "exact_match"})
     ]
     assert plans[0] == plans[1] != plans[2]
 
