@@ -137,7 +137,6 @@ class Memories:
         return cls(BodyMemory(16 * MEDIUM), BodyMemory(2 * most), BodyMemory(16 * MEDIUM))
 
     def fitting(self, size: int) -> BodyMemory:
-        """The memory for a body of `size` bytes."""
         return self.medium if size <= MEDIUM else self.large
 
 

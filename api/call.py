@@ -59,7 +59,6 @@ class Holds:
     """
 
     def __init__(self) -> None:
-        """No poll is held yet."""
         self._held: set[asyncio.Timeout] = set()
         self.released = False  # whether `release` was called
 
@@ -152,7 +151,6 @@ class Call:
 
     @property
     def journal(self) -> Journal:
-        """The journal."""
         return self.services.journal
 
     def visible(self, scope: AccessScope = "accessible") -> str | None:

@@ -122,7 +122,6 @@ def install(app: FastAPI) -> None:
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error."""
     return next((code for kind, code in _STATUS if isinstance(error, kind)), 503)
 
 

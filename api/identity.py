@@ -84,7 +84,6 @@ class Guesses:
     """Counts unknown keys by address. Each address has a bucket of _GUESSES, which refills over time."""
 
     def __init__(self, clock: Clock) -> None:
-        """Start with full buckets."""
         self._clock = clock
         self._full_at: dict[str, float] = {}  # when the bucket of an address will be full again
 

@@ -74,10 +74,7 @@ class Known:
 
 
 class Metrics(Collector):
-    """The metrics of one app."""
-
     def __init__(self) -> None:
-        """Start with zero counts."""
         self.registry = CollectorRegistry()
         self.answered: dict[str, Answered] = {}
         # Operations, by kind. Counts start at 0, because Prometheus detects no increase in a new time series.

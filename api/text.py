@@ -85,7 +85,6 @@ class Tokenizers:
     """The tokenizers of an API process. Each is loaded when it is first needed."""
 
     def __init__(self) -> None:
-        """Load nothing yet."""
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
 
     async def load(self, card: ModelCard) -> Tokenizer:

@@ -83,7 +83,6 @@ def service_url(settings: Settings) -> str:
 
 
 def api_answers(url: str) -> bool:
-    """Whether an API answers at a URL."""
     try:
         return httpx.get(f"{url}/api/v1/healthz", timeout=3).is_success
     except httpx.HTTPError:

@@ -130,7 +130,6 @@ class Comparison:
         return _NGrams(np.array(ordered, np.uint64), [places[value] for value in ordered])
 
     def add(self, where: TrainedRow, tokens: Tokens) -> None:
-        """Compare with a trained row."""
         for number in self._whole.get(tokens.astype("<i4").tobytes(), ()):
             overlap = self.overlaps[number]
             overlap.exact, overlap.share = overlap.exact or where, 1.0

@@ -102,7 +102,6 @@ def _is_remote(source: DataSource) -> bool:
 
 
 def data_sets(parameters: AnyParameters) -> list[Checked]:
-    """The data sets of a run."""
     _, format_ = parameters.base_model_and_format()
     return [Checked(name, source, parameters.use(), format_) for name, source in parameters.sources().items()]
 

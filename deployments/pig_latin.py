@@ -14,7 +14,6 @@ class Lesson:
 
     @property
     def prompt(self) -> str:
-        """The prompt for the model."""
         return f"English: {self.english}\nPig Latin:"
 
     @property

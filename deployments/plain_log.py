@@ -12,7 +12,6 @@ class PlainConsoleHandler(PrefectConsoleHandler):
     """Prefect's handler, except that `:train:` in a run's id stays text, and a cancelled run is no error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record."""
         if record.getMessage().startswith("Finished in state Cancelled"):
             record = copy.copy(record)
             record.levelno, record.levelname = logging.INFO, "INFO"

@@ -26,7 +26,6 @@ def rewritten(file: Path) -> str:
 
 
 def files() -> list[Path]:
-    """The generated files."""
     folder = Path(str(resources.files("tinkerflow.deployments")))
     return [folder / "prefect.yaml", folder / "prefect-kubernetes.yaml"]
 

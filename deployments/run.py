@@ -179,7 +179,6 @@ def find(name: str) -> Pipeline:
 
 
 def example_file(name: str) -> Path:
-    """A file of our examples."""
     return Path(str(resources.files("tinkerflow.deployments").joinpath("examples", name)))
 
 

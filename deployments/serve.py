@@ -323,7 +323,6 @@ def outages_in_one_line() -> Iterator[None]:
 
 
 def automations() -> list[AutomationCore]:
-    """The automations of `automations.yaml`."""
     from prefect.events.schemas.automations import AutomationCore
 
     file = resources.files("tinkerflow.deployments") / "automations.yaml"

@@ -134,7 +134,6 @@ class Stack:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop all parts."""
         with self._owned:
             self.stop()
 

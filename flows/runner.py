@@ -32,8 +32,6 @@ _PAGE = 2 * IN_FLIGHT  # requests to read from the journal, which include those 
 
 # ------------------------------------------------------------------ the states of a runner
 class RunnerState(Enum):
-    """The state of a runner."""
-
     IDLE = "the current worker group may not have the model"
     RESTORING = "the model is being restored in the current worker group"
     SERVING = "operations are executed in the current worker group"
@@ -76,7 +74,6 @@ _NEXT = {
 
 
 def next_state(state: RunnerState, event: RunnerEvent) -> RunnerState:
-    """The state after the event."""
     return _NEXT.get((state, event), state)
 
 
@@ -303,7 +300,6 @@ class ModelRunner:
     # ------------------------------------------------------------------ calls of the dispatcher
     @property
     def base_model(self) -> str:
-        """The base model of the model."""
         return self._base_model
 
     @property

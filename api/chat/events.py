@@ -67,8 +67,6 @@ class ToolCall:
 
 @dataclass
 class FullAnswer:
-    """A whole answer."""
-
     reasoning: str = ""
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)

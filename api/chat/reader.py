@@ -78,7 +78,6 @@ class Reader:
     """The text that has arrived and is still unread. White space after a mark is dropped."""
 
     def __init__(self) -> None:
-        """Start without text."""
         self.text = ""
         self.ended = False
         self._trim = False

@@ -51,7 +51,6 @@ class SignInError(Exception):
     """The visitor must sign in first. reason: why the token was refused, or "" if none was sent."""
 
     def __init__(self, reason: str = "") -> None:
-        """Store the reason."""
         super().__init__(reason)
         self.reason = reason
 
@@ -78,7 +77,6 @@ class Visit:
 
     @property
     def journal(self) -> Journal:
-        """The journal."""
         return self.call.journal
 
     @property
@@ -88,7 +86,6 @@ class Visit:
 
     @property
     def identity(self) -> Identity:
-        """The visitor."""
         return self.call.identity
 
     def page(self, template: str, **values: object) -> Response:

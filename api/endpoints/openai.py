@@ -57,7 +57,6 @@ class SamplingFields(Strict):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [string for string in given if string]
 

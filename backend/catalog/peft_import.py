@@ -89,7 +89,6 @@ def save_import(
 
 
 def import_path(session_id: str, name: str = IMPORTED) -> CheckpointPath:
-    """The path of an imported checkpoint."""
     return CheckpointPath(model_id(session_id, 0), CheckpointKind.WEIGHTS, name)
 
 

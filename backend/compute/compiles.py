@@ -14,7 +14,6 @@ class CompileCounter:
     """Counts the executables that this process creates from now on. JAX keeps a reference to the counter forever."""
 
     def __init__(self) -> None:
-        """Start at 0."""
         self._by_thread: Counter[int] = Counter()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 

@@ -13,7 +13,6 @@ class SingleFlight(Generic[T]):
     """Calls in progress, by key, each shared by all callers with that key."""
 
     def __init__(self) -> None:
-        """Start with no calls in progress."""
         self._running: dict[str, asyncio.Future[T]] = {}
 
     async def run(self, key: str, work: Callable[[], Awaitable[T]]) -> T:

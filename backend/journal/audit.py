@@ -137,8 +137,6 @@ def write_checkpoint_event(
 
 
 class Audit(Aggregate):
-    """The audit log."""
-
     def record(
         self, event: AuditedEvent, *, owner: str, actor: str, model_id: str | None = None, details: Mapping[str, object]
     ) -> None:

@@ -34,8 +34,6 @@ class CheckpointQuery:
 
 
 class CheckpointSearch(Aggregate):
-    """Searches checkpoints."""
-
     def search(self, query: CheckpointQuery, owner: str | None) -> tuple[list[CheckpointView], bool]:
         """At most query.limit checkpoints that match, newest first, and whether there are more.
 

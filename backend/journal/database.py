@@ -239,7 +239,6 @@ class Database:
             self._log.flush()
 
     def close(self) -> None:
-        """Close all connections."""
         self.engine.dispose()
 
 

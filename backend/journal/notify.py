@@ -50,7 +50,6 @@ class Subscription:
         return self
 
     async def __anext__(self) -> str:
-        """Wait for the next topic and return it."""
         while True:
             with self._lock:
                 if self._unseen:

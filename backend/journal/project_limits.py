@@ -47,8 +47,6 @@ class LimitUse:
 
 
 class ProjectLimits(Aggregate):
-    """The limits of projects."""
-
     def set(self, project: str, changes: Mapping[str, int | None], actor: str = audit.SERVICE) -> Mapping[str, int]:
         """Change a project's own limits, and return all of them.
 

@@ -45,8 +45,6 @@ class RunEvent:
 
 
 class RunEvents(Aggregate):
-    """The events of training runs."""
-
     def add(self, run_id: str, events: Sequence[RunEvent]) -> None:
         """Store events of a run, oldest first, and delete all but the newest MOST_EVENTS."""
         with self._write() as connection:

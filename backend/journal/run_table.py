@@ -128,8 +128,6 @@ class RunRow:
 
 
 class RunTable(Aggregate):
-    """Training runs as a table."""
-
     def page(self, owner: str | None, query: RunQuery, *, limit: int, offset: int) -> Page[RunRow]:
         """Rows of the table, and the total number. Two statements.
 

@@ -166,8 +166,6 @@ _TIMED = [column.name for column in fields(Timed) if column.name != "base_model"
 
 
 class Sessions(Aggregate):
-    """Clients' sessions."""
-
     def create(self, session: NewSession, limits: Limits = NO_LIMITS) -> str:
         """Create a session and return its id. UserError: the project has reached a limit of kept rows or bytes."""
         session_id = new_id("sess")

@@ -58,7 +58,6 @@ class ResultSubscriptions:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        """Start listening."""
         topics = await self._stack.enter_async_context(self._notifier.subscribe("done:", "answered:", TOKENS))
         running = (self._listen(topics), self._check(), self.tokens.run())
         self._tasks = [asyncio.create_task(one) for one in running]

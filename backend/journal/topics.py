@@ -61,5 +61,4 @@ def pack_topics(topics: tuple[str, ...], limit: int) -> Iterator[bytes]:
 
 
 def unpack_topics(message: bytes) -> tuple[str, ...]:
-    """The topics of one message."""
     return tuple(message.decode().splitlines())

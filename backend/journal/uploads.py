@@ -78,7 +78,7 @@ class Uploads(Aggregate):
             connection.execute(sa.insert(UploadRow).values(**row))
 
     def get(self, upload_id: str, owner: str | None) -> UploadView:
-        """An upload of the owner."""
+        """An upload of the owner. NotFoundError: there is none with this id."""
         with self._read() as connection:
             return as_view(UploadView, get_owned(connection, UploadRow, upload_id, owner))
 

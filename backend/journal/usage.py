@@ -89,8 +89,6 @@ class StoredNow:
 
 
 class UsageReports(Aggregate):
-    """Reports of usage and storage."""
-
     def hourly(self, owner: str | None, start: datetime, end: datetime) -> list[Usage]:
         """Tokens and saved checkpoints in the hours that begin in [start, end), by hour, then largest first.
 

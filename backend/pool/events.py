@@ -13,12 +13,10 @@ class HandledEvents(Generic[T]):
     """A queue of events. An event counts as handled when the consumer requests the next one."""
 
     def __init__(self) -> None:
-        """Create an empty queue without a consumer."""
         self._queue: asyncio.Queue[T | None] = asyncio.Queue()
         self.is_consumed = False
 
     def put(self, event: T) -> None:
-        """Add an event."""
         self._queue.put_nowait(event)
 
     def close(self) -> None:

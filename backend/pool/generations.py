@@ -24,8 +24,6 @@ FIRST_STARTS = 3  # attempts before `start` gives up: a free port may be taken b
 
 
 class PoolState(enum.Enum):
-    """The states of a pool."""
-
     RESTING = "resting"  # no group is running or wanted
     PAUSING = "pausing"  # the next start is delayed
     STARTING = "starting"
@@ -99,7 +97,6 @@ class Generations:
     # ------------------------------------------------------------------ for the pool
     @property
     def state(self) -> PoolState:
-        """The state of the pool."""
         return self._state
 
     @property

@@ -204,7 +204,6 @@ class OutstandingTransfers:
     """The states that the ranks of one group read or write while commands run. Each rank handles its own part."""
 
     def __init__(self, ranks: int) -> None:
-        """No transfer is outstanding yet."""
         self._ranks = ranks
         self._numbers = count(1)
         self._transfers: dict[int, tuple[dict[int, Transferred], asyncio.Future[Mapping[str, Digest]]]] = {}

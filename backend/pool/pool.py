@@ -285,9 +285,7 @@ class Pool:
         await self._generations.stop()
 
     async def __aenter__(self) -> Self:
-        """Return the pool itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop the pool."""
         await self.stop()

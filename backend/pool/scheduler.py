@@ -102,7 +102,6 @@ class TrainingQueue:
     """
 
     def __init__(self) -> None:
-        """Create an empty queue."""
         self._owners: FairQueue[None] = FairQueue()  # a ticket for each project waiting for its turn
         self._adapters: dict[str, FairQueue[None]] = {}  # by project: a ticket for each waiting adapter
         self._commands: dict[str, deque[QueuedCommand]] = {}  # by adapter: its commands, if any

@@ -20,10 +20,7 @@ Execute = Callable[[Command], Reply | DeferredReply]
 
 
 class CommandSpans:
-    """The spans of one worker."""
-
     def __init__(self) -> None:
-        """Start with no open spans."""
         self._samples: dict[str, Span] = {}
 
     def around(self, execute: Execute, parent: str | None) -> Execute:

@@ -10,7 +10,6 @@ class TaskSet:
     """Tasks that are cancelled together. on_error: called with the exception of each task that fails."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
-        """Start with no tasks."""
         self._on_error = on_error
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False

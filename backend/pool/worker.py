@@ -139,7 +139,6 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        """Start without a driver."""
         self.frames: SimpleQueue[tuple[WorkerLink, Frame]] = SimpleQueue()
         self.transfers: Transfers | None = None  # set before this process sends Ready
         self._link: WorkerLink | None = None
@@ -200,7 +199,6 @@ class Inbox:
                 log.info("the driver no longer listens (%s)", error)  # the reader thread handles this
 
     def send_progress(self, text: str) -> None:
-        """Send a line of progress."""
         self.send(0, codec.encode(Progress(text)))
 
     def send_last(self, message: PoolMessage) -> None:

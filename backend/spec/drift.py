@@ -88,7 +88,6 @@ class DriftFigure:
         return value is not None and limit > 0 and (value < limit if self.falls else value > limit)
 
     def alarm(self, value: float, limits: DriftLimits) -> str:
-        """The text of an alarm."""
         side = "below" if self.falls else "above"
         return f"{self.name} is {value:.3g}, {side} {self.limit(limits):g}: {self.cause}"
 
@@ -104,7 +103,6 @@ class UsualDrift:
     """
 
     def __init__(self, figure: DriftFigure) -> None:
-        """Begin without values."""
         self._figure, self._logs = figure, UsualRange()
 
     def alarm(self, value: float, limits: DriftLimits, *, routed: bool) -> str:

@@ -36,7 +36,6 @@ class UsualRange:
     """A figure of the last steps of a run, and its trend."""
 
     def __init__(self) -> None:
-        """No step was made yet."""
         self._values: deque[float] = deque(maxlen=_USUAL_STEPS)
 
     @property
@@ -66,7 +65,6 @@ class UsualSteps:
     """The gradient norms and the losses of the last steps of a run."""
 
     def __init__(self) -> None:
-        """No step was made yet."""
         self._norms, self._losses = UsualRange(), UsualRange()
 
     def unusual(self, norm: float, loss: float) -> str:

@@ -119,7 +119,6 @@ class HistoryStore:
         self._forget_pieces(run_id)
 
     def remove_history(self, run_id: str) -> None:
-        """Remove the whole history of a run."""
         with store_errors(self._url, f"remove the history of run {run_id}"):
             self._blobs.remove_folder(f"{_FOLDER}/{check_run_id(run_id)}")
         self._forget_pieces(run_id)

@@ -71,7 +71,6 @@ class LocalBlobs:
         return True
 
     def remove_folder(self, prefix: str) -> None:
-        """Remove a folder and the files in it."""
         folder = self._root / prefix
         with suppress(FileNotFoundError):  # another process may also be removing it
             for path in folder.iterdir():

@@ -66,7 +66,6 @@ class ObjectBlobs:
             return int(self._fs.info(self._path(key))["size"])
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
-        """Remove an object."""
         try:
             with self._guard(key):
                 if old is not None and not self._holds(key, old):

@@ -37,7 +37,6 @@ class UploadedFiles:
                     self._blobs.remove(f"{folder}/{piece}")
 
     def remove_upload(self, upload_id: str) -> None:
-        """Remove all files of an upload."""
         with store_errors(self._url, f"remove upload {upload_id}"):
             self._blobs.remove_folder(f"{UPLOADS}/{upload_id}")
 

@@ -91,7 +91,6 @@ class JournalMirror:
                 log.info("run %s is not shown: %s", extent.id, error)
 
     def close(self) -> None:
-        """Close all runs."""
         self._close_except(())
 
     def _close_except(self, kept: Collection[str]) -> None:

@@ -402,12 +402,10 @@ def encode_optim_step(result: OptimResult) -> bytes:
 
 
 def encode_model_created(model_id: str) -> bytes:
-    """The answer to create_model."""
     return encode_json({"type": "create_model", "model_id": model_id})
 
 
 def encode_unloaded(model_id: str) -> bytes:
-    """The answer to unload_model."""
     return encode_json({"type": "unload_model", "model_id": model_id})
 
 

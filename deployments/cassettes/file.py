@@ -117,7 +117,6 @@ class CassetteWriter:
             self.part.unlink()
 
     def write(self, record: Record) -> None:
-        """Append a record."""
         message = _ENCODER.encode(record)
         self._hash.update(message)
         self._records += 1

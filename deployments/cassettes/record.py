@@ -178,7 +178,6 @@ async def _unless_gone(request: Request, asking: Coroutine[Any, Any, httpx.Respo
 
 
 async def answers(url: str) -> bool:
-    """Whether a service answers at this URL."""
     try:
         async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
             return (await client.get(f"{url.rstrip('/')}/api/v1/healthz")).status_code < 500
@@ -187,6 +186,5 @@ async def answers(url: str) -> bool:
 
 
 def is_http(url: str) -> bool:
-    """Whether this is an http or https URL with a host."""
     parts = urlsplit(url)
     return parts.scheme in ("http", "https") and bool(parts.netloc)

@@ -160,7 +160,6 @@ class FlowRunRecord:
         return TaskRunRecord(self, name, task)
 
     def task_run_ended(self) -> None:
-        """One of the task runs has ended."""
         self._open -= 1
         if self._final is not None and not self._open:
             self.requests.send(self._end)

@@ -67,7 +67,6 @@ class Saves:
     """The saves of all models of one base model that have not ended in the store."""
 
     def __init__(self) -> None:
-        """Begin without saves."""
         self._saves: dict[str, Save] = {}
 
     def begin(self, request_id: str, model_id: str, number: int) -> Save:

@@ -187,7 +187,6 @@ def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[str, int], Sample]:
 
 
 def data_page(name: str, report: DataReport) -> str:
-    """A data report as Markdown."""
     facts = {
         "schema": report.schema_name,
         "good rows": report.rows,

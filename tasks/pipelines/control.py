@@ -113,7 +113,6 @@ class Control:
 
     @property
     def paused(self) -> bool:
-        """Whether the run is paused."""
         return not self._go.is_set()
 
     def stop(self) -> None:

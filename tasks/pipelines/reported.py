@@ -55,7 +55,6 @@ class ReportedMetrics:
             log.warning("the page of the training run does not show that it is %s: %s", outcome, error)
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._http.aclose()
 
     async def _send(self, run_id: str, waiting: dict[int, dict[str, float]]) -> None:

@@ -88,6 +88,5 @@ PARSERS = registered(__name__, "PARSER", ParserSpec)
 
 
 def parser_for(template: str) -> ParserSpec:
-    """The parser for a chat template."""
     fitting = [spec for spec in PARSERS.values() if all(sign in template for sign in spec.signs)]
     return max(fitting, key=lambda spec: len(spec.signs))

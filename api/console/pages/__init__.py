@@ -9,6 +9,5 @@ from fastapi import APIRouter
 
 
 def routers() -> list[APIRouter]:
-    """The routers of all pages."""
     modules = (import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
     return [module.router for module in modules]

@@ -74,7 +74,6 @@ async def confirm_page(run_id: str, kind: CheckpointKind, name: str, visit: Visi
 
 @router.post(f"{_ONE}/delete")
 async def delete(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
-    """Delete the checkpoint."""
     path, call = CheckpointPath(run_id, kind, name), visit.call
     await asyncio.to_thread(visit.journal.checkpoints.delete, str(path), call.owner, call.key_id)
     return visit.go("/checkpoints")

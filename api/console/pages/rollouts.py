@@ -56,7 +56,6 @@ class Wanted:
     chances: bool
 
     def takes(self, prompt: Sequence[RolloutMessage], sample: RolloutSample) -> bool:
-        """Whether to show a sample."""
         reward = sample.reward or 0.0
         if (self.low is not None and reward < self.low) or (self.high is not None and reward > self.high):
             return False
@@ -89,7 +88,6 @@ AsWanted = Annotated[Wanted, Depends(wanted)]
 
 @router.get("/training_runs/{run_id}/rollouts")
 async def rollouts_page(run_id: str, visit: Visiting, wanted: AsWanted) -> Response:
-    """The rollouts of a step."""
     return await _page("rollouts", run_id, visit, wanted)
 
 

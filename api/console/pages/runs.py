@@ -113,7 +113,6 @@ async def delete_runs(visit: Visiting) -> Response:
 
 @router.get("/training_runs/{run_id}")
 async def run_page(run_id: str, visit: Visiting, view: AsChartView) -> Response:
-    """One training run."""
     ((run, name, _),), values = await _curves(visit, [run_id], view)
     checkpoints = await asyncio.to_thread(visit.journal.checkpoints.page, visit.owner, run_id=run_id, limit=_OF_A_RUN)
     events = await asyncio.to_thread(events_of, visit, run)

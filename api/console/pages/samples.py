@@ -39,6 +39,5 @@ async def samples_page(visit: Visiting) -> Response:
 
 @router.get("/samples/{request_id}")
 async def sample_page(request_id: str, visit: Visiting) -> Response:
-    """One sample."""
     found = await asyncio.to_thread(visit.journal.samples.get, request_id, visit.owner)
     return visit.page("sample.html", shown=await samples.read(visit, found))

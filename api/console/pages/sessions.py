@@ -29,8 +29,6 @@ async def sessions_page(visit: Visiting, after: str = "") -> Response:
 
 @router.get("/sessions/{session_id}")
 async def session_page(session_id: str, visit: Visiting) -> Response:
-    """One session."""
-
     def read() -> dict[str, object]:
         journal = visit.journal
         session = journal.sessions.get(session_id, visit.owner)

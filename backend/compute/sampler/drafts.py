@@ -80,7 +80,6 @@ class DraftTexts:
     """The texts of prompts, by owner. The least recently used prompt is dropped first."""
 
     def __init__(self) -> None:
-        """Start without texts."""
         self._texts: OrderedDict[tuple[str, bytes], PromptTexts] = OrderedDict()
         self._size = 0
 

@@ -107,11 +107,9 @@ class FullModelSampler:
         self._snapshots[snapshot_id] = _HostWeights(copies, step)
 
     def has_snapshot(self, snapshot_id: str | None) -> bool:
-        """Whether there is a snapshot with this id."""
         return snapshot_id in self._snapshots
 
     def snapshot_host_bytes(self, snapshot_id: str) -> int:
-        """The host memory of a snapshot, in bytes."""
         return self._snapshots[snapshot_id].nbytes
 
     def rename_snapshot(self, snapshot_id: str, to_id: str) -> None:
@@ -238,11 +236,9 @@ class GroupSampler:
             self.adapters.publish(snapshot_id, trained, spec, step)
 
     def has_snapshot(self, snapshot_id: str) -> bool:
-        """Whether there is a snapshot with this id."""
         return self._full_models.has_snapshot(snapshot_id) or snapshot_id in self.adapters.snapshots
 
     def snapshot_memory(self, snapshot_id: str) -> SnapshotHeld:
-        """The memory of a snapshot."""
         if self._full_models.has_snapshot(snapshot_id):
             return SnapshotHeld(self._full_models.snapshot_host_bytes(snapshot_id), on_host=True)
         return SnapshotHeld(self.adapters.snapshot_host_bytes(snapshot_id))

@@ -76,7 +76,6 @@ class ActiveRequest:
 
     @property
     def id(self) -> str:
-        """The id of the request."""
         return self.request.request_id
 
     @property

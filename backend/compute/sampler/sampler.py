@@ -160,7 +160,6 @@ class Sampler:
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of all unfinished requests."""
         return self._scheduler.request_ids
 
     @property

@@ -148,7 +148,6 @@ class SnapshotCache:
         self._evict_except({snapshot, *self._stack.places})
 
     def __contains__(self, snapshot_id: str) -> bool:
-        """Whether there is a snapshot with this id."""
         return snapshot_id in self._snapshots
 
     def rename(self, snapshot_id: str, to_id: str) -> AdapterSnapshot:

@@ -22,7 +22,6 @@ class WaitingJobs:
     """Jobs in the order of service: first preempted sequences, then the fair queue."""
 
     def __init__(self) -> None:
-        """Create an empty queue."""
         self.clear()
 
     def clear(self) -> None:

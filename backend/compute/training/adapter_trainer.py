@@ -19,7 +19,6 @@ class AdapterTrainer:
     """Trains the adapters of one base model. Each command starts a computation, and its reply waits for the devices."""
 
     def __init__(self, training: Training) -> None:
-        """Start with no Forward in progress."""
         self._training = training
         self._in_progress: dict[str, ForwardRun] = {}  # Forwards that are executed in parts, by adapter
 

@@ -121,7 +121,6 @@ class AdapterStore:
 
     @property
     def shapes(self) -> frozenset[LoraSpec]:
-        """The shapes of all adapters."""
         return frozenset(adapter.spec for adapter in self._adapters.values())
 
     def drop(self, adapter_id: str) -> None:

@@ -195,7 +195,6 @@ class HostProcesses:
     """The processes that run on this host, with and without a driver."""
 
     def __init__(self, config: HostConfig) -> None:
-        """No process runs yet."""
         self._conversation: Conversation | None = None  # with the current driver
         self._address = ""
         self._config = config
@@ -289,7 +288,6 @@ class HostProcesses:
             await asyncio.wait([watch for _, watch in serving], timeout=self._config.leave_seconds)
 
     async def end(self) -> None:
-        """End all processes."""
         if self._expiry is not None:
             self._expiry.cancel()
         await self._end(self._watches)

@@ -83,7 +83,6 @@ class WorkerLink:
         return LoopLink(self._sock, self._generation, 0)
 
     def close(self) -> None:
-        """Close the socket."""
         self._sock.close()
 
 
@@ -113,7 +112,6 @@ class LoopLink:
 
     @property
     def address(self) -> str:
-        """The address of this end."""
         return str(self._sock.getsockname()[0])
 
     async def read(self, largest: int = _LARGEST) -> Frame:

@@ -84,12 +84,10 @@ class LossSpec:
 
     @property
     def defaults(self) -> dict[str, float]:
-        """The default configuration."""
         return {key: value.default for key, value in self.config.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its inputs."""
         return tuple(one.name for one in self.inputs)
 
     @property

@@ -21,8 +21,6 @@ _CHECKSUM = 4
 
 
 class _EventFiles:
-    """The event files of a run."""
-
     def __init__(self, run: TrackedRun, folder: Path) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.summary import text

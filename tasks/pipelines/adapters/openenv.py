@@ -79,7 +79,6 @@ class _Played:
         return Reply(reward, () if seen["done"] else [Message(role="user", content=_text(seen["observation"]))])
 
     async def close(self) -> None:
-        """Close the session."""
         await self._open.aclose()
 
     async def _request(self, kind: str, data: Json) -> Json:

@@ -86,7 +86,6 @@ class Experts:
 
     @property
     def mixture(self) -> Experts:
-        """These experts."""
         return self
 
     @property
