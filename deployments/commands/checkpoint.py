@@ -45,12 +45,10 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
     """
     from rich.table import Table
 
-    from tinkerflow.backend.store import Store
-
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
-    settings = settings_with(data_dir=data_dir, store=store)
-    url, owners = existing(settings, settings.store_url), _owners(settings)
-    for saved in Store.open(url).checkpoints(run):
+    settings, opened = _opened(data_dir, store)
+    owners = _owners(settings)
+    for saved in opened.checkpoints(run):
         meta = saved.meta
         table.add_row(
             saved.path,
@@ -62,7 +60,7 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
             minute(meta.expires_at),
             "yes" if meta.public else "",
         )
-    print_wide(table, empty=f"no checkpoints{f' of {run}' if run else ''} in the store {url}")
+    print_wide(table, empty=f"no checkpoints{f' of {run}' if run else ''} in the store {settings.store_url}")
 
 
 def _owners(settings: Settings) -> Mapping[str, str]:
@@ -84,10 +82,7 @@ def verify(
     data_dir: DataDir = None,
 ) -> None:
     """Read every byte of checkpoints and compare sizes and checksums; exit status 1 when a checkpoint is damaged."""
-    from tinkerflow.backend.store import Store
-
-    settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(existing(settings, settings.store_url))
+    settings, opened = _opened(data_dir, store)
     found = whole = 0
     for path in paths or opened.upkeep.paths():
         wrong = opened.upkeep.problems(path)
@@ -116,10 +111,8 @@ def gc(
     journal database of this store is. Without a journal, recovery snapshots are not touched.
     """
     from tinkerflow.backend.core.clock import SystemClock, add_seconds
-    from tinkerflow.backend.store import Store
 
-    settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(existing(settings, settings.store_url))
+    settings, opened = _opened(data_dir, store)
     before = add_seconds(SystemClock().now(), -3600 * older_than)
     removed = dropped = 0
     for orphan in opened.upkeep.orphans(before):
@@ -133,6 +126,19 @@ def gc(
         return
     drafts = opened.upkeep.clear_drafts(before)
     print(f"removed {removed} attempt(s), {dropped} recovery snapshot(s) and {drafts} draft(s)")
+
+
+def _opened(data_dir: Path | None, store: str | None) -> tuple[Settings, Store]:
+    from tinkerflow.backend.store import Store
+
+    settings = settings_with(data_dir=data_dir, store=store)
+    return settings, Store.open(existing(settings, settings.store_url))
+
+
+def _found(opened: Store, path: str, settings: Settings) -> Saved:
+    if (saved := opened.find(path)) is None:
+        raise _missing(path, settings)
+    return saved
 
 
 def _missing(path: str, settings: Settings) -> NotFoundError:
@@ -233,13 +239,10 @@ def merge(
     """
     from tinkerflow.backend.catalog.merging import merge as merge_model
     from tinkerflow.backend.catalog.model_source import find_model
-    from tinkerflow.backend.store import Store
     from tinkerflow.deployments.parts import resolve_base_model
 
-    settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(existing(settings, settings.store_url))
-    if not opened.exists(path):
-        raise _missing(path, settings)
+    settings, opened = _opened(data_dir, store)
+    _found(opened, path, settings)
     state, saved = opened.load(path, optimizer=False)
     folder = find_model(resolve_base_model(settings, base_model)) if base_model else _base(settings, saved)
     merge_model(folder, state, to, print)
@@ -260,14 +263,10 @@ def export(
     """
     from tinkerflow.backend.catalog.card import merge_hint
     from tinkerflow.backend.spec.checkpoint import BLOCK
-    from tinkerflow.backend.store import Store
     from tinkerflow.backend.store.commit import OPTIMIZER
 
-    settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(existing(settings, settings.store_url))
-    saved = opened.find(path)
-    if saved is None:
-        raise _missing(path, settings)
+    settings, opened = _opened(data_dir, store)
+    saved = _found(opened, path, settings)
     if to.exists():
         raise UserError(f"to {to}: already exists; name a new folder")
     base = _base(settings, saved)
@@ -298,13 +297,8 @@ def card(
 
     Rows, tokens and their digest need the history of the run.
     """
-    from tinkerflow.backend.store import Store
-
-    settings = settings_with(data_dir=data_dir, store=store)
-    opened = Store.open(existing(settings, settings.store_url))
-    saved = opened.find(path)
-    if saved is None:
-        raise _missing(path, settings)
+    settings, opened = _opened(data_dir, store)
+    saved = _found(opened, path, settings)
     text = _card(opened, saved, _base(settings, saved), settings)
     if output is None:
         print(text, end="")
