@@ -21,7 +21,7 @@ from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.outliers import BlamedRow, examined, for_pages, ranked
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.deployments.recorded_run import LOADS, RecordedRun, quoted
+from tinkerflow.deployments.recorded_run import LOADS, NewRun, RecordedRun, quoted
 
 _IN_FLIGHT = 8  # rows whose results are not awaited yet
 _DTYPES = {pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4", pb.DTYPE_FLOAT32: "<f4"}
@@ -70,7 +70,7 @@ def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
     rows = rows_of_step(run, step)
     for number, message in enumerate(rows):
         equal.setdefault(digest(message.SerializeToString(deterministic=True)), []).append(number)
-    probe = _Probe(run, step - 1, f"blame of step {step}")
+    probe = _fork(run, step - 1, f"blame of step {step}")
     params = {name: 0.0 for name in ("learning_rate", "weight_decay") if name in optimizer.bounds}
     kind = {} if optimizer.request_field == "adam_params" else {"type": optimizer.name}
     waiting: deque[tuple[list[int], str, str]] = deque()
@@ -89,7 +89,7 @@ def blame(run: RecordedRun, step: int) -> list[BlamedRow]:
         waiting.append((numbers, forward, probe.submit("optim_step", {optimizer.request_field: {**kind, **params}})))
         answered(_IN_FLIGHT)
     answered(0)
-    probe.unload()
+    run.api.unload(probe.id)  # so that the next fork fits into the project's limit of live models
     worst = ranked(found)
     run.api.ask(f"training_runs/{quoted(run.run_id)}/blames", {"step": step, "rows": for_pages(worst)})
     return worst
@@ -116,34 +116,15 @@ def origin(run: RecordedRun, step: int, back: int) -> int | None:
     return last
 
 
-class _Probe:
-    """A fork of a run, to which further requests are sent."""
-
-    def __init__(self, run: RecordedRun, step: int, name: str) -> None:
-        """Fork the run after `step`."""
-        self._api = run.api
-        metadata = {"rerun_of": run.run_id, "name": name}
-        body = {"path": run.checkpoint(step), "optimizer": True, "user_metadata": metadata}
-        self._model_id, self._made = run.api.new_model("load_weights", body), 0
-
-    def submit(self, kind: str, body: pb.ForwardBackwardRequest | dict[str, Any]) -> str:
-        """Send the next request of the fork. Returns its id."""
-        self._made += 1
-        if isinstance(body, dict):
-            return self._api.submit(kind, {**body, "model_id": self._model_id, "seq_id": self._made})
-        body.model_id, body.seq_id = self._model_id, self._made
-        return self._api.submit(kind, body.SerializeToString())
-
-    def unload(self) -> None:
-        """Unload the fork, so that the next one fits into the project's limit of live models."""
-        self._api.unload(self._model_id)
+def _fork(run: RecordedRun, step: int, name: str) -> NewRun:
+    return run.fork(step, {"rerun_of": run.run_id, "name": name})
 
 
 def _nats(run: RecordedRun, step: int, data: Sequence[pb.ForwardBackwardRequest]) -> float:
     """Mean nats per counted token of the data under the state after `step`; NaN without logprobs."""
     if any(loss_named(message.loss_fn).traced for message in data):
         return math.nan
-    probe, total, count = _Probe(run, step, f"search for the origin at step {step}"), 0.0, 0
+    probe, total, count = _fork(run, step, f"search for the origin at step {step}"), 0.0, 0
     for message in data:
         message.forward_only = True
         output = pb.ForwardBackwardOutput.FromString(run.api.result(probe.submit("forward_backward", message)))
@@ -151,7 +132,7 @@ def _nats(run: RecordedRun, step: int, data: Sequence[pb.ForwardBackwardRequest]
         parts = [part for datum in message.data if (part := _weights(datum)) is not None]
         counted = np.ones(len(logprobs), bool) if len(parts) < len(message.data) else np.concatenate(parts) != 0
         total, count = total - float(logprobs[counted].sum()), count + int(counted.sum())
-    probe.unload()
+    run.api.unload(probe.id)
     return total / count if count else math.nan
 
 

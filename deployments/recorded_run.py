@@ -14,6 +14,7 @@ import orjson
 
 from tinkerflow.backend.catalog.receipt import Link
 from tinkerflow.backend.core.errors import NotFoundError, ServerError, UserError
+from tinkerflow.backend.wire import tinker_pb2 as pb
 
 _HEARTBEAT_SECONDS = 20.0
 _AWAY_SECONDS = 120.0  # how long a server may be away
@@ -120,6 +121,26 @@ class Api:
             time.sleep(0.5)
 
 
+class NewRun:
+    """A new model of the session, with a counter of its requests. id: of the model."""
+
+    def __init__(self, api: Api, operation: str, body: Mapping[str, Any]) -> None:
+        """Create the model with `create_model` or `load_weights`."""
+        self._api, self.id, self._made = api, api.new_model(operation, body), 0
+
+    def submit(self, kind: str, body: pb.ForwardBackwardRequest | Mapping[str, Any]) -> str:
+        """Send the next request of the model. Returns its id."""
+        self._made += 1
+        if isinstance(body, Mapping):
+            return self._api.submit(kind, {**body, "model_id": self.id, "seq_id": self._made})
+        body.model_id, body.seq_id = self.id, self._made
+        return self._api.submit(kind, body.SerializeToString())
+
+    def save(self, name: str) -> str:
+        """Save the state of the model. Returns its path."""
+        return str(orjson.loads(self._api.result(self.submit("save_weights", {"path": name})))["path"])
+
+
 def _reason(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["detail"])
@@ -204,9 +225,10 @@ class RecordedRun:
     def _page(self, **params: Any) -> Any:
         return self.api.ask(f"training_runs/{quoted(self.run_id)}/history", **params)
 
-    def checkpoint(self, step: int) -> str:
-        """The path of the state after `step`."""
-        return f"tinker://{self.run_id}/weights/@{step}"
+    def fork(self, step: int, metadata: Mapping[str, str]) -> NewRun:
+        """Create a run that begins with the state after `step`, and with the optimizer's state."""
+        path = f"tinker://{self.run_id}/weights/@{step}"
+        return NewRun(self.api, "load_weights", {"path": path, "optimizer": True, "user_metadata": metadata})
 
 
 def quoted(run_id: str) -> str:

@@ -23,7 +23,7 @@ from tinkerflow.backend.spec.losses import loss_named
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.run_metadata import for_repeats
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.deployments.recorded_run import RecordedRequest, RecordedRun
+from tinkerflow.deployments.recorded_run import NewRun, RecordedRequest, RecordedRun
 
 _IN_FLIGHT = 8  # requests that are sent before the result of the first is awaited
 _FORWARD = ("forward", "forward_backward")
@@ -122,7 +122,6 @@ class Rerun:
         """progress: called after each optimizer step. on_result: called with each result; its errors end the rerun."""
         self._run, self._api, self._on_result = run, run.api, on_result
         self._changes, self._progress = changes, progress
-        self._seq = 1
         self._made: Mapping[int, int] = {}  # if rows or steps are left out: seq_ids by step
         self._rows = 0  # of the current step
         self._waiting: deque[tuple[str, RecordedRequest, bool]] = deque()
@@ -132,8 +131,8 @@ class Rerun:
         """Execute the new run. Before the first change, the results are compared with those of the recorded run."""
         before, last = self._range()
         requests = self._run.requests()
-        self._model_id = self._begin(requests)
-        report = self._report = Report(self._model_id)
+        self._new = self._begin(requests)
+        report = self._report = Report(self._new.id)
         for recorded in requests:
             if recorded.seq_id > last:
                 break
@@ -150,25 +149,22 @@ class Rerun:
 
     def save(self, name: str) -> str:
         """Save the state of the new run. Returns its path."""
-        request = self._api.submit("save_weights", self._addressed({"path": name}))
-        return str(orjson.loads(self._api.result(request))["path"])
+        return self._new.save(name)
 
-    def _begin(self, requests: Iterator[RecordedRequest]) -> str:
-        """Create the new run. Returns its id. requests: of the recorded run; consumes the first one if needed."""
+    def _begin(self, requests: Iterator[RecordedRequest]) -> NewRun:
+        """Create the new run. requests: of the recorded run; consumes the first one if needed."""
         about, first = self._run.about, self._changes.first
         metadata = {**for_repeats(about["user_metadata"]), "rerun_of": self._run.run_id}
         if first is not None and first > 1:
-            path = self._run.checkpoint(first - 1)
-            loaded = {"path": path, "optimizer": True, "user_metadata": metadata}
-            return self._api.new_model("load_weights", loaded)
+            return self._run.fork(first - 1, metadata)
         creation = next(requests, None)
         if creation is None or creation.seq_id != 0:
             raise NotFoundError(f"run {self._run.run_id!r}: its history does not begin with its creation")
         body = {**orjson.loads(creation.payload), "user_metadata": metadata}
         if creation.kind == "create_model":
             lora = {**(body.get("lora_config") or {}), "seed": about["seed"]}
-            return self._api.new_model("create_model", {**body, "lora_config": lora})
-        return self._api.new_model("load_weights", body)
+            return NewRun(self._api, "create_model", {**body, "lora_config": lora})
+        return NewRun(self._api, "load_weights", body)
 
     def _range(self) -> tuple[int, float]:
         """The seq_ids of the last request before the range of steps, and of the last one in it.
@@ -187,11 +183,6 @@ class Rerun:
         end = math.inf if last is None else within.get(last, max(within.values(), default=before))
         return before, end
 
-    def _addressed(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        addressed = {**body, "model_id": self._model_id, "seq_id": self._seq}
-        self._seq += 1
-        return addressed
-
     def _send(self, recorded: RecordedRequest) -> None:
         without = self._changes.without.get(recorded.step, ())
         if without is None:
@@ -201,7 +192,7 @@ class Rerun:
             body = self._data(recorded, without)
             if body is None:
                 return
-            request = self._api.submit("forward_backward", body)
+            request = self._new.submit("forward_backward", body)
         else:
             values = orjson.loads(recorded.payload)
             if self._made.get(recorded.step) == recorded.seq_id and max(without, default=-1) >= self._rows:
@@ -214,12 +205,12 @@ class Rerun:
                 new = {change.name: change.of(params) for change in self._changes.sets}
                 self._changed |= any(params.get(name) != value for name, value in new.items())
                 values = {**values, field_name: {**params, **new}}
-            request = self._api.submit(recorded.kind, self._addressed(values))
+            request = self._new.submit(recorded.kind, values)
         self._waiting.append((request, recorded, not self._changed))
 
-    def _data(self, recorded: RecordedRequest, without: Collection[int]) -> bytes | None:
-        """The body of a forward_backward without some rows; None if no row is left."""
-        message = pb.ForwardBackwardRequest.FromString(recorded.payload)
+    def _data(self, recorded: RecordedRequest, without: Collection[int]) -> pb.ForwardBackwardRequest | None:
+        """The message of a forward_backward without some rows; None if no row is left."""
+        message: pb.ForwardBackwardRequest = pb.ForwardBackwardRequest.FromString(recorded.payload)
         if loss_named(message.loss_fn).traced:
             raise UserError(f"request {recorded.seq_id} has a traced loss of its session: such runs cannot be rerun")
         if recorded.kind == "forward_backward":
@@ -232,9 +223,7 @@ class Rerun:
                 message.data.extend(kept)
             if not kept:
                 return None
-        message.model_id, message.seq_id = self._model_id, self._seq
-        self._seq += 1
-        return bytes(message.SerializeToString())
+        return message
 
     def _await_one(self) -> None:
         request, recorded, compared = self._waiting.popleft()
@@ -258,7 +247,4 @@ class Rerun:
 def saved_fork(run: RecordedRun, step: int, name: str) -> str:
     """Save the state of a run after `step` under `name` in a new run. Returns the path."""
     metadata = {**for_repeats(run.about["user_metadata"]), "fork_of": run.run_id}
-    body = {"path": run.checkpoint(step), "optimizer": True, "user_metadata": metadata}
-    model_id = run.api.new_model("load_weights", body)
-    request = run.api.submit("save_weights", {"path": name, "model_id": model_id, "seq_id": 1})
-    return str(orjson.loads(run.api.result(request))["path"])
+    return run.fork(step, metadata).save(name)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.blame import origin, rows_of_step
-from tinkerflow.deployments.recorded_run import RecordedRun
+from tinkerflow.deployments.recorded_run import NewRun, RecordedRun
 
 
 def test_equal_rows_of_several_requests_are_equal() -> None:
@@ -87,7 +87,11 @@ def test_search_for_the_origin_loads_one_fork_at_a_time() -> None:
     recorded = SimpleNamespace(step=9, kind="forward_backward", error=None, payload=message.SerializeToString())
     forks = Forks()
     run: Any = SimpleNamespace(
-        run_id="run", requests=lambda: [recorded], made=lambda: {1: 2}, checkpoint=str, api=forks
+        run_id="run",
+        requests=lambda: [recorded],
+        made=lambda: {1: 2},
+        fork=lambda step, _: NewRun(forks, "load_weights", {"path": step}),  # type: ignore[arg-type]
+        api=forks,
     )
     assert origin(run, 9, 16) == 4
     assert (forks.most, forks.live) == (1, {}), "a project may have a limit of live models"
