@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,20 +55,14 @@ def last_owner(data_dir: Path) -> Owner | None:
         return None
 
 
-@contextmanager
-def opened_journal(settings: Settings) -> Iterator[Journal | None]:
-    """Open the journal without migrating it. Yields None without a database or tables. ServerError: wrong version."""
+def opened_journal(settings: Settings) -> AbstractContextManager[Journal | None]:
+    """Open the journal without migrating it. None without a database or tables. ServerError: wrong version."""
     from tinkerflow.backend.journal import Journal, NoTablesError  # SQLAlchemy takes a second to load
 
-    journal = None
     if settings.has_journal:
         with suppress(NoTablesError):
-            journal = Journal.open(settings.journal_url)
-    try:
-        yield journal
-    finally:
-        if journal is not None:
-            journal.close()
+            return closing(Journal.open(settings.journal_url))
+    return nullcontext()
 
 
 def service_url(settings: Settings) -> str:

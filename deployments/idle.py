@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 from tinkerflow.backend.journal import AWAY, Journal
 
@@ -74,17 +74,14 @@ async def _until_either_ends(*works: Coroutine[None, None, None]) -> None:
 @asynccontextmanager
 async def demand(journal_url: str) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
     """Yields a check whether a journal's requests wait for worker processes, or weights in memory for the store."""
-    journal = await asyncio.to_thread(Journal.open, journal_url)
+    with closing(await asyncio.to_thread(Journal.open, journal_url)) as journal:
 
-    def needed() -> bool:
-        try:
-            waiting = journal.queue.pending_models() or journal.queue.waiting_samples()
-            return bool(waiting or journal.recovery.unstored_models())
-        except AWAY as error:
-            log.warning("cannot query the journal for waiting requests: %s", error)
-            return True
+        def needed() -> bool:
+            try:
+                waiting = journal.queue.pending_models() or journal.queue.waiting_samples()
+                return bool(waiting or journal.recovery.unstored_models())
+            except AWAY as error:
+                log.warning("cannot query the journal for waiting requests: %s", error)
+                return True
 
-    try:
         yield lambda: asyncio.to_thread(needed)
-    finally:
-        journal.close()

@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 
@@ -134,16 +134,11 @@ def embedded_model(settings: Settings) -> Path:
     return settings.data_dir.joinpath(*EMBEDDED_FOLDER)
 
 
-@contextmanager
-def open_journal(settings: Settings) -> Iterator[Journal]:
+def open_journal(settings: Settings) -> AbstractContextManager[Journal]:
     """Open the journal for a command. Creates or migrates its database first."""
     make_data_dir(settings.data_dir)
     migrate(settings.journal_url)
-    journal = Journal.open(settings.journal_url)
-    try:
-        yield journal
-    finally:
-        journal.close()
+    return closing(Journal.open(settings.journal_url))
 
 
 def _until_signal(work: Callable[[], Coroutine[None, None, None]], log: Callable[[str], None]) -> None:

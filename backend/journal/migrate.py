@@ -6,6 +6,7 @@ database with the tables and lists the differences.
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -29,16 +30,12 @@ def migrate(url: str, revision: str = "head") -> None:
 
     Several processes may call this concurrently. One migrates in a transaction, and the others wait for it.
     """
-    database = Database(url)
-    try:
-        with database.write() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-            config = _config()
-            config.attributes["connection"] = connection
-            command.upgrade(config, revision)
-    finally:
-        database.close()
+    with closing(Database(url)) as database, database.write() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
 
 
 def check_revision(database: Database) -> None:
