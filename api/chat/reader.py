@@ -253,13 +253,13 @@ def typed(text: str, schema: object) -> object:
     if types == {"string"}:
         return text
     try:
-        value = {"True": True, "False": False, "None": None}[text] if text in _PYTHON else _value_of(text)
+        value = _PYTHON[text] if text in _PYTHON else _value_of(text)
     except (ValueError, RecursionError):
         return text
     return value if not types or types & _NAMES[type(value)] else text
 
 
-_PYTHON = ("True", "False", "None")
+_PYTHON = {"True": True, "False": False, "None": None}
 _NAMES: Mapping[type, frozenset[str]] = {
     dict: frozenset({"object"}),
     list: frozenset({"array"}),

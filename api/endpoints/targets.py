@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
@@ -182,23 +182,13 @@ def _newest_of_run(call: Call, run_id: str) -> str:
 
 
 def _champion(call: Call, model: str) -> str:
-    try:
-        with work_folder(call) as work:
-            champion = newest_champion(work, model.removeprefix(CHAMPION))
-    except UserError:  # the name is invalid
-        champion = None
-    if champion is None:
-        raise NotFoundError(
-            f"model {model!r} does not exist: nothing was promoted under this name in this key's project"
-        )
-    path = str(champion["weights"])
-    try:
-        call.journal.checkpoints.get(path, call.owner)
-    except NotFoundError as error:  # another project's champion does not exist for this caller
-        raise NotFoundError(
-            f"model {model!r} does not exist: nothing was promoted under this name in this key's project"
-        ) from error
-    return path
+    champion = None
+    with suppress(UserError), work_folder(call) as work:  # of an invalid name
+        champion = newest_champion(work, model.removeprefix(CHAMPION))
+    with suppress(NotFoundError):  # another project's champion does not exist for this caller
+        if champion is not None:
+            return call.journal.checkpoints.get(str(champion["weights"]), call.owner).path
+    raise NotFoundError(f"model {model!r} does not exist: nothing was promoted under this name in this key's project")
 
 
 @contextmanager

@@ -198,12 +198,7 @@ def _used(used: Usage, settings: Settings) -> UsageEvent:
 
 def _price(kind: UsageKind, settings: Settings) -> float:
     """The price of a million tokens; 0: not configured, or not of tokens."""
-    return {
-        UsageKind.TRAINING: settings.price_training,
-        UsageKind.SAMPLE: settings.price_sample,
-        UsageKind.PREFILL: settings.price_prefill,
-        UsageKind.CACHED_PREFILL: settings.price_cached_prefill,
-    }.get(kind, 0.0)
+    return float(getattr(settings, f"price_{kind}", 0.0))
 
 
 def _info(kind: UsageKind, count: int) -> TokenUsage | CheckpointUsage:
