@@ -27,6 +27,7 @@ from tinkerflow.flows.turns import GroupTurns, Turns
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0  # a notification may be lost
+_FAILED_AT_ONCE = 500
 
 
 async def observed(serve: Callable[[], Awaitable[End]], observers: Sequence[RunObserver]) -> End:
@@ -148,6 +149,7 @@ class Dispatcher:
         for model_id in await asyncio.to_thread(self._journal.recovery.unstored_models):
             if model_id not in self._runners:  # an earlier engine ended before it stored them
                 self.wake(model_id)
+        await asyncio.to_thread(self._fail_unserved_samples)
         abandoned = await self._sweeps.sweep_journal()
         self._swept.set()
         for runner in self._open_runners():
@@ -210,6 +212,14 @@ class Dispatcher:
         paused = model.paused is not None and bool(observers)  # without Prefect, no one can end a pause
         observers = [*observers, self._run_logs.observe(model_id, trained)]
         return ModelRunner(served.context, observers, self._snapshots, model_id, model.step, paused=paused)
+
+    def _fail_unserved_samples(self) -> None:
+        """Fail the samples of base models without which the engine was started again. No runner takes them."""
+        for base_model in self._journal.queue.wanted():
+            if base_model not in self._served:
+                error = self._not_served(base_model)
+                while waiting := self._journal.requests.pending_samples(_FAILED_AT_ONCE, base_model=base_model):
+                    self._journal.results.finish([request.failed(error) for request in waiting])
 
     def _not_served(self, base_model: str) -> UserError:
         return UserError(f"base model {base_model!r} is not served here: {', '.join(sorted(self._served))}")

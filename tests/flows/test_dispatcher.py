@@ -203,3 +203,10 @@ async def test_a_store_that_does_not_answer_delays_no_other_model_and_no_sweep_o
     finally:
         opened.set()
     assert (await client.result(later)).error is None
+
+
+async def test_samples_of_an_unserved_base_model_fail(dispatcher: Any, connect: Any, journal: Any) -> None:
+    """The engine was restarted without the base model while they were waiting."""
+    client = await connect(journal, "folder/other")
+    request = client.sample(client.sampler(9))
+    assert "'folder/other' is not served here: folder/unigram" in (await client.result(request)).error
