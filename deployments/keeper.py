@@ -57,21 +57,25 @@ class Part:
     async def keep(self, may_end: Callable[[], bool] = lambda: True) -> None:
         """Run the part until cancelled. The pause before a restart grows while processes fail.
 
-        A failure is a process that ends soon, before it is ready.
+        A failure is a process that ends soon, before it is ready, or that cannot be started, as when memory is scarce.
         may_end: whether the deployment has started. Until then, the end of a part raises UserError with the last
         line of its log if that line is for people, else ServerError with the last lines.
         """
         clock, restarts = asyncio.get_running_loop().time, Restarts(1)
         while True:
             began = clock()
-            status = await self._run()
+            try:
+                how = f"ended with status {await self._run()}"
+            except OSError as error:
+                if not may_end():
+                    raise
+                how = f"could not be started: {error}"
             if not may_end():
                 if (line := tail(self.log, 1)).startswith(FOR_PEOPLE):
                     raise UserError(line.removeprefix(FOR_PEOPLE))
-                raise ServerError(f"{self.name} ended with status {status} at the start:\n{tail(self.log)}")
+                raise ServerError(f"{self.name} {how} at the start:\n{tail(self.log)}")
             pause = restarts.pause(steady=self.ready.done() or clock() - began > STEADY_SECONDS)
-            text = f"{self.name} ended with status {status} (its log is {self.log})"
-            self.report(f"{text}: started again in {pause:.1f} s")
+            self.report(f"{self.name} {how} (its log is {self.log}): started again in {pause:.1f} s")
             await asyncio.sleep(pause)
 
     async def _run(self) -> int | None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.waiting import until
@@ -78,6 +79,24 @@ async def test_failing_part_is_restarted_with_back_off(keep: Callable[[str], Par
     await until(lambda: sum("status 3" in line for line in said) == 3)
     assert [line.rsplit(" in ")[1] for line in said if "status 3" in line] == ["0.2 s", "0.4 s", "0.8 s"]
     assert "broken: I give up" in said
+
+
+async def test_part_that_cannot_be_started_is_tried_again(
+    keep: Callable[[str], Part], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = keep("well")
+    first = await ready(part)
+    failures = [OSError(11, "Resource temporarily unavailable")] * 2
+
+    def start(*args: Any, **options: Any) -> ChildProcess:
+        if failures:
+            raise failures.pop()
+        return ChildProcess(*args, **options)
+
+    monkeypatch.setattr("tinkerflow.deployments.keeper.ChildProcess", start)
+    os.kill(first.pid, signal.SIGKILL)
+    await until(lambda: part.process is not first and part.ready.done())
+    assert [line.rsplit(" in ")[1] for line in said if "could not be started: [Errno 11]" in line] == ["0.2 s", "0.4 s"]
 
 
 async def test_start_failure_shows_only_its_user_message(tmp_path: Path) -> None:
