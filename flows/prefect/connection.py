@@ -277,8 +277,8 @@ async def _keep_server(
         steady = False
         try:
             server = await start_server(settings.data_dir, listener, settings.prefect_public_url)
-        except ServerError as error:
-            log.error("%s", error.message)
+        except (ServerError, OSError) as error:  # OSError: for example, no disk or process is left
+            log.error("the Prefect server cannot be started: %s", error)
         else:
             if not first.done():
                 first.set_result(True)

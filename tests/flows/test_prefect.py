@@ -395,6 +395,14 @@ async def test_stopped_server_is_noticed(tmp_path: Path) -> None:
     assert await server.ended() == "ended with status -9"
 
 
+async def test_server_that_cannot_be_started_does_not_stop_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "prefect").mkdir()
+    (tmp_path / "prefect" / "ui").touch()  # where the server needs a folder
+    settings = Settings(data_dir=tmp_path, prefect="embedded", prefect_port=free_port())
+    async with asyncio.timeout(30), open_prefect(settings, print) as connection:
+        assert not connection.reachable
+
+
 async def test_untracked_run_gets_a_flow_run_when_prefect_is_back(
     connection: PrefectConnection, context: Any, client: Any
 ) -> None:
