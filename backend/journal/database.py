@@ -38,6 +38,15 @@ NAMES = {
     "fk": "fk_%(table_name)s_%(column_0_name)s",
     "pk": "pk_%(table_name)s",
 }
+# How long Postgres's host may be unreachable before a connection counts as broken: 20 s, instead of 15 minutes for a
+# request and two hours for its answer. A host that lost its power or its network never closes its connections.
+_IMPATIENCE = {
+    "connect_timeout": "10",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "2",
+    "tcp_user_timeout": "20000",
+}
 _AT_ONCE = 10_000  # SQLite takes 32,766 parameters
 _BATCH = 500  # rows in one read if `matches` filters texts, which SQLite and Postgres compare differently
 PAGE_BYTES = 2**22  # the most text in one page of a list; longer texts mean fewer rows
@@ -153,14 +162,16 @@ def is_sqlite(url: str) -> bool:
 
 
 def driver_url(url: str) -> sa.URL:
-    """`url` with its driver: psycopg 3 for postgresql:// and postgres://.
+    """`url` with its driver: psycopg 3 for postgresql:// and postgres://, with _IMPATIENCE unless it says otherwise.
 
     `url` contains the literal path of an SQLite file. SQLAlchemy 2.1 would decode %20 in it, but 2.0 does not.
     """
     if url.startswith("sqlite:///"):
         return make_url(url).set(database=url.removeprefix("sqlite:///").partition("?")[0])
     parsed = make_url("postgresql" + url.removeprefix("postgres") if url.startswith("postgres:") else url)
-    return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
+    if parsed.drivername != "postgresql":
+        return parsed
+    return parsed.set(drivername="postgresql+psycopg", query={**_IMPATIENCE, **parsed.query})
 
 
 class _SharedFlush:

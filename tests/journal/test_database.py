@@ -21,6 +21,7 @@ from tinkerflow.backend.core.disk import sqlite_url
 from tinkerflow.backend.core.errors import JournalBusyError, ServerError
 from tinkerflow.backend.journal import AWAY, Journal, ModelState, NewSession, Retention, database
 from tinkerflow.backend.journal.database import Database, driver_url
+from tinkerflow.backend.journal.notify_postgres import PostgresTransport
 
 WRITER = """
 import sys
@@ -199,6 +200,19 @@ def test_urls():
     assert make_url(sqlite_url(Path("/x/a#b %20/y.db"), "sqlite+aiosqlite")).database == "/x/a#b %20/y.db"
     with pytest.raises(ValueError, match="needs a file"):
         Database("sqlite://")
+
+
+def test_connections_to_postgres_notice_a_lost_host_in_seconds(postgres_bare):
+    """By default, the system waits 15 minutes for a packet to arrive, and two hours for an answer."""
+    opened, transport = Database(f"{postgres_bare}&keepalives_idle=7"), PostgresTransport(postgres_bare)
+    listening = transport._connect_listening()
+    with opened.read() as connection, closing(listening):
+        for one, idle in ((connection.connection.driver_connection, 7), (listening, 10)):
+            found = one.info.get_parameters()
+            assert int(found["keepalives_idle"]) == idle
+            assert int(found["keepalives_interval"]) * int(found["keepalives_count"]) == 10
+            assert (found["connect_timeout"], found["tcp_user_timeout"]) == ("10", "20000")
+    opened.close()
 
 
 def test_naive_datetimes_are_refused(url):
