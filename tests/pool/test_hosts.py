@@ -519,6 +519,24 @@ async def test_malformed_frame_causes_one_warning(
     assert error in lines[0]
 
 
+async def test_a_firewall_is_not_mistaken_for_a_different_secret(
+    bench: Bench, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local rules refuse a connection with EPERM, for example until a new pod's policies are applied."""
+    create, refusals = socket.create_connection, [PermissionError(1, "Operation not permitted")]
+
+    def create_later(*where: Any, **options: Any) -> socket.socket:
+        if refusals:
+            raise refusals.pop()
+        return create(*where, **options)
+
+    monkeypatch.setattr(socket, "create_connection", create_later)
+    bench.join("a")
+    await wait_until(lambda: len(bench.said) == 2)
+    assert bench.said[0].endswith("cannot be reached ([Errno 1] Operation not permitted); trying again")
+    assert bench.said[1].startswith("joined the group")
+
+
 async def test_different_software_version_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkerflow.backend.pool.host.agent.software", lambda: "python 2.7")
     with pytest.raises(

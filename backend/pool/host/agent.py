@@ -104,9 +104,9 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
         began = clock()
         try:
             link, silence = await _join(config, agent, processes)
-        except PermissionError as error:
-            raise UserError(f"the group at {where} has a different secret: {error}") from error
         except (OSError, EOFError) as error:
+            if isinstance(error, PermissionError) and error.errno is None:  # not from the system, as of a firewall
+                raise UserError(f"the group at {where} has a different secret: {error}") from error
             if reached:
                 say(f"the group at {where} cannot be reached ({error}); trying again")
             reached = steady = False
