@@ -150,12 +150,12 @@ class ChunkPipeline:
             self._scheduler.slots.remove(sequence, tainted=tainted)
             if self.scope_is_alive(sequence.parent.scope):
                 self._answers.add(sequence)
-        elif tainted:
-            self._scheduler.restart(sequence)  # a wrong draft left NaN at positions that it will attend to
         if sequence.parent.request.stream:
             self.streamed.append(sequence.new_tokens(start, top))
         if self._drafts is not None:
             self._drafts.note(sequence, len(sequence.tokens) - start)
+        if tainted and not sequence.ended:
+            self._scheduler.restart(sequence)  # a wrong draft left NaN at positions that it will attend to
 
     def fail_unscored(self, group: PrefillGroup) -> None:
         """Fail the requests of a prefilled group whose scores are not finite."""
