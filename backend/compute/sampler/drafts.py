@@ -45,20 +45,31 @@ class PromptTexts:
 
     def __init__(self, prompt: list[int]) -> None:
         """Start with only the prompt."""
-        self._texts: dict[tuple[str, int] | None, list[int]] = {None: prompt}
+        self._prompt = prompt
+        self._read: WeakKeyDictionary[ActiveSequence, int] = WeakKeyDictionary()  # tokens of running samples
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the texts of all samples so far. Later tokens of running samples are added."""
+        self._texts: WeakKeyDictionary[ActiveSequence, list[int]] = WeakKeyDictionary()
         self._places: dict[Gram, tuple[list[int], int]] = {}
-        self.size = len(prompt)
-        self._index(prompt, _GRAM)
+        self.size = len(self._prompt)
+        self._index(self._prompt, _GRAM)
+
+    @property
+    def sampled(self) -> int:
+        """The number of tokens in the texts of samples."""
+        return self.size - len(self._prompt)
 
     def add(self, sequence: ActiveSequence) -> None:
         """Add the tokens of a sample since the last call."""
-        prompt = self._texts[None]
-        begin = prompt[-_GRAM:]
-        text = self._texts.setdefault((sequence.parent.id, sequence.index), begin)
-        new = sequence.tokens[len(text) - len(prompt[-_GRAM:]) :]
-        start = max(_GRAM, len(text))
+        read, tokens = self._read.get(sequence, 0), sequence.tokens
+        before = [*self._prompt[-_GRAM:], *tokens[max(0, read - _GRAM) : read]]
+        text = self._texts.setdefault(sequence, before[-_GRAM:])
+        start, new = max(_GRAM, len(text)), tokens[read:]
         text += new
         self.size += len(new)
+        self._read[sequence] = max(read, len(tokens))
         self._index(text, start)
 
     def after(self, gram: Gram, most: int) -> list[int]:
@@ -95,6 +106,9 @@ class DraftTexts:
         self._size += texts.size - before
         while self._size > _MOST_KEPT and len(self._texts) > 1:
             self._size -= self._texts.popitem(last=False)[1].size
+        if texts.sampled > _MOST_KEPT:
+            self._size -= texts.sampled
+            texts.forget()
         return texts
 
 

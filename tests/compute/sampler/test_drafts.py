@@ -17,6 +17,7 @@ from tests.compute.sampler.test_prefix_cache import assert_same
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler import drafts as drafts_module
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
+from tinkerflow.backend.compute.sampler.chunks import TokensOf
 from tinkerflow.backend.compute.sampler.drafts import Drafts, DraftTexts, PromptTexts
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.requests import ActiveRequest, ActiveSequence
@@ -272,6 +273,20 @@ def test_drafts_come_from_the_prompt_and_its_samples_of_one_owner() -> None:
         assert found.after((1, 2, 3), 1) == [4]
 
 
+def test_texts_of_one_prompt_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts_module, "_MOST_KEPT", 100)
+    texts, chance, prompt = DraftTexts(), np.random.default_rng(0), [1, 2, 3, 4]
+    running = sequence("o", prompt, [], "running")
+    for number in range(50):
+        running.tokens += chance.integers(0, VOCAB, 15).tolist()
+        done = sequence("o", prompt, chance.integers(0, VOCAB, 15).tolist(), f"{number}")
+        for each in (running, done):
+            found = texts.add(each)
+            assert found.size <= 100 + len(prompt)
+    running.tokens += [5, 6, 7, 8]
+    assert texts.add(running).after((5, 6, 7), 1) == [8]
+
+
 def test_sequence_without_accepted_drafts_pauses_drafting(qwen: Any) -> None:
     sampler = qwen.sampler(drafts=True)
     drafts = sampler.drafts
@@ -288,6 +303,18 @@ def test_sequence_without_accepted_drafts_pauses_drafting(qwen: Any) -> None:
     (draft,) = step.drafts.values()
     assert drafts.accept(step, repeated, [*draft, 7]) == 1 + len(draft)
     assert drafts.next_step([repeated]) is not None, "a right draft earns more drafts"
+
+
+def test_the_token_before_a_wrong_draft_with_nan_is_streamed(modeled: Any, ask: Any) -> None:
+    """A batch-invariant sampler draws all tokens of the sequence again."""
+    sampler = modeled(invariant=True)
+    sampler.step(SampleStep(admit=(ask("a", [1, 2, 3], 50, stream=True),)))
+    (running,), chunks = sampler._scheduler.slots.sequences, sampler._chunks
+    known = len(running.tokens)
+    chunks.append(running, TokensOf([5, 6], [-1.0, np.nan], 1, None, (0, [0, 1])), 1)
+    (new,) = chunks.streamed
+    assert (new.start, new.tokens_T.tolist()) == (known, [5])
+    assert running.tokens == [] and sampler._scheduler.waiting == 1
 
 
 def test_repeating_text_is_continued_from_its_end() -> None:
