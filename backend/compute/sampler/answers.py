@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -81,7 +81,9 @@ class Answers:
         border = shared_border(sizes, len(tokens_T))
         if border == begin:
             return
-        self._answers.append(FinishedAnswer(sequence.parent, tokens_T[:border], begin))
+        parent = sequence.parent
+        parent = replace(parent, request=replace(parent.request, prompt=None), done={}, scores=None)  # no large lists
+        self._answers.append(FinishedAnswer(parent, tokens_T[:border], begin))
         while len(self._answers) > _MOST or sum(map(_pixels, self._answers)) > _MOST_PIXELS:
             self._answers.popleft()
 

@@ -80,7 +80,7 @@ class DecodeBatch:
 
     def forget_dispatches(self) -> None:
         """Make the next step independent of all earlier steps. Unread chunks are dropped."""
-        self._prefill_steps, self._last_prefill = 0, None
+        self._prefill_steps, self._last_prefill, self.dispatched = 0, None, []
         self._chunks.forget_in_flight()
 
     def run_step(self, *, wait: bool) -> None:

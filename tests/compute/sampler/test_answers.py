@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -20,7 +21,7 @@ from tinkerflow.backend.compute.sampler.answers import shared_border
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import prefill_pieces
-from tinkerflow.backend.spec.commands import SampleRequest, SampleResult, SampleStep
+from tinkerflow.backend.spec.commands import PromptWishes, SampleRequest, SampleResult, SampleStep
 
 __all__ = ["executor", "looks", "sampler", "sees"]  # fixtures
 
@@ -84,6 +85,18 @@ def test_a_conversation_prefills_its_new_tokens_alone(
         turn = next_turn(turn, result, prompt(20, number))
     assert hits == [0, 128, 256, 384, 512]
     assert waited == [1, 1, 1, 1, 1]
+
+
+def test_waiting_answers_keep_no_results(modeled: Any, ask: Any, run_all: Any) -> None:
+    """Lists of tokens and scores of 64 requests could take most of a worker's memory."""
+    sampler, length = modeled(), 150
+    wishes = PromptWishes(targets_TK=np.zeros((length - 1, 1), np.int32))
+    request = replace(ask("a", [1] * length, 140, topk_sample=3, prompt_logprobs=True), prompt=wishes)
+    result = run_all(sampler, request)["a"]
+    kept = [weakref.ref(each) for each in (result.prompt_logprobs_T, result.sequences[0].top, wishes)]
+    assert sampler._answers.waiting
+    del request, result, wishes
+    assert all(each() is None for each in kept)
 
 
 def test_answers_of_prompts_with_images(sampler: Sampler, ask: Any, say: Say, prompt: Any, looks: Any) -> None:
