@@ -384,9 +384,10 @@ class SampleBatch:
         except GroupFailedError as error:
             await self._interrupt(error)
             return
-        except Exception as error:  # noqa: BLE001  each request fails with it
-            self._fail(self._waiting, error)
-            self._empty()
+        except Exception as error:  # noqa: BLE001  each request in the batch fails with it
+            self._fail(self._decoding, error)
+            self._cancel += sorted(self._decoding)  # the group may still have them
+            self._decoding = set()
             return
         if self._compiles:
             self._pause_compiling(asyncio.get_running_loop().time() - began)

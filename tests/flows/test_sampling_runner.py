@@ -365,6 +365,30 @@ async def test_request_lost_by_the_sampler_fails_as_a_server_error(
     assert failed.category == "server" and "no longer has this request" in failed.error
 
 
+async def test_a_failed_step_fails_its_requests_and_takes_them_from_the_batch(
+    sampling: Any, client: Any, pool: Any, until: Any
+) -> None:
+    runner, _ = sampling
+    sampler, execute = client.sampler(0), pool.executor.execute
+    pool.hold = asyncio.Event()
+    request = client.sample(sampler, max_tokens=50)
+    await until(lambda: pool.log)
+    later = client.sample(sampler)
+    await until(lambda: later in [one.item.request_id for one in runner._taken.batch._admit])
+
+    def failing(command: Any) -> Any:
+        pool.executor.execute = execute
+        execute(command)
+        raise RuntimeError("a fault")
+
+    pool.executor.execute = failing
+    pool.hold.set()
+    failed = await client.result(request)
+    assert failed.category == "server" and "a fault" in failed.error
+    assert len(tokens(await client.result(later))[0]) == 6
+    assert pool.executor.batch == {}
+
+
 async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     runner, _ = sampling
     pool.hold = asyncio.Event()
