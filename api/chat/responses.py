@@ -22,6 +22,7 @@ from tinkerflow.backend.spec.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # by an item's type, the type of its only part
+_LOGPROBS: dict[str, Json] = {"message": {"logprobs": []}, "reasoning": {}}  # clients read them in events of texts
 
 
 class ResponseAnswer:
@@ -55,7 +56,7 @@ class ResponseAnswer:
         for piece in collected(result):
             for event in self._reader.feed(piece):
                 self._parts(event)
-        self._close()
+        self._close(self._status)
         return self._finished(result)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -68,22 +69,27 @@ class ResponseAnswer:
                 for event in self._reader.feed(piece):
                     for part in self._parts(event):
                         yield part
-            for part in self._close():
+            for part in self._close(self._status):
                 yield part
             finished = self._finished(await generation.result())
             yield self._event(f"response.{finished['status']}", response=finished)
 
+    @property
+    def _status(self) -> str:
+        """The status of the answer, and of its last item, once the sample is done."""
+        return "incomplete" if self._reader.finish == "length" else "completed"
+
     def _finished(self, result: SampleResult) -> Json:
-        cut = self._reader.finish == "length"
+        status = self._status
         read, sampled = len(self._prompt.tokens), sum(len(one.tokens_T) for one in result.sequences)
         return {
             **self._frame,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items,
             "usage": {
                 "input_tokens": read,
-                "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
+                "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens, "cache_write_tokens": 0},
                 "output_tokens": sampled,
                 "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
                 "total_tokens": read + sampled,
@@ -114,11 +120,13 @@ class ResponseAnswer:
         if not self._open or self._items[-1]["type"] != kind:
             more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
             begin = self._begin({"type": kind, **more, "content": []})
-            shown: Json = {"type": part, "text": ""} | ({"annotations": []} if kind == "message" else {})
+            shown: Json = {"type": part, "text": ""} | (
+                {"annotations": [], "logprobs": []} if kind == "message" else {}
+            )
             self._items[-1]["content"].append(shown)
             begin.append(self._of_item("response.content_part.added", content_index=0, part=dict(shown)))
         self._items[-1]["content"][0]["text"] += text
-        return [*begin, self._of_item(f"response.{part}.delta", content_index=0, delta=text)]
+        return [*begin, self._of_item(f"response.{part}.delta", content_index=0, delta=text, **_LOGPROBS[kind])]
 
     def _begin(self, item: Json) -> list[bytes]:
         closed = self._close()
@@ -126,19 +134,21 @@ class ResponseAnswer:
         self._open = True
         return [*closed, self._of_item("response.output_item.added", item=dict(self._items[-1]))]
 
-    def _close(self) -> list[bytes]:
+    def _close(self, status: str = "completed") -> list[bytes]:
         if not self._open:
             return []
         self._open = False
         item = self._items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
             told = {"name": item["name"], "arguments": item["arguments"]}
             parts = [self._of_item("response.function_call_arguments.done", **told)]
         else:
             part = item["content"][0]
             parts = [
-                self._of_item(f"response.{part['type']}.done", content_index=0, text=part["text"]),
+                self._of_item(
+                    f"response.{part['type']}.done", content_index=0, text=part["text"], **_LOGPROBS[item["type"]]
+                ),
                 self._of_item("response.content_part.done", content_index=0, part=part),
             ]
         return [*parts, self._of_item("response.output_item.done", item=item)]

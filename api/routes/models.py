@@ -22,6 +22,7 @@ class ModelShown(Wire):
     id: str
     object: Literal["model"] = "model"
     type: Literal["model"] = "model"
+    lifecycle: Literal["active"] = "active"
     display_name: str
     created: int
     created_at: datetime

@@ -154,6 +154,7 @@ def test_unknown_models_and_keys_raise_errors_of_the_client_library(claude: Any,
         claude.with_options(api_key="wrong").messages.create(**ASKED)
     (model,) = claude.models.list()
     assert (model.id, model.type, model.display_name, claude.models.retrieve(BASE)) == (BASE, "model", BASE, model)
+    assert model.lifecycle == "active"
 
 
 def test_error_for_a_missing_field_omits_the_request_body(post: Callable[..., Any]) -> None:

@@ -27,9 +27,21 @@ def test_an_answer(gpt: openai.OpenAI, speaker: Speaker) -> None:
     assert done.usage is not None
     assert (done.usage.input_tokens, done.usage.input_tokens_details.cached_tokens) == (len(speaker.tokens), 2)
     speaker.says("cut", reason="length")
-    cut = gpt.responses.create(model=BASE, input="Hi")
-    assert cut.incomplete_details is not None
+    cut: Any = gpt.responses.create(model=BASE, input="Hi")
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in cut.output] == ["incomplete"]
+
+
+def test_answers_and_events_have_all_fields_that_the_client_requires(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    for text, reason in ((TEXT, "stop"), (f"<think>\nhm\n</think>\n\nLet {CALL} x", "length")):
+        asked: Any = {"model": BASE, "input": "Hi", "tools": TOOLS}
+        speaker.says(text, reason=reason)
+        answers: list[Any] = [gpt.responses.create(**asked)]
+        speaker.says(text, reason=reason)
+        answers += gpt.responses.create(**asked, stream=True)
+        assert len(answers) > 10
+        for answer in answers:
+            type(answer).model_validate(answer.to_dict())
 
 
 def test_reasoning_and_calls_are_items_whole_and_streamed(gpt: openai.OpenAI, speaker: Speaker) -> None:
