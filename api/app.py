@@ -6,7 +6,7 @@ import pkgutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from importlib import import_module
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import Depends, FastAPI
 
@@ -28,6 +28,8 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
 _SLOW = 8  # threads for work that may take seconds
+# Of the OpenAPI document. Without it, FastAPI would describe its own format of errors.
+_REFUSALS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "The request is wrong: the body has the reason."}}
 _HEAVY = 2  # threads for large bodies: few, because parsing a body also takes memory
 
 
@@ -77,10 +79,12 @@ def create_app(
     # Every module of `routes` defines a `router`, and some a `link_router`, whose routes need a signed link, not a key.
     modules = [import_module(f"{routes.__name__}.{module.name}") for module in pkgutil.iter_modules(routes.__path__)]
     for module in sorted(modules, key=lambda module: -module.router.busy):
-        app.include_router(module.router, prefix=module.router.at, dependencies=[Depends(authorized)])
+        app.include_router(
+            module.router, prefix=module.router.at, dependencies=[Depends(authorized)], responses=_REFUSALS
+        )
     for module in modules:
         if hasattr(module, "link_router"):
-            app.include_router(module.link_router, prefix=API)
+            app.include_router(module.link_router, prefix=API, responses=_REFUSALS)
     for router in console.routers():
         app.include_router(router)
     return app

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exception_handlers import http_exception_handler, request_validation_exception_handler
+from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -33,6 +33,7 @@ from tinkerflow.backend.core.errors import (
     TooManyError,
     UserError,
 )
+from tinkerflow.backend.wire.request_errors import parameter_error
 
 log = logging.getLogger(__name__)
 
@@ -165,12 +166,9 @@ async def _http(request: Request, error: Exception) -> Response:
     return await http_exception_handler(request, error)
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
+def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    if request.url.path.startswith(f"{OPEN_API}/"):
-        first = error.errors()[0]
-        return error_response(request.url.path, 400, f"{first['loc'][-1]}: {first['msg']}")
-    return await request_validation_exception_handler(request, error)
+    return _ours(request, parameter_error(error.errors()[0]))
 
 
 def _unknown(request: Request, error: Exception) -> JSONResponse:

@@ -25,6 +25,7 @@ _RULES = {
     "string_type": "a string",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
     "finite_number": "a finite number",
     "string_too_short": "a non-empty string",
 }
@@ -57,6 +58,14 @@ def request_error(error: ValidationError, model: type[BaseModel], prefix: str = 
     if first["type"] == "value_error" and len(reason := first["ctx"]["error"].args) > 1:
         value = reason[1]  # a validator may give a shorter value to show than the one that came
     return broken(path, value, rule)
+
+
+def parameter_error(details: ErrorDetails) -> UserError:
+    """The error of a parameter in a URL as a sentence. details: from pydantic, located in the query or the path."""
+    name = str(details["loc"][-1])
+    if details["type"] == "missing":
+        return UserError(f"{name} is missing: must be given")
+    return broken(name, details["input"], _rule(details, None))
 
 
 def _nearest_member(model: type[BaseModel], details: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -127,6 +136,12 @@ def _rule(detail: ErrorDetails, field: FieldInfo | None) -> str:
             ("at most", context.get("max_length")) if kind == "too_long" else ("at least", context["min_length"])
         )
         return f"a list of {most} {count}"
+    if kind.startswith("datetime_"):
+        return "a time, such as 2026-01-31T12:00:00Z"
+    if kind.startswith("date_"):
+        return "a date, such as 2026-01-31"
+    if kind == "timezone_aware":
+        return "a time with a time zone, such as 2026-01-31T12:00:00Z"
     rule = None if field is None else _declared_rule(field)
     if rule is not None or kind == "missing":
         return rule or "given"
