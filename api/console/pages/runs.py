@@ -85,8 +85,7 @@ async def runs_page(
 @router.post("/training_runs/archive")
 async def archive_runs(visit: Visiting, archived: bool = True) -> Response:
     """Archive the picked runs (fields `run`), or restore them."""
-    table, picked = visit.journal.run_table, visit.fields.every("run")
-    await asyncio.to_thread(table.archive, picked, visit.call.owner, archived=archived)
+    await asyncio.to_thread(visit.journal.run_table.archive, _picked(visit), visit.call.owner, archived=archived)
     return visit.go("/training_runs" if archived else "/training_runs?archived=yes")
 
 
@@ -106,9 +105,17 @@ async def confirm_deletion_page(visit: Visiting, run: Picked) -> Response:
 @router.post("/training_runs/delete")
 async def delete_runs(visit: Visiting) -> Response:
     """Delete the picked runs (fields `run`)."""
-    call, picked = visit.call, visit.fields.every("run")
-    await asyncio.to_thread(visit.journal.run_deletions.delete, picked, call.owner, call.key_id)
+    call = visit.call
+    await asyncio.to_thread(visit.journal.run_deletions.delete, _picked(visit), call.owner, call.key_id)
     return visit.go("/training_runs?archived=yes")
+
+
+def _picked(visit: Visit) -> list[str]:
+    """The runs that were picked in a page of the table. UserError: a page has fewer runs."""
+    runs = visit.fields.every("run")
+    if len(runs) > PAGE:
+        raise UserError(f"run is given {len(runs)} times: must be at most {PAGE}")
+    return runs
 
 
 @router.get("/training_runs/{run_id}")

@@ -85,6 +85,12 @@ def test_table_links_keep_the_search(browser: Any, server: Any, engine: Any) -> 
     assert wrong.status_code == 400 and "did you mean" in wrong.text
 
 
+def test_forms_pick_at_most_the_runs_of_a_page(browser: Any) -> None:
+    for action in ("archive", "delete"):
+        refused = browser.send(f"/training_runs/{action}", {"run": ["x"] * 51})
+        assert refused.status_code == 400 and "run is given 51 times: must be at most 50" in refused.text
+
+
 def test_runs_of_another_project_are_not_archived(server: Any, journal: Any, engine: Any, browse: Any) -> None:
     found = {}
     for name in ("ann", "bob"):
