@@ -167,17 +167,21 @@ class SavedCheckpoints(Aggregate):
     def get(self, path: str, owner: str | None, *, access: str | None = None) -> CheckpointView:
         """The checkpoint at `path` if it is the owner's, public, or shared with the token that hashes to `access`.
 
-        A step of an owner's run with a history is also a checkpoint (`only_in_history`).
+        A step of an owner's run with a history is also a checkpoint (`only_in_history`). If the run has made the step
+        again since its state was saved, the saved state no longer counts.
         """
         now = self._now()
+        step = CheckpointPath.parse(path).step if path.startswith("tinker://") else None
         with self._read() as connection:
             try:
-                return _readable(connection, path, owner, access, now)
+                found = _readable(connection, path, owner, access, now)
             except NotFoundError:
-                step = CheckpointPath.parse(path).step if path.startswith("tinker://") else None
                 if step is None:
                     raise
-                return _of_step(connection, path, step, owner, now)
+            else:
+                if step is None or found.owner != owner or not _made_after(connection, found, step):
+                    return found
+            return _of_step(connection, path, step, owner, now)
 
     def get_for_download(self, path: str, owner: str | None, purpose: str, key_id: str = "") -> CheckpointView:
         """The checkpoint at `path`, as in `get`. Records the download in the audit log of the checkpoint's owner.
@@ -368,6 +372,16 @@ def _of_step(connection: sa.Connection, path: str, step: int, owner: str | None,
         created_at=now,
         public=False,
     )
+
+
+def _made_after(connection: sa.Connection, saved: CheckpointView, step: int) -> bool:
+    """Whether the run made the step, or the one after a loaded state of the step, after the state was saved."""
+    of_run = (col(TrainingStep.model_id) == saved.run_id, col(TrainingStep.seq_id) != UNMADE)
+    for made in (step, step + 1):
+        last = sa.select(sa.func.max(col(TrainingStep.at))).where(*of_run, col(TrainingStep.step) == made)
+        if (at := connection.execute(last).scalar()) is not None:
+            return bool(at > saved.created_at)
+    return False
 
 
 def _key_of_run(connection: sa.Connection, run_id: str) -> str:

@@ -129,6 +129,21 @@ async def test_a_loaded_state_is_a_step_of_the_run_that_loaded_it(
         client.journal.checkpoints.get(f"tinker://{model}/weights/@2", "local")
 
 
+async def test_a_step_that_was_made_again_is_forked_again(run: str, client: Any, serve: Any, context: Any) -> None:
+    steps = [f"tinker://{run}/weights/@{step}" for step in (3, 4)]
+    for number, path in enumerate(steps, start=1):
+        assert (await loaded(client, serve, number, path)).error is None
+    before = files(context, run, "@4")
+    attempts = [client.journal.checkpoints.get(path, "local").attempt for path in steps]
+    load = client.submit(run, Kind.LOAD_WEIGHTS, {"path": f"tinker://{run}/weights/saved-3", "optimizer": True})
+    again = [load, client.forward_backward(run, [1, 3]), client.optim_step(run)]
+    again.append(client.submit(run, Kind.SAVE_WEIGHTS, {"path": "again"}))
+    assert [result.error for result in await client.results(*again)] == [None] * 4
+    assert client.journal.checkpoints.get(steps[0], "local").attempt == attempts[0]
+    assert (await loaded(client, serve, 3, steps[1])).error is None
+    assert files(context, run, "@4") == files(context, run, "again") != before
+
+
 async def test_fork_is_created_once_and_sampled(run: str, sampling: Any, client: Any, context: Any) -> None:
     path = f"tinker://{run}/weights/@4"
     saved = client.sampler(0, f"tinker://{run}/weights/saved-4")
