@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tinkerflow.backend.catalog.card import TrainedData, loaded_by, saved_by
+from tinkerflow.backend.catalog.card import TrainedData, loaded_by
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.deployments.recorded_run import Api, RecordedRequest, RecordedRun, quoted
@@ -92,18 +93,10 @@ def _of_checkpoint(api: Api, path: CheckpointPath) -> Ancestry:
 
 
 def _up_to(run: RecordedRun, path: CheckpointPath | None) -> Iterator[RecordedRequest]:
-    """The successful requests of a run up to the one that made the checkpoint; all if there is no checkpoint."""
-    last = None if path is None or path.step is None else run.made().get(path.step)
+    """The successful requests of a run up to the last one in the checkpoint; all if there is no checkpoint."""
+    last = math.inf if path is None else run.last_request(path)
     for recorded in run.requests():
-        if recorded.error is not None:
-            continue
-        yield recorded
-        if path is None:
-            continue
-        made = recorded.seq_id == last
-        saved = saved_by(path.run_id, recorded.kind, recorded.payload)
-        if made or path.step == 0 or saved == str(path):
+        if recorded.seq_id > last:
             return
-    if path is None:
-        return
-    raise NotFoundError(f"checkpoint {str(path)!r}: the history of its run has no request that made it")
+        if recorded.error is None:
+            yield recorded

@@ -14,6 +14,8 @@ import orjson
 
 from tinkerflow.backend.catalog.receipt import Link
 from tinkerflow.backend.core.errors import NotFoundError, ServerError, UserError
+from tinkerflow.backend.spec.checkpoint import CheckpointPath
+from tinkerflow.backend.spec.history import last_request
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 _HEARTBEAT_SECONDS = 20.0
@@ -199,12 +201,23 @@ class RecordedRun:
 
     def links(self, after: int | None = -1) -> Iterator[Link]:
         """The parts that a receipt covers of all requests with a seq_id above `after`."""
-        while after is not None:
-            page = self._page(after=after, payloads=False)
-            for row in page["requests"]:
-                names = ("seq_id", "kind", "step", "payload_hash", "result_hash", "error")
-                yield Link(*(row[name] for name in names))
-            after = page["next"]
+        names = ("seq_id", "kind", "step", "payload_hash", "result_hash", "error")
+        return (Link(*(row[name] for name in names)) for row in self._rows(after))
+
+    def last_request(self, path: CheckpointPath) -> int:
+        """The seq_id of the last request in a checkpoint of the run. A name or step may have several: the last counts.
+
+        NotFoundError: no request made the checkpoint.
+        """
+        rows = list(self._rows())
+        if path.step is not None:
+            last = last_request({row["seq_id"]: row["step"] for row in rows if row["step"] is not None}, path.step)
+        else:
+            made = (row["seq_id"] for row in rows if row["saves"] == str(path) and row["error"] is None)
+            last = max(made, default=None)
+        if last is None:
+            raise NotFoundError(f"checkpoint {str(path)!r}: the history of its run has no request that made it")
+        return last
 
     def made(self) -> dict[int, int]:
         """The seq_id of the optim_step that made each step. After a load, a run may make a step again: the last counts.
@@ -221,6 +234,13 @@ class RecordedRun:
             if link.kind in LOADS and link.error is None:
                 break
         return 1
+
+    def _rows(self, after: int | None = -1) -> Iterator[Any]:
+        """All requests with a seq_id above `after`, without payloads, as the API describes them."""
+        while after is not None:
+            page = self._page(after=after, payloads=False)
+            yield from page["requests"]
+            after = page["next"]
 
     def _page(self, **params: Any) -> Any:
         return self.api.ask(f"training_runs/{quoted(self.run_id)}/history", **params)

@@ -19,6 +19,7 @@ from tinkerflow.api.checkpoints import CHECKPOINT
 from tinkerflow.api.endpoints.targets import champions_of
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Strict, Wire
+from tinkerflow.backend.catalog.card import saved_by
 from tinkerflow.backend.catalog.history import past_requests
 from tinkerflow.backend.catalog.receipt import make_receipt
 from tinkerflow.backend.core.errors import NotFoundError
@@ -71,13 +72,15 @@ class CheckpointAnswers(Wire):
 class HistoryRequest(Wire):
     """An answered request. step: the optimizer step that it made. payload: its body in base64, null if not requested.
 
-    payload_hash, result_hash: SHA-256 (hex) of the body and of the result; result_hash is empty after a failure.
+    saves: the path of the named checkpoint that it saves, null if none. payload_hash, result_hash: SHA-256 (hex) of the
+    body and of the result; result_hash is empty after a failure.
     """
 
     seq_id: int
     request_id: str
     kind: str
     step: int | None
+    saves: str | None
     payload: str | None
     payload_hash: str
     result_hash: str
@@ -212,17 +215,18 @@ def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
                 display_name=session.display_name,
             ),
         ),
-        requests=[_request(past, steps.get(past.seq_id), payloads) for past in chosen],
+        requests=[_request(run_id, past, steps.get(past.seq_id), payloads) for past in chosen],
         next=chosen[-1].seq_id if more else None,
     )
 
 
-def _request(past: PastRequest, step: int | None, with_payload: bool) -> HistoryRequest:
+def _request(run_id: str, past: PastRequest, step: int | None, with_payload: bool) -> HistoryRequest:
     return HistoryRequest(
         seq_id=past.seq_id,
         request_id=past.request_id,
         kind=past.kind,
         step=step,
+        saves=saved_by(run_id, past.kind, past.payload),
         payload=base64.b64encode(past.payload).decode() if with_payload else None,
         payload_hash=digest(past.payload),
         result_hash=past.result_hash,

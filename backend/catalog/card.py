@@ -18,7 +18,7 @@ from tinkerflow.backend.catalog.history import past_requests
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import hub_name
 from tinkerflow.backend.spec.checkpoint import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, Saved
-from tinkerflow.backend.spec.history import chain, digest
+from tinkerflow.backend.spec.history import chain, digest, last_request
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class TrainedData:
     """The data in a state of a run. Call `add` with each successful request in order.
 
     steps: optimizer steps. rows: how many times each row was trained, by the row's digest. tokens: trained tokens,
-    counting repetitions. loaded: the checkpoint that the run began with or loaded last; None if it began with a fresh
+    counting repetitions. Both count from the next optim_step on: before that, a row is only in gradients, which no
+    checkpoint contains. loaded: the checkpoint that the run began with or loaded last; None if it began with a fresh
     adapter.
     """
 
@@ -48,6 +49,7 @@ class TrainedData:
     rows: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     loaded: str | None = None
+    _accumulated: list[tuple[str, int]] = field(default_factory=list)  # rows in the gradients: digests and tokens
 
     @property
     def data_digest(self) -> str:
@@ -58,13 +60,16 @@ class TrainedData:
         """Count a successful request."""
         if kind == "forward_backward":
             for datum in pb.ForwardBackwardRequest.FromString(payload).data:
-                key = row_digest(datum)
-                self.rows[key] = self.rows.get(key, 0) + 1
-                self.tokens += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+                size = sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+                self._accumulated.append((row_digest(datum), size))
         elif kind == "optim_step":
             self.steps += 1
+            for key, size in self._accumulated:
+                self.rows[key] = self.rows.get(key, 0) + 1
+                self.tokens += size
+            self._accumulated = []
         elif (loaded := loaded_by(kind, payload)) is not None:
-            self.rows, self.tokens, self.steps = {}, 0, 0  # its weights replace what was trained
+            self.rows, self.tokens, self.steps, self._accumulated = {}, 0, 0, []  # it replaces weights and gradients
             self.loaded = loaded
 
     def lines(self) -> list[str]:
@@ -101,13 +106,13 @@ def trained_data(journal: Journal, store: Store, saved: Saved) -> TrainedData | 
             return None
     except NotFoundError:  # an imported checkpoint, or a new database
         return None
-    step, steps = CheckpointPath.parse(saved.path).step, journal.histories.steps(saved.run_id)
-    last = max((seq_id for seq_id, made in steps.items() if made == step), default=None)  # a load can repeat steps
+    step = CheckpointPath.parse(saved.path).step
+    last = None if step is None else last_request(journal.histories.steps(saved.run_id), step)
     found = TrainedData()
     for past in past_requests(journal, store, saved.run_id):
         if past.error is None:
             found.add(past.kind, past.payload)
-        if past.request_id == saved.meta.request_id or past.seq_id == last:
+        if past.request_id == saved.meta.request_id or (last is not None and past.seq_id >= last):
             return found
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -54,6 +54,19 @@ class Segment:
     first: int
     last: int
     size_bytes: int
+
+
+def last_request(steps: Mapping[int, int], step: int) -> int | None:
+    """The seq_id of the last request in the state of a run after `step`; None if the run never had this state.
+
+    It is the optim_step that made the step, or the request before the optim_step that made the next one. The latter is
+    for a state that the run began with or has loaded: other requests since then changed only gradients. It is 0, the
+    creation, if there is no step. A run that has loaded an earlier state may have made the step several times. The last
+    one counts. steps: the step that each optim_step made, by seq_id.
+    """
+    made = [seq_id for seq_id, one in steps.items() if one == step]
+    before_next = [seq_id - 1 for seq_id, one in steps.items() if one == step + 1]
+    return max(made or before_next, default=None if step else 0)
 
 
 def digest(data: bytes) -> str:

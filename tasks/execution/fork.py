@@ -16,6 +16,7 @@ from datetime import timedelta
 from tinkerflow.backend.core.errors import NotFoundError, ServerError, StoreError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, CheckpointView, Kind, Limits, ModelView
 from tinkerflow.backend.spec.commands import AdapterState, ExportAdapter
+from tinkerflow.backend.spec.history import last_request
 from tinkerflow.tasks.execution.history_replay import HistoryReplay
 from tinkerflow.tasks.execution.operation import Execute, ExecutionContext
 from tinkerflow.tasks.execution.state_transfers import meta_of
@@ -49,7 +50,8 @@ async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping
     quota = await context.read(context.journal.project_limits.of, row.owner, setting)
     await context.read(context.journal.checkpoints.check_storage, row.owner, quota)
     model = await context.read(context.journal.models.get, row.run_id, None)
-    last, adapter_id = await _last_request(context, row), f"{row.run_id}@{row.step}"
+    steps = await context.read(context.journal.histories.steps, row.run_id)
+    last, adapter_id = last_request(steps, row.step) or 0, f"{row.run_id}@{row.step}"
     replay = HistoryReplay(context, model, adapter_id, execute)
     try:
         start = await _load(context, row, replay, last)
@@ -70,18 +72,6 @@ async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping
     seconds = context.clock.monotonic() - began
     text = "created %s: %d requests executed again after request %d, in %.2f s"
     log.info(text, row.path, replay.requests, start, seconds)
-
-
-async def _last_request(context: ExecutionContext, row: CheckpointView) -> int:
-    """The seq_id of the optim_step that made the step, or of the request before the optim_step that made the next one.
-
-    The latter is for a state that the run began with or has loaded: other requests since then changed only gradients.
-    0, the creation, if there is no step. A run that has loaded an earlier state may have made the step several times.
-    The last one counts.
-    """
-    steps = await context.read(context.journal.histories.steps, row.run_id)
-    made = [seq_id for seq_id, step in steps.items() if step == row.step]
-    return max(made or [seq_id - 1 for seq_id, step in steps.items() if step == row.step + 1], default=0)
 
 
 async def _load(context: ExecutionContext, row: CheckpointView, replay: HistoryReplay, last: int) -> int:

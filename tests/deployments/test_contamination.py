@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,3 +97,27 @@ def test_earlier_checkpoint_with_unknown_rows_is_named() -> None:
     assert unknown == ["tinker://b/weights/x"]
     with pytest.raises(NotFoundError, match="has no history"):
         list(trained_rows(Server(), "tinker://b/weights/x", unknown.append))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_was_saved_again_has_the_rows_up_to_the_last_save() -> None:
+    def request(seq_id: int, kind: str, payload: bytes, saves: str | None = None) -> dict[str, Any]:
+        row = {"seq_id": seq_id, "request_id": "", "kind": kind, "step": None, "saves": saves}
+        return row | {"payload": base64.b64encode(payload).decode(), "result_hash": "", "error": None}
+
+    rows = []
+    for token in range(3):
+        message = pb.ForwardBackwardRequest()
+        message.data.add().model_input.add().encoded_text.tokens = np.array([token], np.int32).tobytes()
+        rows.append(request(2 * token, "forward_backward", message.SerializeToString()))
+        name = "x" if token < 2 else "y"
+        body = f'{{"path": "{name}"}}'.encode()
+        rows.append(request(2 * token + 1, "save_weights", body, f"tinker://a/weights/{name}"))
+    server = SimpleNamespace(ask=lambda path, **params: {"run": {}, "requests": rows, "next": None})
+
+    def trained(path: str) -> list[list[int]]:
+        return [tokens.tolist() for _, tokens in trained_rows(server, path, print)]  # type: ignore[arg-type]
+
+    assert trained("tinker://a/weights/x") == [[0], [1]]
+    assert trained("tinker://a/weights/y") == [[0], [1], [2]]
+    with pytest.raises(NotFoundError, match="has no request that made it"):
+        trained("tinker://a/weights/z")

@@ -125,6 +125,8 @@ async def test_a_loaded_state_is_a_step_of_the_run_that_loaded_it(
     assert [result.error for result in results] == [None] * 4
     assert (await loaded(client, serve, 2, f"tinker://{model}/weights/@3")).error is None
     assert files(context, model, "@3") == files(context, run, "saved-3")
+    data = trained_data(client.journal, context.store, context.store.find(f"tinker://{model}/weights/@3"))
+    assert data is not None and (data.steps, data.rows, data.loaded) == (0, {}, load["path"])
     with pytest.raises(NotFoundError, match="@2' does not exist"):
         client.journal.checkpoints.get(f"tinker://{model}/weights/@2", "local")
 
@@ -364,6 +366,8 @@ async def test_a_model_card_has_data_curve_and_evaluation_of_the_checkpoint(
     assert text.endswith("## License\n\nBase model: mit (its README.md).\n")
     last = trained_data(client.journal, context.store, context.store.find(f"tinker://{run}/weights/saved-8"))
     assert last is not None and (last.steps, sum(last.rows.values())) == (8, 16)
+    middle = trained_data(client.journal, context.store, context.store.find(f"tinker://{run}/weights/middle-3"))
+    assert middle is not None and (middle.steps, sum(middle.rows.values()), middle.tokens) == (2, 4, 8)
     client.journal.histories.end(run)
     client.journal.histories.forget(run)
     assert "The run has no history of its data." in card(client.journal, context.store, saved, tmp_path)
