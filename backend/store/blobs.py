@@ -67,6 +67,25 @@ class Blobs(Protocol):
         ...
 
 
+def find(blobs: Blobs, key: str) -> bytes | None:
+    """An object's bytes; None if there is no such object."""
+    try:
+        return blobs.read(key)
+    except FileNotFoundError:
+        return None
+
+
+def put(blobs: Blobs, key: str, old: bytes | None, new: bytes) -> bool:
+    """Create an object (`old` None), or replace `old`. False: there are other bytes, and nothing was written."""
+    if old is not None:
+        return blobs.replace(key, old, new)
+    try:
+        blobs.create(key, new)
+    except FileExistsError:
+        return False
+    return True
+
+
 def open_blobs(url: str) -> Blobs:
     """The objects at `file:///folder` (or a plain absolute folder), `memory://name` or `gs://bucket/prefix`.
 

@@ -30,7 +30,7 @@ from tinkerflow.backend.spec.checkpoint import (
 )
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.ranks import LoraSpec
-from tinkerflow.backend.store.blobs import Blobs
+from tinkerflow.backend.store.blobs import Blobs, find
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 
 FORMAT = "tinkerflow-checkpoint-1"
@@ -152,20 +152,12 @@ def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KIND
                     yield CheckpointPath(run, kind, name)
 
 
-def read_bytes(blobs: Blobs, path: CheckpointPath) -> bytes | None:
-    """The bytes of the commit object of `path`; None if there is none."""
-    try:
-        return blobs.read(path.commit)
-    except FileNotFoundError:
-        return None
-
-
 def find_commit(blobs: Blobs, path: CheckpointPath) -> Saved | None:
     """The checkpoint committed at `path`, or None.
 
     StoreError: the commit object is damaged, or belongs to another checkpoint.
     """
-    data = read_bytes(blobs, path)
+    data = find(blobs, path.commit)
     return None if data is None else from_json(data, path)
 
 

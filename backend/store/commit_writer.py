@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tinkerflow.backend.core.errors import ConflictError, StoreError
 from tinkerflow.backend.spec.checkpoint import CheckpointMeta, CheckpointPath, Saved
 from tinkerflow.backend.store import commit
-from tinkerflow.backend.store.blobs import Blobs
+from tinkerflow.backend.store.blobs import Blobs, find, put
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class CommitWriter:
         """Remove a commit, then its files; see `Store.delete`. attempt: the only attempt to remove; "": any."""
         found, of = False, attempt
         # Remove the commit only if it still has these bytes: another process may have replaced or amended it.
-        while not found and (data := commit.read_bytes(self._blobs, path)) is not None:
+        while not found and (data := find(self._blobs, path.commit)) is not None:
             try:
                 saved = commit.from_json(data, path)
             except StoreError as error:
@@ -88,14 +88,7 @@ class CommitWriter:
     def replace_commit(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
         """Create a commit (`old` None), or replace it. False: there is another one. A truncated commit is undone."""
         try:
-            if old is not None:
-                done = self._blobs.replace(path.commit, old, new)
-            else:
-                try:
-                    self._blobs.create(path.commit, new)
-                    done = True
-                except FileExistsError:
-                    done = False
+            done = put(self._blobs, path.commit, old, new)
         except OSError:
             self._undo_truncated(path, old, new)
             raise
@@ -116,7 +109,7 @@ class CommitWriter:
         while True:
             if self.replace_commit(path, None, data):
                 return saved
-            existing = commit.read_bytes(self._blobs, path)
+            existing = find(self._blobs, path.commit)
             if existing is None:
                 continue  # it was deleted meanwhile
             before = commit.from_json(existing, path)
@@ -129,7 +122,7 @@ class CommitWriter:
 
     def _undo_truncated(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
         """If only the first bytes of `new` were stored, restore the previous bytes. True if it did."""
-        stored = commit.read_bytes(self._blobs, path)
+        stored = find(self._blobs, path.commit)
         if stored is None or stored == new or not new.startswith(stored):
             return False
         if old is None:

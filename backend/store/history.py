@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import datetime
 from threading import Lock
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.spec.checkpoint import check_run_id
 from tinkerflow.backend.spec.history import PastRequest, Segment, digest
 from tinkerflow.backend.spec.outliers import BlamedRow
-from tinkerflow.backend.store.blobs import Blobs
+from tinkerflow.backend.store.blobs import Blobs, find, put
 from tinkerflow.backend.store.failures import store_errors
 
 _FOLDER = "history"
@@ -130,7 +129,7 @@ class HistoryStore:
             known = self._examined(run_id)
             if step not in known and len(known) >= _MOST_EXAMINED:
                 raise UserError(f"step {step}: run {run_id!r} has the rows of {len(known)} steps, the most of a run")
-            while not self._put(key, msgspec.json.encode(rows)):
+            while not put(self._blobs, key, find(self._blobs, key), msgspec.json.encode(rows)):
                 pass  # another request changed the rows meanwhile, and the later one counts
 
     def blames(self, run_id: str, most: int = 5) -> dict[int, list[BlamedRow]]:
@@ -146,16 +145,6 @@ class HistoryStore:
                         f"history of run {run_id}: the rows of step {step} are damaged ({error})"
                     ) from error
         return found
-
-    def _put(self, key: str, data: bytes) -> bool:
-        """Write an object, new or in place of an earlier one. False: another writer changed the object meanwhile."""
-        try:
-            self._blobs.create(key, data)
-        except FileExistsError:
-            with suppress(FileNotFoundError):
-                return self._blobs.replace(key, self._blobs.read(key), data)
-            return False
-        return True
 
     def _examined(self, run_id: str) -> list[int]:
         names = self._blobs.children(f"{_FOLDER}/{check_run_id(run_id)}")

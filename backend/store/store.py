@@ -25,7 +25,7 @@ from tinkerflow.backend.spec.checkpoint import (
 )
 from tinkerflow.backend.spec.commands import AdapterKept, AdapterState, StoredState
 from tinkerflow.backend.store import commit, parts, peft
-from tinkerflow.backend.store.blobs import Blobs, open_blobs
+from tinkerflow.backend.store.blobs import Blobs, find, open_blobs
 from tinkerflow.backend.store.commit import MODEL, OPTIMIZER
 from tinkerflow.backend.store.commit_writer import CommitWriter
 from tinkerflow.backend.store.failures import store_errors
@@ -239,7 +239,7 @@ class Store:
         """Change `public` and `expires_at` in the commit of `path`. False: missing, or of another attempt."""
         where = CheckpointPath.parse(path)
         with self._errors(f"amend {where}"):
-            while (data := commit.read_bytes(self.blobs, where)) is not None:
+            while (data := find(self.blobs, where.commit)) is not None:
                 saved = commit.from_json(data, where)
                 if saved.attempt != attempt:
                     return False
