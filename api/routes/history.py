@@ -188,7 +188,6 @@ def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
     journal, store = call.journal, call.services.store
     model = _run(call, run_id)
     session = journal.sessions.get(model.session_id, None)
-    steps = journal.histories.steps(run_id)
     chosen: list[PastRequest] = []
     size, more = 0, False
     for past in past_requests(journal, store, run_id, after=after):
@@ -196,6 +195,7 @@ def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
         if more := len(chosen) == _MOST_REQUESTS or bool(chosen and size > _MOST_BYTES):
             break
         chosen.append(past)
+    steps = journal.histories.steps(run_id, chosen[0].seq_id, chosen[-1].seq_id) if chosen else {}
     return History(
         run=HistoryRun(
             training_run_id=model.id,

@@ -134,9 +134,9 @@ class Histories(Aggregate):
         with self._read() as connection:
             return has_history(connection, get_owned(connection, Model, model_id, None))
 
-    def steps(self, model_id: str) -> dict[int, int]:
-        """The optimizer step that each optim_step made, by seq_id, in order."""
-        of_model = (col(TrainingStep.model_id) == model_id, col(TrainingStep.seq_id) >= 0)
+    def steps(self, model_id: str, first: int = 0, last: int = 2**62) -> dict[int, int]:
+        """The optimizer step that each optim_step made, by seq_id, in order. first, last: the range of seq_ids."""
+        of_model = (col(TrainingStep.model_id) == model_id, col(TrainingStep.seq_id).between(first, last))
         steps = sa.select(col(TrainingStep.seq_id), col(TrainingStep.step)).where(*of_model)
         with self._read() as connection:
             return {row.seq_id: row.step for row in connection.execute(steps.order_by(col(TrainingStep.seq_id)))}

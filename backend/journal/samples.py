@@ -123,14 +123,11 @@ class Samples(Aggregate):
     def answers_of(self, path: str, owner: str | None) -> AnswersGiven:
         """The requests of this owner that the checkpoint at `path` has answered. One statement."""
         at = col(Request.finished_at)
-        answered = (
-            sa.select(sa.func.count(), sa.func.min(at), sa.func.max(at))
-            .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
-            .where(
-                col(SamplerRow.model_path) == path,
-                sa.or_(col(Request.state) == RequestState.DONE, _ANSWERED),
-                *owned_by(Request, owner),
-            )
+        samplers = sa.select(col(SamplerRow.id)).where(col(SamplerRow.model_path) == path, *owned_by(SamplerRow, owner))
+        answered = sa.select(sa.func.count(), sa.func.min(at), sa.func.max(at)).where(
+            col(Request.sampler_id).in_(samplers),  # a join lets SQLite read all requests
+            sa.or_(col(Request.state) == RequestState.DONE, _ANSWERED),
+            *owned_by(Request, owner),
         )
         with self._read() as connection:
             return AnswersGiven(*connection.execute(answered).one())

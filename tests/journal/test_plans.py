@@ -22,6 +22,7 @@ WAITING_INTERACTIVE = "ix_request_pending_interactive"
         (lambda journal, model: journal.results.expire(10), "ix_request_finished_with_bytes"),
         (lambda journal, model: journal.upkeep.unnoted(), "ix_checkpoint_to_note"),
         (lambda journal, model: journal.upkeep.unpurged(), "ix_checkpoint_to_purge"),
+        (lambda journal, model: journal.samples.answers_of(f"tinker://{model}/weights/a", "local"), "(sampler_id=?)"),
     ],
     ids=[
         "pending_models",
@@ -33,6 +34,7 @@ WAITING_INTERACTIVE = "ix_request_pending_interactive"
         "expire_results",
         "unnoted",
         "unpurged",
+        "answers_of",
     ],
 )
 def test_the_partial_index_is_used(scene, url, statements, call, index):
