@@ -41,8 +41,7 @@ class Upkeep(Aggregate):
         due, now = col(Checkpoint.expires_at), self._now()
         is_due = (col(Checkpoint.deleted_at).is_(None), due <= now)
         chosen = sa.select(col(Checkpoint.path)).where(*is_due).order_by(due, col(Checkpoint.path)).limit(limit)
-        # Checked again, because the owner may have cleared the expiry since the query.
-        return self._delete((col(Checkpoint.path).in_(chosen), *is_due), now)
+        return self._delete(chosen, is_due, now)
 
     def delete_retired(self, rule: Retention, limit: int = 100) -> list[str]:
         """Mark at most `limit` checkpoints as deleted that `rule` does not keep, oldest first. Returns their paths."""
@@ -63,9 +62,8 @@ class Upkeep(Aggregate):
             .order_by(ranked.c.created_at, ranked.c.path)
             .limit(limit)
         )
-        # Checked again, because a checkpoint may have been published since the query.
-        which = (col(Checkpoint.path).in_(old), col(Checkpoint.deleted_at).is_(None), _may_go(rule, now))
-        return self._delete(which, now, {"retention": f"last {rule.last}, every {rule.every}"})
+        still = (col(Checkpoint.deleted_at).is_(None), _may_go(rule, now))
+        return self._delete(old, still, now, {"retention": f"last {rule.last}, every {rule.every}"})
 
     def unpurged(self, limit: int = 100) -> list[tuple[str, str]]:
         """(path, attempt) of deleted checkpoints whose files may still exist, earliest deletion first."""
@@ -103,11 +101,21 @@ class Upkeep(Aggregate):
             connection.execute(sa.update(Checkpoint).where(*same).values(noted=True))
 
     def _delete(
-        self, which: Sequence[sa.ColumnElement[bool]], now: datetime, details: Mapping[str, object] | None = None
+        self,
+        chosen: sa.Select[tuple[str]],
+        still: Sequence[sa.ColumnElement[bool]],
+        now: datetime,
+        details: Mapping[str, object] | None = None,
     ) -> list[str]:
-        """Mark the matching checkpoints as expired and deleted. Returns their paths."""
+        """Mark the checkpoints with the `chosen` paths as expired and deleted. Returns their paths.
+
+        They are chosen without the write lock, so `still` is checked again: an owner may have changed one meanwhile.
+        """
+        if not (paths := self._column(chosen)):
+            return []
         with self._write() as connection:
             event = audit.AuditedEvent.CHECKPOINT_EXPIRED
+            which = (col(Checkpoint.path).in_(paths), *still)
             rows = mark_deleted(connection, which, now, event, actor=audit.SERVICE, details=details)
         return [row.path for row in rows]
 

@@ -49,6 +49,12 @@ def test_retention_keeps_the_last_and_every_nth_of_each_kind(scene, steps, rule,
     assert scene.journal.upkeep.delete_retired(rule) == []
 
 
+def test_a_sweep_with_nothing_to_delete_does_not_write(scene, steps, statements):
+    with statements() as made:
+        assert scene.journal.upkeep.delete_retired(Retention(9)) == scene.journal.upkeep.delete_expired() == []
+    assert len(made) == 2 and not any("UPDATE" in one for one in made)
+
+
 def test_retention_is_bounded_and_takes_the_oldest_first(scene, steps):
     assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s1", "s2"}
     assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s3", "s4"}
