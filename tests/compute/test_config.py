@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.compute.conftest import FAMILY_SHAPE, SHAPE
 from tests.compute.test_gemma4 import E2B
 from tests.compute.test_hybrid import QWEN3_5_9B, changed
 from tests.compute.test_latent import DEEPSEEK_V3, GLM_4_7_FLASH
@@ -15,7 +14,7 @@ from tests.compute.test_rope import FIELDS as ROPE
 from tests.compute.test_rope import LONG
 from tests.compute.test_routed import GLM_4_5_AIR, MINIMAX_M2
 
-from tinkerflow.backend.compute.models.families import load_config, parse_config
+from tinkerflow.backend.compute.models.families import load_config, parse_config, registered
 from tinkerflow.backend.compute.models.layers import Attention, Experts, SoftmaxRouter
 from tinkerflow.backend.compute.models.rope import Llama3Rope, Rope
 from tinkerflow.backend.core.errors import UserError
@@ -45,20 +44,37 @@ def test_omitted_config_fields_have_defaults():
     assert not config.tied
 
 
-@pytest.mark.parametrize(
-    ("family", "field"),
-    [
-        *((name, "rms_norm_eps") for name in ("gpt_oss", "ministral3", "olmo2", "olmo3", "phi3")),
-        ("mistral", "sliding_window"),
-        *((name, "routed_scaling_factor") for name in ("deepseek_v3", "glm4_moe_lite")),
-    ],
-)
-def test_a_missing_field_has_the_default_of_transformers(family, field):
-    shape = {**SHAPE, **FAMILY_SHAPE.get(family, {})} | {"num_key_value_heads": 4}
-    shape.pop(field, None)
-    whole = transformers.AutoConfig.for_model(family, **shape).to_dict()
-    without = {key: value for key, value in whole.items() if key != field}
+@pytest.mark.parametrize("family", sorted(registered().keys() - {"mistral3"}))
+def test_a_missing_field_has_the_default_of_transformers(family):
+    """Or the file must have it. The shapes of the tensors show the two fields that are left out here."""
+    whole = transformers.AutoConfig.for_model(family).to_dict()
+    text = whole.get("text_config", whole)
+    text["head_dim"] = text.get("head_dim") or 128  # the default of some families is odd
+    if whole.get("vision_config"):
+        whole["vision_config"]["out_hidden_size"] = text["hidden_size"]
+    expected, required = parse_config(whole, name="m"), 0
+    for field in text.keys() - {"head_dim", "num_key_value_heads", "model_type"}:
+        without = {key: value for key, value in text.items() if key != field}
+        try:
+            found = parse_config(without if text is whole else whole | {"text_config": without}, name="m")
+        except UserError as error:
+            required += "config.json has no field" in error.message or pytest.fail(error.message)
+        else:
+            assert found == expected, field
+    assert required
+
+
+def test_routing_without_groups_in_the_file_is_that_of_transformers():
+    whole = transformers.AutoConfig.for_model("deepseek_v3").to_dict()
+    without = {key: value for key, value in whole.items() if key not in ("n_group", "topk_group")}
     assert parse_config(without, name="m") == parse_config(whole, name="m")
+
+
+def test_a_text_model_of_mistral3_has_the_defaults_of_its_own_type():
+    text = {**FIELDS, "model_type": "mistral", "num_key_value_heads": 4}
+    for kind, window, eps in (("mistral", 4096, 1e-6), ("ministral3", None, 1e-5)):
+        cfg = parse_config({"model_type": "mistral3", "text_config": text | {"model_type": kind}}, name="m")
+        assert (cfg.attentions[0].window, cfg.norm.eps) == (window, eps)
 
 
 def test_qwen2_has_biases_and_ignores_its_unused_window():

@@ -76,6 +76,10 @@ class ConfigFields:
         """The fields with these values added or replaced."""
         return replace(self, values={**self.values, **values})
 
+    def with_defaults(self, **values: Any) -> ConfigFields:
+        """The fields with these values for fields that the file leaves out: transformers' defaults of a family."""
+        return replace(self, values={**values, **self.values})
+
     def without(self, *keys: str) -> ConfigFields:
         """The fields without `keys`, which a family reads itself: the shared readers refuse some of their values."""
         return replace(self, values={key: value for key, value in self.values.items() if key not in keys})

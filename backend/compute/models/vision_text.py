@@ -22,20 +22,20 @@ _TOWER = tuple(
 )
 
 
-def with_unused_tower(
-    text_model: Family, *, types: tuple[str, ...], model_type: str, title: str, defaults: Mapping[str, Any] = {}
-) -> Family:
-    """The family of models with a text model of the family `text_model`, and a vision tower that is not loaded.
+def with_unused_tower(*text_models: Family, model_type: str, title: str, defaults: Mapping[str, Any] = {}) -> Family:
+    """The family of models with a text model of one of these families, and a vision tower that is not loaded.
 
-    types: the text model's values of `model_type`. model_type, title: of the new family. defaults: fields of
-    `text_config` that its file may leave out.
+    text_models: the first one is the default. model_type, title: of the new family. defaults: fields of `text_config`
+    that its file may leave out.
     """
+    by_type = {family.model_type: family for family in text_models}
 
     def parse(fields: ConfigFields) -> ModelConfig:
-        return text_model.parse(text_fields(fields, *types, defaults=defaults))
+        text = text_fields(fields, *by_type, defaults=defaults)
+        return by_type[fields.inner("text_config").get("model_type", next(iter(by_type)))].parse(text)
 
     return replace(
-        text_model,
+        text_models[0],
         model_type=model_type,
         title=title,
         parse=parse,

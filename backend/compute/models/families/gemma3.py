@@ -13,4 +13,4 @@ _DEFAULTS = {
     "sliding_window": 4096,
 }
 
-FAMILY = with_unused_tower(TEXT_MODEL, types=("gemma3_text",), model_type="gemma3", title="Gemma 3", defaults=_DEFAULTS)
+FAMILY = with_unused_tower(TEXT_MODEL, model_type="gemma3", title="Gemma 3", defaults=_DEFAULTS)

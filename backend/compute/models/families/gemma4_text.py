@@ -96,7 +96,7 @@ class MLPBesideExperts:
 
 def gemma4(fields: ConfigFields) -> ModelConfig:
     """The config of the text model. UserError: a field is missing or not supported."""
-    fields = ConfigFields(fields.name, {**_DEFAULTS, **fields.values})
+    fields = fields.with_defaults(**_DEFAULTS)
     fields.refuse_others(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention="vision")
     norm = RMSNorm.read(fields)
     attentions = _attentions(fields, norm)

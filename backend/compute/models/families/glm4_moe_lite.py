@@ -7,5 +7,8 @@ from tinkerflow.backend.compute.models.families.deepseek_v3 import FAMILY as DEE
 from tinkerflow.backend.compute.models.families.deepseek_v3 import deepseek_v3
 
 FAMILY = replace(
-    DEEPSEEK_V3, model_type="glm4_moe_lite", title="GLM-4.7-Flash", parse=partial(deepseek_v3, eps=1e-5, scale=1.8)
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    title="GLM-4.7-Flash",
+    parse=partial(deepseek_v3, eps=1e-5, scale=1.8, defaults={"q_lora_rank": 768}),
 )

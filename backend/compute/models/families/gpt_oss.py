@@ -32,7 +32,16 @@ _PARTS = (
 )
 
 
+_ROPE = {  # transformers' default
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+
 def _gpt_oss(fields: ConfigFields) -> ModelConfig:
+    fields = fields if fields.rope else fields.with_values(rope_parameters=_ROPE)
     refuse_other_mlps(fields)
     fields.refuse_others(attention_bias=True)
     norm, count = RMSNorm.read(fields, eps=1e-5), fields.size("num_local_experts")

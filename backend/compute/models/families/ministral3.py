@@ -1,9 +1,25 @@
 """Ministral 3: Mistral with YaRN, and queries that grow with the logarithm of the position."""
 
 from dataclasses import replace
-from functools import partial
 
+from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families.mistral import FAMILY as MISTRAL
 from tinkerflow.backend.compute.models.families.mistral import mistral
+from tinkerflow.backend.compute.models.fields import ConfigFields
 
-FAMILY = replace(MISTRAL, model_type="ministral3", title="Ministral 3", parse=partial(mistral, eps=1e-5))
+_ROPE = {  # transformers' default
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _ministral3(fields: ConfigFields) -> ModelConfig:
+    return mistral(fields if fields.rope else fields.with_values(rope_parameters=_ROPE), eps=1e-5)
+
+
+FAMILY = replace(MISTRAL, model_type="ministral3", title="Ministral 3", parse=_ministral3)

@@ -16,7 +16,7 @@ def mistral(fields: ConfigFields, *, fused: bool = False, window: int | None = N
 
     window, eps: the sliding window and the epsilon of norms, if the file does not contain these fields.
     """
-    fields = ConfigFields(fields.name, {"sliding_window": window, **fields.values})
+    fields = fields.with_defaults(sliding_window=window)
     norm = RMSNorm.read(fields, eps)
     attention, mlp = Attention.read(fields, fused=fused), MLP.read(fields, fused=fused)
     usual = FULL if fields.get("sliding_window") is None else SLIDING

@@ -77,7 +77,7 @@ class Experts:
         fields.refuse_others(decoder_sparse_step=1, mlp_only_layers=[])
         # transformers 5 writes num_local_experts; earlier releases, and most of the hub, num_experts.
         key, other = "num_experts", "num_local_experts"
-        if fields.get(key) is None:
+        if fields.get(key) is None and fields.get(other) is not None:
             key, other = other, key
         count = fields.size(key)
         fields.refuse_others(**{other: count})
