@@ -140,7 +140,15 @@ def test_rope_is_found_where_either_generation_keeps_it(rope):
         (DEEPSEEK_V3 | {"q_lora_rank": 0}, "q_lora_rank is 0"),
         (DEEPSEEK_V3 | {"attention_bias": True}, "attention_bias True is not supported"),
         (DEEPSEEK_V3 | {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
-        (GLM_4_7_FLASH | {"partial_rotary_factor": 0.5}, "partial_rotary_factor makes 32 of qk_rope_head_dim 64"),
+        (GLM_4_7_FLASH | {"partial_rotary_factor": 0.5}, "partial_rotary_factor rotates 32 of 64 dimensions"),
+        (
+            FIELDS | {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor rotates 4 of 8 dimensions of a head; must be 1",
+        ),
+        (
+            FIELDS | {"rope_parameters": {"rope_type": "default", "full_attention": {"rope_type": "default"}}},
+            "has fields besides those of layer types",
+        ),
         (changed(layer_types=["mamba"] * 32), "layer_types .* must be 32 of linear_attention, full_attention"),
         (changed(layer_types=["full_attention"] * 32), "layer_types are all 'full_attention'"),
         (changed(linear_num_key_heads=5), "linear_num_key_heads 5.*key heads must divide value heads"),

@@ -22,6 +22,7 @@ FIELDS: dict[str, Any] = {
     "intermediate_size": 64,
     "max_position_embeddings": 512,
 }
+PHI = FIELDS | {"model_type": "phi3"}  # a family that can rotate a part of each head
 LONG = {"short_factor": [1 + i / 40 for i in range(16)], "long_factor": [2 + i for i in range(16)]}
 CASES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
@@ -75,7 +76,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("context", [64, 512])
 def test_rope_frequencies_equal_transformers(case, context):
     values = {"rope_theta": 10000.0, **CASES[case]}
-    rope = parse_config(FIELDS | {"rope_parameters": values}, name="m").for_context(context).ropes[0]
+    fields = PHI if case == "linear in part" else FIELDS
+    rope = parse_config(fields | {"rope_parameters": values}, name="m").for_context(context).ropes[0]
     config = transformers.LlamaConfig(**{**FIELDS, "rope_parameters": dict(values)})
     if case == "default":
         wanted, attention = 1 / 5e5 ** (torch.arange(0, 32, 2) / 32), 1.0
@@ -86,6 +88,6 @@ def test_rope_frequencies_equal_transformers(case, context):
 
 
 def test_partial_rotary_embedding_rotates_part_of_each_head():
-    rope = parse_config(FIELDS | {"partial_rotary_factor": 0.5, "rope_theta": 1e6}, name="m").ropes[0]
+    rope = parse_config(PHI | {"partial_rotary_factor": 0.5, "rope_theta": 1e6}, name="m").ropes[0]
     assert rope.dims == 16
     np.testing.assert_allclose(rope_frequencies(rope), 1e6 ** -(np.arange(8) / 8))

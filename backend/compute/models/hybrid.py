@@ -29,7 +29,7 @@ def hybrid(fields: ConfigFields, *, fused: bool = False, experts: bool = False) 
     """
     fields.refuse_others(attn_output_gate=True)
     norm = RMSNorm.read(fields, plus_one=True)
-    attention = Attention.read(rotary_share(fields, _ROTARY), qk_norm="each head", norm=norm, gated=True)
+    attention = Attention.read(rotary_share(fields, _ROTARY), partial=True, qk_norm="each head", norm=norm, gated=True)
     delta = GatedDeltaNet.read(fields, fused=fused, norm_eps=norm.eps)
     if experts:
         shared = MLP(

@@ -154,7 +154,11 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
             error=fields.error,
         )
 
-    by_type = bool(values) and all(isinstance(each, dict) for each in values.values())
+    by_type = any(isinstance(each, dict) for each in values.values())
+    if by_type and not all(isinstance(each, dict) for each in values.values()):
+        raise fields.error(
+            f"rope_parameters {values!r} has fields besides those of layer types; must be one or the other"
+        )
     return {name: read(each) for name, each in values.items()} if by_type else {"": read(values)}
 
 

@@ -12,6 +12,7 @@ def _glm4_moe(fields: ConfigFields) -> ModelConfig:
     norm = RMSNorm.read(fields, eps=1e-5)
     attention = Attention.read(
         rotary_share(fields, 0.5).without("attention_bias"),
+        partial=True,
         qk_norm="each head" if fields.flag("use_qk_norm") else "none",
         norm=norm,
         biases=("q", "k", "v") if fields.flag("attention_bias") else (),

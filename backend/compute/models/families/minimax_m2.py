@@ -26,7 +26,9 @@ def _minimax_m2(fields: ConfigFields) -> ModelConfig:
         share = fields.size("rotary_dim") / fields.size("head_dim", 128)
         fields.refuse_others(partial_rotary_factor=share)
     norm, count = RMSNorm.read(fields), fields.size("num_local_experts")
-    attention = Attention.read(rotary_share(fields, share), rope_theta=5_000_000.0, qk_norm="all heads", norm=norm)
+    attention = Attention.read(
+        rotary_share(fields, share), partial=True, rope_theta=5_000_000.0, qk_norm="all heads", norm=norm
+    )
     router = SigmoidRouter(
         fields.chosen_experts(count), module=f"{_MODULE}gate", correction=f"{_MODULE}e_score_correction_bias"
     )

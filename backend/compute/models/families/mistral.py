@@ -18,7 +18,7 @@ def mistral(fields: ConfigFields, *, fused: bool = False, window: int | None = N
     """
     fields = fields.with_defaults(sliding_window=window)
     norm = RMSNorm.read(fields, eps)
-    attention, mlp = Attention.read(fields, fused=fused), MLP.read(fields, fused=fused)
+    attention, mlp = Attention.read(fields, partial=fused, fused=fused), MLP.read(fields, fused=fused)
     usual = FULL if fields.get("sliding_window") is None else SLIDING
     layers = [
         DecoderLayer(replace(attention, window=window), mlp, norm)

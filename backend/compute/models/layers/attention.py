@@ -83,12 +83,19 @@ class Attention:
 
     @classmethod
     def read(
-        cls, fields: ConfigFields, *, rope_theta: float = 10_000.0, one_rope: bool = True, **variant: Any
+        cls,
+        fields: ConfigFields,
+        *,
+        rope_theta: float = 10_000.0,
+        one_rope: bool = True,
+        partial: bool = False,
+        **variant: Any,
     ) -> Attention:
         """The attention that `config.json` describes. UserError: a field is missing or not supported.
 
         rope_theta: the default if the file sets none. one_rope: all layers share one rotary embedding; otherwise the
-        result uses that of layers with full attention. variant: other fields of this class.
+        result uses that of layers with full attention. partial: the family can rotate a part of each head. variant:
+        other fields of this class.
         """
         fields.refuse_others(attention_bias=False, use_sliding_window=False)
         heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
@@ -97,6 +104,10 @@ class Attention:
         if one_rope and len(set(ropes.values())) > 1:
             raise fields.error(f"rope_parameters {fields.rope!r} is not supported; must be the same for all layers")
         rope = ropes.get("") or ropes.get(FULL) or next(iter(ropes.values()))
+        if rope.dims != head_dim and not partial:
+            raise fields.error(
+                f"partial_rotary_factor rotates {rope.dims} of {head_dim} dimensions of a head; must be 1"
+            )
         if heads % kv_heads or head_dim % 2:
             raise fields.error(
                 f"{heads} heads, {kv_heads} key-value heads, head_dim {head_dim}; "

@@ -75,8 +75,6 @@ class LatentAttention:
         plain = Attention.read(fields.with_values(head_dim=rotary, num_key_value_heads=None))
         rope = plain.rope
         assert rope is not None
-        if rope.dims != rotary:
-            raise fields.error(f"partial_rotary_factor makes {rope.dims} of qk_rope_head_dim {rotary}; must be 1")
         fields.refuse_others(qk_head_dim=fields.size("qk_nope_head_dim") + rotary)
         scale = 1.0
         if isinstance(rope.scaling, YarnRope):
