@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,8 +40,8 @@ _RESAMPLED = 2**31  # plus the attempt's number, replaces the row's number in se
 class Sampled:
     """Conversations of one step.
 
-    trajectories: of each episode, in the order of groups and their episodes. gaps: for each trajectory [N], see
-    `kl_advantages`. first: the groups before some were replaced. lost: conversations that are in no group.
+    trajectories: of each episode, in the order of groups and their episodes. gaps: for each compared trajectory [N],
+    see `kl_advantages`. first: the groups before some were replaced. lost: conversations that are in no group.
     """
 
     groups: Sequence[Sequence[Episode]]
@@ -66,11 +67,12 @@ class RlRecipe:
     rows: the prompts. rollouts: conducts conversations. other: the model that every sampled token is compared with;
     None: the weights that drew the token. other_prompt: the tokens of a group's prompt for `other`; None: the same.
     kl: the name of the metric that compares the two models, the mean of the model's own minus the other's log
-    probability. coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have
-    rewards. advantage: a name in `ESTIMATORS`. overlong_tokens: see `overlong_penalty`. resample: how many times groups
-    with equal rewards are replaced by groups of other rows. curriculum: the rows that a step may pick; None: all. loss,
-    loss_config, trust_region: the policy's loss. held_out_rows: prompts that are measured after each segment. versions:
-    the weights that steps sample from. recorded: whether rollouts are written to the work folder, for people.
+    probability. coefficient: the weight of this comparison in the advantages; 0: one conversation of each group is
+    compared, for the metric only. rewards: whether answers have rewards. advantage: a name in `ESTIMATORS`.
+    overlong_tokens: see `overlong_penalty`. resample: how many times groups with equal rewards are replaced by groups
+    of other rows. curriculum: the rows that a step may pick; None: all. loss, loss_config, trust_region: the policy's
+    loss. held_out_rows: prompts that are measured after each segment. versions: the weights that steps sample from.
+    recorded: whether rollouts are written to the work folder, for people.
     """
 
     run: PreparedRun
@@ -119,10 +121,10 @@ class RlRecipe:
         ]
         of_groups = ESTIMATORS[self.advantage](rewards)
         advantages = np.concatenate(of_groups)
-        tokens = sum(map(len, sampled.gaps))
+        tokens = sum(len(trajectory.logprobs) for few in sampled.trajectories for trajectory in few)
         # A loss that is not proportional to the advantages is divided by its weights.
         scale, weight = (1, 1 / tokens) if "advantages" not in LOSSES[self.loss].masks else (tokens, None)
-        near = iter(kl_advantages(sampled.gaps, self.coefficient))
+        near = iter(kl_advantages(sampled.gaps, self.coefficient)) if self.coefficient else repeat(np.zeros(1))
         data = [
             trajectory.datum((advantage + next(near)) / scale, weight, self.trust_region)
             for advantage, trajectories in zip(advantages, sampled.trajectories, strict=True)
@@ -223,14 +225,16 @@ class RlRecipe:
         self.rollouts.refuse_failures(len(self.rows))
         episodes = [episode for group in groups for episode in group]
         trajectories = [episode.trajectories() for episode in episodes]
-        each = [trajectory for few in trajectories for trajectory in few]
-        seen = [None if self.other_prompt is None else self.other_prompt(group[0]) for group in groups]
-        of_episodes = [prompt for group, prompt in zip(groups, seen, strict=True) for _ in group]
-        prompts = [prompt for few, prompt in zip(trajectories, of_episodes, strict=True) for _ in few]
         other = self.other or sampler
-        asked = [trajectory.logprobs_by(other, seen) for trajectory, seen in zip(each, prompts, strict=True)]
-        by_other = await asyncio.gather(*asked)
-        gaps = [trajectory.logprobs - other for trajectory, other in zip(each, by_other, strict=True)]
+        compared = [
+            (trajectory, seen)
+            for group in groups
+            for seen in [None if self.other_prompt is None else self.other_prompt(group[0])]
+            for episode in (group if self.coefficient else group[:1])  # which is enough for the metric
+            for trajectory in episode.trajectories()
+        ]
+        by_other = await asyncio.gather(*(trajectory.logprobs_by(other, seen) for trajectory, seen in compared))
+        gaps = [trajectory.logprobs - other for (trajectory, _), other in zip(compared, by_other, strict=True)]
         return Sampled(groups, trajectories, gaps, first, lost)
 
     def _measure(self, sampled: Sampled) -> dict[str, float]:

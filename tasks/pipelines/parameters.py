@@ -346,7 +346,11 @@ class RlParameters(JudgeParameters, SamplingParameters):
         "DAPO; 0 = none.",
     )
     kl_coefficient: float = Field(
-        0.0, ge=0, le=100, description="Penalty for diverging from the base model; 0 = the divergence is only measured."
+        0.0,
+        ge=0,
+        le=100,
+        description="Penalty for diverging from the base model; 0 = the divergence is only measured, on one answer to "
+        "each prompt.",
     )
 
     @model_validator(mode="after")

@@ -153,9 +153,13 @@ async def test_drift_reference_is_the_weights_that_sampled_the_tokens(
     monkeypatch.setattr(Sampler, "compute_logprobs", logprobs)
     client = Client(tokenizer)
     client.version = 5
-    recipe = replace(recipe_of(tokenizer), other=None, other_prompt=lambda episode: [7, len(episode.turns)])
+    seen: Any = {"other_prompt": lambda episode: [7, len(episode.turns)]}
+    recipe = replace(recipe_of(tokenizer), other=None, coefficient=1.0, **seen)
     values = await recipe.submit(client, 0, tinker.AdamParams())  # type: ignore[arg-type]
     assert scored == [(5, [7, 1])] * 2 and values["kl_to_base"] == 2.0
+    scored.clear()
+    values = await replace(recipe, coefficient=0.0).submit(client, 1, tinker.AdamParams())  # type: ignore[arg-type]
+    assert scored == [(6, [7, 1])] and values["kl_to_base"] == 2.0, "the metric needs one answer to each prompt"
 
 
 async def test_a_loss_that_is_not_proportional_to_advantages_is_divided_by_weights(tokenizer: Any) -> None:
