@@ -96,14 +96,22 @@ class Page:
 
     def drag(self, selector: str, start: float, end: float) -> None:
         """Drag the pointer across an element. start, end: fractions of the element's width."""
+        with self.dragging(selector, start, end):
+            pass
+
+    @contextmanager
+    def dragging(self, selector: str, start: float, end: float) -> Iterator[None]:
+        """Drag the pointer as `drag` does, and release it after the block."""
         from selenium.webdriver import ActionChains
 
         def pull(element: Any) -> None:
             width = element.size["width"]
             chain = ActionChains(self._browser).move_to_element_with_offset(element, (start - 0.5) * width, 0)
-            chain.click_and_hold().move_by_offset((end - start) * width, 0).release().perform()
+            chain.click_and_hold().move_by_offset((end - start) * width, 0).perform()
 
         self._with(selector, pull)
+        yield
+        ActionChains(self._browser).release().perform()
 
     def run(self, script: str, *values: Any) -> Any:
         """Run a script in the page, with `values` as its `arguments`, and return its result."""

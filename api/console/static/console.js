@@ -13,7 +13,7 @@ function watch(part) {
       const url = `${part.dataset.live}${part.dataset.live.includes("?") ? "&" : "?"}seen=${encodeURIComponent(part.dataset.seen)}`;
       const answer = await fetch(url, { headers: { accept: "text/html" } });
       if (answer.status === 401 || answer.status === 404) return;
-      if (answer.status === 200) {
+      if (answer.status === 200 && !part.querySelector(".picked")) { // a chart stays while a range of it is selected
         const fresh = document.createRange().createContextualFragment(await answer.text()).firstElementChild;
         part.replaceWith(fresh);
         if (fresh.dataset.live) watch(fresh);
@@ -79,19 +79,23 @@ document.addEventListener("pointerdown", (event) => {
   svg.append(picked);
   const move = (moved) => picked.setAttribute("d", `M${across(from)} ${top}H${across(pointed(figure, data, moved))}V${bottom}H${across(from)}Z`);
   document.addEventListener("pointermove", move);
-  document.addEventListener("pointerup", (released) => {
+  const end = (released) => {
+    for (const kind of ["pointerup", "pointercancel"]) document.removeEventListener(kind, end);
     document.removeEventListener("pointermove", move);
     picked.remove();
+    if (released.type === "pointercancel") return;
     const [low, high] = [from, pointed(figure, data, released)].sort((a, b) => a - b);
     if (across(high) - across(low) < 4) return;
     const places = figure.closest("[data-places]");
     const runs = places ? JSON.parse(places.dataset.places) : [];
     const step = (x, choose) => (places ? choose(...runs.map((run) => at(run, x)[1])) : choose === Math.min ? Math.ceil(x) : Math.floor(x));
-    const url = new URL(location.href);
-    url.searchParams.set("first", step(low, Math.min));
-    url.searchParams.set("last", step(high, Math.max));
+    const url = new URL(location.href), first = step(low, Math.min), last = step(high, Math.max);
+    if (first > last) return; // the range lies between two steps
+    url.searchParams.set("first", first);
+    url.searchParams.set("last", last);
     location.assign(url);
-  }, { once: true });
+  };
+  for (const kind of ["pointerup", "pointercancel"]) document.addEventListener(kind, end);
 });
 document.querySelectorAll("form[data-auto]").forEach((form) => form.addEventListener("change", () => form.requestSubmit()));
 

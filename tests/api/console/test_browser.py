@@ -135,6 +135,25 @@ def test_selected_part_of_a_chart_is_restored_by_its_link(page: Page, server: An
     assert page.barriers() == [] and page.complaints() == []
 
 
+def test_a_chart_stays_while_a_part_of_it_is_selected(page: Page, server: Any, engine: Any, put_steps: Any) -> None:
+    run = server.model()
+    put_steps(run, 6)
+    page.open(f"{server.url}/training_runs/{run}")
+    page.shows("6 steps measured")
+    page.drag("figure.chart svg", 0.5, 0.55)  # a range without a step
+    page.run(
+        "const real = fetch; window.answers = 0;"
+        "window.fetch = (...all) => real(...all).finally(() => { window.answers += 1; })"
+    )
+    with page.dragging("figure.chart svg", 0.3, 0.65):
+        put_steps(run, 200, first=7)
+        before = page.run("return window.answers")
+        wait_for(lambda: page.run("return window.answers") > before + 1)
+        assert "live 6 steps measured" in page.text()
+    page.shows("live 2 steps shown")
+    assert "first=3&last=4" in page.run("return location.href") and page.complaints() == []
+
+
 def test_runs_are_found_sorted_and_archived(page: Page, server: Any, engine: Any) -> None:
     runs = [server.model(name=name) for name in ("apple", "banana", "cherry")]
     page.open(f"{server.url}/training_runs")
