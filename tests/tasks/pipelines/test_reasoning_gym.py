@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from tinkerflow.tasks.pipelines.parameters import RlParameters
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
 from tinkerflow.tasks.pipelines.sources import RawRow, read_rows
 
-pytest.importorskip("reasoning_gym", reason="no reasoning-gym", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="no reasoning-gym")
 
 URL = "reasoning-gym://chain_sum?size=3&max_terms=2&max_digits=1"
 
