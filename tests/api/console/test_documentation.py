@@ -1,12 +1,13 @@
-"""The website of the documentation, served by the API."""
+"""The website of the documentation: it is built without a warning, and served by the API."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.docs.website import build
+from tests.docs.website import build, page_map
 from tests.e2e.browser import open_page
 from tests.waiting import wait_for
 
@@ -15,6 +16,12 @@ from tinkerflow.api.console import render
 TEXTS_OF_COMPONENTS = (
     "return [...document.querySelectorAll('*')].map((one) => one.shadowRoot?.textContent ?? '').join()"
 )
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("zensical", reason="pip install '.[docs]'")
+    return build(tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture
@@ -56,11 +63,30 @@ def test_missing_documentation_shows_how_to_build_it(
     assert "/docs/" not in browser.get("/").text
 
 
-def test_documentation_pages_are_accessible_and_their_scripts_run(
-    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_page_is_built_and_in_the_navigation(html: Path) -> None:
+    front = (html / "index.html").read_text()
+    for entry in (entry for entries in page_map().values() for entry in entries):
+        name = entry.file.removeprefix("../").removesuffix(".md")
+        assert (html / name / "index.html").exists()
+        assert (html / f"{name}.md").exists(), "llms.txt lists the Markdown"
+        assert f'href="{name}/"' in front
+    assert (html / "llms.txt").exists()
+    assert "tinkerflow blame" in (html / "search.json").read_text()
+
+
+def test_pages_load_nothing_from_other_hosts(html: Path) -> None:
+    for page in html.rglob("*.html"):
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"([^\"]+)\"", text)
+        loaded += re.findall(r"<link[^>]* rel=\"(?:stylesheet|preload|icon|preconnect)\"[^>]*>", text)
+        assert loaded
+        assert not [one for one in loaded if "//" in one], page
+
+
+def test_documentation_pages_are_accessible_and_can_be_searched(
+    server: Any, html: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("zensical", reason="pip install '.[docs]'")
-    monkeypatch.setattr(render, "WEBSITE", build(tmp_path / "site"))
+    monkeypatch.setattr(render, "WEBSITE", html)
     with open_page(tmp_path / "chromium") as page:
         for path in ("", "pipelines/"):
             for width in (1400, 360):
