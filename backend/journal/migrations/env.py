@@ -1,4 +1,7 @@
-"""Alembic's entry: run the migrations on the connection that `migrate.py` opened, in its transaction."""
+"""Alembic's entry: run the migrations on the connection that `migrate.py` opened, in its transaction.
+
+`upgrade` of a migration brings the schema to its revision, in place.
+"""
 
 from __future__ import annotations
 

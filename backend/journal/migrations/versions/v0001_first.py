@@ -9,8 +9,6 @@ from alembic import op
 
 revision = "v0001"
 down_revision = None
-branch_labels = None
-depends_on = None
 
 _TYPES: dict[str, sa.types.TypeEngine[Any]] = {
     "bool": sa.Boolean(),
@@ -102,7 +100,6 @@ process
 
 
 def upgrade() -> None:
-    """Bring the schema here."""
     for text in _TABLES.strip().replace("\n  ", "\t").splitlines():
         table, *lines = text.split("\t")
         columns = [word for line in lines for word in line.split() if ":" in word]

@@ -6,8 +6,6 @@ from alembic import op
 
 revision = "v0002"
 down_revision = "v0001"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "v0003"
 down_revision = "v0002"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -7,12 +7,9 @@ from alembic import op
 
 revision = "v0004"
 down_revision = "v0003"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.create_table(
         "training_step",
         sa.Column("model_id", sa.String(), sa.ForeignKey("model.id", name="fk_training_step_model_id"), nullable=False),

@@ -7,10 +7,7 @@ from alembic import op
 
 revision = "v0008"
 down_revision = "v0007"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.add_column("request", sa.Column("trace", sa.String(), nullable=True))

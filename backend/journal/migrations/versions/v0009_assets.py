@@ -7,12 +7,9 @@ from alembic import op
 
 revision = "v0009"
 down_revision = "v0008"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.create_table(
         "asset",
         *(sa.Column(name, sa.String(), nullable=False) for name in ("id", "owner")),

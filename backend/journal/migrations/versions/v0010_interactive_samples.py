@@ -7,12 +7,9 @@ from alembic import op
 
 revision = "v0010"
 down_revision = "v0009"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.add_column("request", sa.Column("interactive", sa.Boolean(), nullable=False, server_default=sa.false()))
     op.create_index(
         "ix_request_pending_interactive",

@@ -7,12 +7,9 @@ from alembic import op
 
 revision = "v0011"
 down_revision = "v0010"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.add_column("audit_event", sa.Column("actor", sa.String(), nullable=False, server_default=""))
     op.create_table(
         "ended_token",

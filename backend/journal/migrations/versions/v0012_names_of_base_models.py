@@ -6,8 +6,6 @@ from alembic import op
 
 revision = "v0012"
 down_revision = "v0011"
-branch_labels = None
-depends_on = None
 _TABLES = ("model", "sampler", "checkpoint", "upload", "feedback")  # the engine writes the table base_model again
 
 

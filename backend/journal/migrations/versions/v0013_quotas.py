@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "v0013"
 down_revision = "v0012"
-branch_labels = None
-depends_on = None
 _ROW_BYTES = 256
 _PENDING_INDEX = "ix_request_pending_of_owner"
 # Each column of project_total with its table and the texts that count.
@@ -23,7 +21,6 @@ _KEPT = {
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place."""
     numbers = (*_KEPT, "kept_bytes")
     op.create_table(
         "project_total",

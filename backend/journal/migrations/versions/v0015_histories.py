@@ -7,12 +7,9 @@ from alembic import op
 
 revision = "v0015"
 down_revision = "v0014"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     for table, name in (("model", "history"), ("request", "archives")):
         op.add_column(table, sa.Column(name, sa.Boolean(), nullable=False, server_default=sa.false()))
     op.create_index(

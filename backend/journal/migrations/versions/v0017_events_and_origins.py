@@ -7,12 +7,9 @@ from alembic import op
 
 revision = "v0017"
 down_revision = "v0016"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.create_table(
         "run_event",
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),

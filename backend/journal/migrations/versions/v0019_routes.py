@@ -7,11 +7,8 @@ from alembic import op
 
 revision = "v0019"
 down_revision = "v0018"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.add_column("stability_info", sa.Column("routes", sa.LargeBinary(), nullable=True))
     op.add_column("stability_info", sa.Column("base_model", sa.String(), nullable=True))

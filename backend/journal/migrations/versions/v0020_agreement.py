@@ -7,10 +7,7 @@ from alembic import op
 
 revision = "v0020"
 down_revision = "v0019"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.add_column("training_step", sa.Column("agreement", sa.Float(), nullable=True))

@@ -7,12 +7,9 @@ from alembic import op
 
 revision = "v0021"
 down_revision = "v0020"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.create_table(
         "project_limit",
         sa.Column("project", sa.String(), nullable=False),

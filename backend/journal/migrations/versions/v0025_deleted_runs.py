@@ -7,10 +7,7 @@ from alembic import op
 
 revision = "v0025"
 down_revision = "v0024"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. No row changes."""
     op.add_column("model", sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True))
