@@ -21,6 +21,7 @@ from tinkerflow.backend.catalog.model_card import public_name
 from tinkerflow.backend.journal import BaseModelView, Kind, ProcessView, ServiceFigures, UsageKind
 from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 _FAILED = "Operations that failed in the service and whose error a client read, by kind. Invalid requests do not count."
@@ -35,7 +36,7 @@ _GENERATION = "Number of the current worker group, which is one more than the nu
 _STARTS = "Starts of the engine and of the API, including restarts by `tinkerflow up` or Kubernetes."
 _MEMORY = "Reserved bytes of each device, by use."
 # Fields of CompileStatus, counted since the worker group's start.
-_PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
+_PROGRAMS: dict[str, tuple[Family, str]] = {
     "planned": (GaugeMetricFamily, "Programs that the warm-up compiles before they are needed."),
     "ready": (GaugeMetricFamily, "Planned programs that the warm-up has finished, including failed ones."),
     "failed": (GaugeMetricFamily, "Planned programs that could not be compiled."),
@@ -89,20 +90,19 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The metrics of the app's requests, and the metrics from the journal."""
-        text = "HTTP requests answered, by operation and status code."
-        requests = CounterMetricFamily("tinkerflow_requests", text, labels=("operation", "status"))
+        statuses = list[tuple[tuple[str, str], int]]()
         text = "Seconds from a request's headers to the end of its answer. Long polls include the time they are held."
         seconds = HistogramMetricFamily("tinkerflow_request_seconds", text, labels=("operation",))
         for operation, answered in list(self.answered.items()):
-            for status, count in list(answered.statuses.items()):
-                requests.add_metric((operation, str(status)), count)
+            statuses += [((operation, str(status)), count) for status, count in list(answered.statuses.items())]
             bounds = (*(str(bound) for bound in SECONDS), "+Inf")
             buckets = list(zip(bounds, accumulate(answered.took), strict=True))
             seconds.add_metric((operation,), buckets, answered.seconds)
-        failed = CounterMetricFamily("tinkerflow_operations_failed", _FAILED, labels=("operation",))
-        for kind, count in list(self.failed.items()):
-            failed.add_metric((kind,), count)
-        yield from (requests, seconds, failed)
+        text = "HTTP requests answered, by operation and status code."
+        yield _metric(CounterMetricFamily, "requests", text, ("operation", "status"), statuses)
+        yield seconds
+        failed = [((kind,), count) for kind, count in list(self.failed.items())]
+        yield _metric(CounterMetricFamily, "operations_failed", _FAILED, ("operation",), failed)
         if self._known is not None:
             yield from _of_journal(self._known)
             yield from _of_groups(self._known)
@@ -113,68 +113,60 @@ def _of_journal(known: Known) -> Iterable[Metric]:
         yield GaugeMetricFamily(f"tinkerflow_waiting_{name}", meaning, known.waiting[name])
     observed = known.observed
     waits = observed.waiting_since.items()
-    ages = [(kind, 0.0 if since is None else (known.now - since).total_seconds()) for kind, since in waits]
-    yield _gauge("tinkerflow_oldest_wait_seconds", _OLDEST, "kind", ages)
-    tokens = CounterMetricFamily("tinkerflow_tokens", _TOKENS, labels=("base_model", "kind"))
-    saved = CounterMetricFamily("tinkerflow_checkpoints_saved", "Saved checkpoints.", labels=("base_model",))
+    ages = [((kind,), 0.0 if since is None else (known.now - since).total_seconds()) for kind, since in waits]
+    yield _metric(GaugeMetricFamily, "oldest_wait_seconds", _OLDEST, ("kind",), ages)
     used = Counter[tuple[str, str]]()  # a moved data dir has its embedded model under several names
     for (base_model, kind), count in observed.used.items():
         used[public_name(base_model), kind] += count
-    for (base_model, kind), count in used.items():
-        if kind == UsageKind.CHECKPOINT:
-            saved.add_metric((base_model,), count)
-        else:
-            tokens.add_metric((base_model, kind), count)
-    yield from (tokens, saved)
-    yield _by_base_model("tinkerflow_models_live", "Models that accept operations.", observed.live)
+    tokens = [(labels, count) for labels, count in used.items() if labels[1] != UsageKind.CHECKPOINT]
+    yield _metric(CounterMetricFamily, "tokens", _TOKENS, ("base_model", "kind"), tokens)
+    saved = [((base_model,), count) for (base_model, kind), count in used.items() if kind == UsageKind.CHECKPOINT]
+    yield _metric(CounterMetricFamily, "checkpoints_saved", "Saved checkpoints.", ("base_model",), saved)
+    yield _by_base_model("models_live", "Models that accept operations.", observed.live)
     unsaved = {name: (known.now - since).total_seconds() for name, since in observed.unsaved_since.items()}
-    yield _by_base_model("tinkerflow_unsaved_seconds", _UNSAVED, unsaved)
+    yield _by_base_model("unsaved_seconds", _UNSAVED, unsaved)
     for figure in DRIFT_FIGURES:
-        yield _by_base_model(f"tinkerflow_{figure.name}", figure.meaning, observed.drift.get(figure.name, {}))
-    beats = [(part.name, (known.now - part.beat_at).total_seconds()) for part in known.parts]
-    yield _gauge("tinkerflow_beat_age_seconds", "Seconds since the last heartbeat of a part.", "part", beats)
-    starts = CounterMetricFamily("tinkerflow_part_starts", _STARTS, labels=("part",))
-    for part in known.parts:
-        starts.add_metric((part.name,), part.epoch)
-    yield starts
+        yield _by_base_model(figure.name, figure.meaning, observed.drift.get(figure.name, {}))
+    beats = [((part.name,), (known.now - part.beat_at).total_seconds()) for part in known.parts]
+    yield _metric(
+        GaugeMetricFamily, "beat_age_seconds", "Seconds since the last heartbeat of a part.", ("part",), beats
+    )
+    starts = [((part.name,), part.epoch) for part in known.parts]
+    yield _metric(CounterMetricFamily, "part_starts", _STARTS, ("part",), starts)
 
 
-def _gauge(name: str, meaning: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-    """A gauge with one label. values: pairs of a label's value and the gauge's."""
-    gauge = GaugeMetricFamily(name, meaning, labels=(label,))
+def _metric(
+    family: Family, name: str, meaning: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
+) -> Metric:
+    """The metric `tinkerflow_NAME`. values: pairs of the labels' values and the metric's."""
+    metric = family(f"tinkerflow_{name}", meaning, labels=labels)
     for labeled, value in values:
-        gauge.add_metric((labeled,), value)
-    return gauge
+        metric.add_metric(labeled, value)
+    return metric
 
 
 def _by_base_model(name: str, meaning: str, values: Mapping[str, float]) -> Metric:
     """A gauge with the label `base_model`."""
-    return _gauge(name, meaning, "base_model", {public_name(base): value for base, value in values.items()}.items())
+    named = {public_name(base): value for base, value in values.items()}
+    return _metric(GaugeMetricFamily, name, meaning, ("base_model",), [((base,), named[base]) for base in named])
 
 
 def _of_groups(known: Known) -> Iterable[Metric]:
-    generation = GaugeMetricFamily("tinkerflow_worker_group_generation", _GENERATION, labels=("base_model",))
-    memory = GaugeMetricFamily("tinkerflow_device_memory_bytes", _MEMORY, labels=("base_model", "use"))
-    for base in known.bases:
-        if base.worker_group is not None:
-            generation.add_metric((public_name(base.name),), base.worker_group["generation"])
-            for use, size in base.worker_group.get("memory", {}).items():
-                memory.add_metric((public_name(base.name), use), size)
-    yield from (generation, memory)
+    groups = [(public_name(base.name), base.worker_group) for base in known.bases if base.worker_group is not None]
+    generations = [((name,), group["generation"]) for name, group in groups]
+    yield _metric(GaugeMetricFamily, "worker_group_generation", _GENERATION, ("base_model",), generations)
+    memory = [((name, use), size) for name, group in groups for use, size in group.get("memory", {}).items()]
+    yield _metric(GaugeMetricFamily, "device_memory_bytes", _MEMORY, ("base_model", "use"), memory)
     statuses = [
         (public_name(base.name), base.compile_status) for base in known.bases if base.compile_status is not None
     ]
     for number, (family, meaning) in _PROGRAMS.items():
-        metric = family(f"tinkerflow_programs_{number}", meaning, labels=("base_model",))
-        for name, status in statuses:
-            metric.add_metric((name,), getattr(status, number))
-        yield metric
-    pages = GaugeMetricFamily("tinkerflow_kv_pages", _PAGES, labels=("base_model", "state"))
+        counts = [((name,), getattr(status, number)) for name, status in statuses]
+        yield _metric(family, f"programs_{number}", meaning, ("base_model",), counts)
+    pages, drafts = list[tuple[tuple[str, str], int]](), list[tuple[tuple[str, str], int]]()
     for name, status in statuses:
-        pages.add_metric((name, "used"), status.kv_pages_used)
-        pages.add_metric((name, "free"), status.kv_pages - status.kv_pages_used)
-    drafts = CounterMetricFamily("tinkerflow_draft_tokens", _DRAFTS, labels=("base_model", "result"))
-    for name, status in statuses:
-        drafts.add_metric((name, "accepted"), status.drafts_accepted)
-        drafts.add_metric((name, "rejected"), status.drafted - status.drafts_accepted)
-    yield from (pages, drafts)
+        pages += [((name, "used"), status.kv_pages_used), ((name, "free"), status.kv_pages - status.kv_pages_used)]
+        drafts.append(((name, "accepted"), status.drafts_accepted))
+        drafts.append(((name, "rejected"), status.drafted - status.drafts_accepted))
+    yield _metric(GaugeMetricFamily, "kv_pages", _PAGES, ("base_model", "state"), pages)
+    yield _metric(CounterMetricFamily, "draft_tokens", _DRAFTS, ("base_model", "result"), drafts)
