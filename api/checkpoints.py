@@ -47,17 +47,8 @@ def kind_of(checkpoint_type: CheckpointType) -> CheckpointKind:
 
 def checkpoint(row: CheckpointView) -> CheckpointDetails:
     """The details of a checkpoint for clients."""
-    return CheckpointDetails(
-        checkpoint_id=f"{row.kind}/{row.name}",
-        checkpoint_type=_TYPES[row.kind],
-        base_model=row.base_model,
-        time=row.created_at,
-        tinker_path=row.path,
-        size_bytes=row.size_bytes,
-        public=row.public,
-        user_metadata=dict(row.user_metadata),
-        expires_at=row.expires_at,
-    )
+    named = {"checkpoint_id": f"{row.kind}/{row.name}", "checkpoint_type": _TYPES[row.kind]}
+    return CheckpointDetails.of(row, time=row.created_at, tinker_path=row.path, **named)
 
 
 def destination(call: Call, project_id: str | None) -> tuple[str, str | None]:

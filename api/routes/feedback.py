@@ -18,7 +18,7 @@ from tinkerflow.api.schemas import OPEN_API, Strict, Wire
 from tinkerflow.api.submit import base_model_card
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.core.errors import NotFoundError, UserError
-from tinkerflow.backend.journal.feedback import FeedbackView, NewFeedback
+from tinkerflow.backend.journal.feedback import NewFeedback
 from tinkerflow.backend.journal.samples import WholeSample
 from tinkerflow.backend.wire import decode_sample
 
@@ -95,7 +95,7 @@ async def list_feedback(
     A page of long rows contains fewer than `limit`; an empty page is the end.
     """
     found = await asyncio.to_thread(call.journal.feedback.page, call.owner, since=since, after=after, limit=limit)
-    return FeedbackPage(data=[_shown(one) for one in found])
+    return FeedbackPage(data=[FeedbackShown.of(one, model=one.model_path or one.base_model) for one in found])
 
 
 def _parts(answer_id: str) -> tuple[str, int]:
@@ -151,17 +151,3 @@ def _stops(asked: Mapping[str, Any]) -> list[str]:
     """The stop strings of an answered sample request."""
     stop = (asked.get("sampling_params") or {}).get("stop") or []
     return [one for one in ([stop] if isinstance(stop, str) else stop) if isinstance(one, str)]
-
-
-def _shown(one: FeedbackView) -> FeedbackShown:
-    return FeedbackShown(
-        id=one.id,
-        at=one.at,
-        sample_id=one.sample_id,
-        reward=one.reward,
-        label=one.label,
-        text=one.text,
-        model=one.model_path or one.base_model,
-        prompt=one.prompt,
-        answer=one.answer,
-    )

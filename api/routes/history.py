@@ -197,23 +197,11 @@ def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
         chosen.append(past)
     steps = journal.histories.steps(run_id, chosen[0].seq_id, chosen[-1].seq_id) if chosen else {}
     return History(
-        run=HistoryRun(
+        run=HistoryRun.of(
+            model,
             training_run_id=model.id,
-            base_model=model.base_model,
             lora_rank=model.rank,
-            train_attn=model.train_attn,
-            train_mlp=model.train_mlp,
-            train_unembed=model.train_unembed,
-            optimizer=model.optimizer,
-            seed=model.seed,
-            user_metadata=model.user_metadata,
-            session=HistorySession(
-                session_id=session.id,
-                tags=list(session.tags),
-                user_metadata=session.user_metadata,
-                project_id=session.project_id,
-                display_name=session.display_name,
-            ),
+            session=HistorySession.of(session, session_id=session.id),
         ),
         requests=[_request(run_id, past, steps.get(past.seq_id), payloads) for past in chosen],
         next=chosen[-1].seq_id if more else None,
@@ -221,15 +209,10 @@ def _page(call: Call, run_id: str, after: int, payloads: bool) -> History:
 
 
 def _request(run_id: str, past: PastRequest, step: int | None, with_payload: bool) -> HistoryRequest:
-    return HistoryRequest(
-        seq_id=past.seq_id,
-        request_id=past.request_id,
-        kind=past.kind,
+    return HistoryRequest.of(
+        past,
         step=step,
         saves=saved_by(run_id, past.kind, past.payload),
         payload=base64.b64encode(past.payload).decode() if with_payload else None,
         payload_hash=digest(past.payload),
-        result_hash=past.result_hash,
-        error=past.error,
-        answered_at=past.answered_at,
     )

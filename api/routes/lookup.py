@@ -258,17 +258,7 @@ async def audit(
     resource = None if event_type == "all" else event_type.removesuffix("s")
     entries = await asyncio.to_thread(call.journal.audit.entries, call.visible(), resource=resource, day=day)
     return AuditPage(
-        entries=[
-            AuditEntry(
-                timestamp=entry.at,
-                event=entry.event,
-                event_details=dict(entry.details),
-                model_id=entry.model_id,
-                tinker_path=entry.tinker_path,
-                purpose=entry.purpose,
-            )
-            for entry in entries
-        ]
+        entries=[AuditEntry.of(entry, timestamp=entry.at, event_details=entry.details) for entry in entries]
     )
 
 

@@ -57,15 +57,7 @@ class Finish(Wire):
 async def create_session(call: Authorized) -> SessionCreated:
     """Begin a session."""
     body = await call.parsed(CreateSession)
-    session = NewSession(
-        owner=call.owner,
-        sdk_version=body.sdk_version,
-        tags=body.tags,
-        user_metadata=body.user_metadata,
-        project_id=body.project_id,
-        display_name=body.display_name,
-        key_id=call.key_id,
-    )
+    session = NewSession(owner=call.owner, key_id=call.key_id, **dict(body))
     return SessionCreated(session_id=await asyncio.to_thread(call.journal.sessions.create, session, call.limits))
 
 

@@ -137,15 +137,8 @@ async def weights_info(call: Authorized) -> WeightsInfo:
     """The properties of a checkpoint that a client needs before loading it."""
     body = await call.parsed(WeightsPath)
     saved = await asyncio.to_thread(call.journal.checkpoints.get, body.tinker_path, call.owner)
-    return WeightsInfo(
-        base_model=saved.base_model,
-        is_lora=saved.rank > 0,
-        lora_rank=saved.rank,
-        train_unembed=saved.train_unembed,
-        train_mlp=saved.train_mlp,
-        train_attn=saved.train_attn,
-        optimizer_config=OPTIMIZERS[saved.optimizer].config,
-    )
+    config = OPTIMIZERS[saved.optimizer].config
+    return WeightsInfo.of(saved, is_lora=saved.rank > 0, lora_rank=saved.rank, optimizer_config=config)
 
 
 def _path(run_id: str, kind: CheckpointKind, name: str) -> str:

@@ -106,6 +106,11 @@ class WireModel(BaseModel):
         return {name: value for name, value in values.items() if value is not None or name in needed}
 
     @classmethod
+    def of(cls, source: object, **others: Any) -> Self:
+        """The model with these fields. All other fields are the attributes of `source` with the same names."""
+        return cls(**{name: getattr(source, name) for name in cls.model_fields if name not in others}, **others)
+
+    @classmethod
     def decode(cls, payload: bytes) -> Self:
         """The model of a stored JSON body. UserError names the field, its value and the rule.
 
