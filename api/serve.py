@@ -12,7 +12,6 @@ from types import FrameType
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from sqlalchemy.exc import OperationalError
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Services
@@ -20,7 +19,7 @@ from tinkerflow.api.connections import Connection, watch
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import every_second
 from tinkerflow.backend.core.errors import ServerError
-from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.journal import AWAY, Journal
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.supervise.processes import allow_open_files
@@ -76,7 +75,7 @@ async def _beat(journal: Journal) -> None:
         try:
             await asyncio.to_thread(journal.leases.beat, starts=starts)
             starts = False
-        except (OperationalError, ServerError):
+        except (ServerError, *AWAY):
             log.warning("cannot write to the journal; trying again in %.0f s", _BEAT_SECONDS, exc_info=True)
         await asyncio.sleep(_BEAT_SECONDS)
 

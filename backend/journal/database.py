@@ -47,6 +47,12 @@ _IMPATIENCE = {
     "keepalives_count": "2",
     "tcp_user_timeout": "20000",
 }
+# Postgres's side. A process that cannot be reached any more, or that is stopped, must not keep its locks, because the
+# next engine would wait for them.
+_POSTGRES = (
+    "SET idle_in_transaction_session_timeout = '30s'; SET tcp_keepalives_idle = 10; "
+    "SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 2"
+)
 _AT_ONCE = 10_000  # SQLite takes 32,766 parameters
 _BATCH = 500  # rows in one read if `matches` filters texts, which SQLite and Postgres compare differently
 PAGE_BYTES = 2**22  # the most text in one page of a list; longer texts mean fewer rows
@@ -221,6 +227,7 @@ class Database:
             self._log = None  # Postgres flushes at each commit
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, pool_pre_ping=False)
             event.listen(self.engine, "handle_error", _leave_unwritable)
+            event.listen(self.engine, "connect", _set_up_postgres)
         # The threads of a process wait here, because SQLite's busy handler sleeps up to 100 ms between attempts.
         self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
 
@@ -312,6 +319,12 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
+
+
+def _set_up_postgres(connection: Any, _record: object) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(_POSTGRES)
+    connection.commit()
 
 
 # Not an event listener: an engine with listeners looks them up several times in every statement.

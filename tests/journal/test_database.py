@@ -215,6 +215,20 @@ def test_connections_to_postgres_notice_a_lost_host_in_seconds(postgres_bare):
     opened.close()
 
 
+def test_a_process_that_is_lost_in_a_transaction_keeps_no_lock(postgres_migrated):
+    opened = Database(postgres_migrated)
+    with opened.read() as connection:
+        assert connection.execute(sa.text("SHOW idle_in_transaction_session_timeout")).scalar() == "30s"
+    lock = sa.text("LOCK TABLE base_model IN EXCLUSIVE MODE")
+    with pytest.raises(AWAY), opened.write() as lost:
+        lost.execute(sa.text("SET idle_in_transaction_session_timeout = 50"))
+        lost.execute(lock)
+        with opened.write() as connection:
+            connection.execute(lock)  # waits for the end of the session
+        lost.execute(sa.text("SELECT 1"))
+    opened.close()
+
+
 def test_naive_datetimes_are_refused(url):
     from tinkerflow.backend.journal.database import UtcDateTime
 
