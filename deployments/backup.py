@@ -97,7 +97,7 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
         reason = str(error).partition("\n")[0].rstrip(":")  # tarfile lists the reason of each format
         raise UserError(f"backup {file}: cannot be restored ({reason})") from error
     (data_dir / MANIFEST).unlink()
-    _name_embedded_model(data_dir)
+    name_embedded_model(data_dir)
     folder = shlex.quote(str(data_dir))
     yield f"restored the backup of {manifest['made_at'][:16]} UTC (tinkerflow {manifest['version']}) into {data_dir}"
     yield f"next: tinkerflow checkpoint verify --data-dir {folder} && tinkerflow up --data-dir {folder}"
@@ -143,21 +143,27 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _name_embedded_model(data_dir: Path) -> None:
-    """Rename the embedded model in the journal's rows to its folder in this data dir (`EMBEDDED_FOLDER`)."""
+def name_embedded_model(data_dir: Path, *, moved: bool = False) -> None:
+    """Rename the embedded model in the journal's rows to its folder in this data dir (`EMBEDDED_FOLDER`).
+
+    moved: rename only folders that no longer exist, as after the data dir was moved.
+    """
     if not (journal := data_dir / JOURNAL).exists():
         return
     folder = "/".join(EMBEDDED_FOLDER)
+    ours = str(data_dir.absolute() / folder)
     with closing(sqlite3.connect(journal)) as database, database:
         tables = database.execute(
             "SELECT m.name FROM sqlite_master m JOIN pragma_table_info(m.name) c"
             " WHERE m.type = 'table' AND c.name = 'base_model'"
         ).fetchall()
         for (table,) in tables:
-            database.execute(
-                f'UPDATE "{table}" SET base_model = ? WHERE base_model LIKE ?',
-                (str(data_dir.absolute() / folder), f"%/{folder}"),
-            )
+            found = database.execute(
+                f'SELECT DISTINCT base_model FROM "{table}" WHERE base_model LIKE ?', (f"%/{folder}",)
+            ).fetchall()
+            for (name,) in found:
+                if name != ours and not (moved and Path(name).is_dir()):
+                    database.execute(f'UPDATE "{table}" SET base_model = ? WHERE base_model = ?', (ours, name))
 
 
 def _private(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+import sqlite3
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from tinkerflow.backend.pool.host.devices import expected
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.backend.supervise.processes import free_port
+from tinkerflow.deployments.backup import name_embedded_model
 from tinkerflow.deployments.data_dir import make_data_dir, owned, refuse_served
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launching import Launcher, Plan
@@ -126,6 +128,8 @@ class Stack:
         """
         self._owned.enter_context(owned(self.settings.data_dir, self.api_url))
         try:
+            with contextlib.suppress(sqlite3.Error):  # the engine reports a database that cannot be used
+                name_embedded_model(self.settings.data_dir, moved=True)
             self._thread.start()
             self._ready.result()
         except BaseException:

@@ -18,9 +18,9 @@ import pytest
 from tests.manual_clock import ManualClock
 from typer.testing import CliRunner
 
-from tinkerflow.backend.core.errors import NotFoundError, UserError
-from tinkerflow.backend.core.ids import model_id
-from tinkerflow.backend.journal import Kind, NewModel, NewRequest, NewSession
+from tinkerflow.backend.core.errors import NotFoundError, ServerError, UserError
+from tinkerflow.backend.core.ids import model_id, sampler_id
+from tinkerflow.backend.journal import Kind, NewModel, NewRequest, NewSampler, NewSession
 from tinkerflow.backend.service import LOCK, read_owner, service_url
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.backup import restore_backup, unused_places, write_backup
@@ -31,6 +31,7 @@ from tinkerflow.deployments.doctor import check_data_dir, check_processes
 from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal
 from tinkerflow.deployments.status import show_status
+from tinkerflow.deployments.up import Stack
 
 
 def test_files_of_an_earlier_release_are_made_private(tmp_path: Path) -> None:
@@ -211,6 +212,24 @@ def test_restored_service_uses_the_embedded_model_of_its_data_dir(tmp_path: Path
     with open_journal(Settings(data_dir=tmp_path / "new")) as journal:
         found = [journal.models.get(model_id(session, n), None).base_model for n in (0, 1)]
     assert found == [f"{tmp_path}/new/models/tinkerflow/tiny-qwen3", other]
+
+
+def test_moved_service_uses_the_embedded_model_of_its_data_dir(tmp_path: Path) -> None:
+    embedded = "models/tinkerflow/tiny-qwen3"
+    (tmp_path / "other" / embedded).mkdir(parents=True)
+    bases = [f"{tmp_path}/{name}" for name in (f"old/{embedded}", f"other/{embedded}")]
+    with open_journal(Settings(data_dir=tmp_path / "old")) as journal:
+        session = journal.sessions.create(NewSession("search", "0.38.0"))
+        samplers = [NewSampler(sampler_id(session, n), session, "search", base) for n, base in enumerate(bases)]
+        for sampler in samplers:
+            journal.samplers.open(sampler)
+    (tmp_path / "old").rename(tmp_path / "new")
+    settings = Settings(data_dir=tmp_path / "new", port=0, prefect="off", start_deadline=0.01)
+    with pytest.raises(ServerError, match="not ready"):
+        Stack(settings, report=print).__enter__()
+    with open_journal(settings) as journal:
+        found = [journal.samplers.get(sampler.id, None).base_model for sampler in samplers]
+    assert found == [f"{tmp_path}/new/{embedded}", bases[1]]
 
 
 def test_foreign_or_malicious_backup_file_is_refused(tmp_path: Path) -> None:
