@@ -14,6 +14,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(20_000, 32_768)
+_TAIL_BYTES = 2**16
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
@@ -77,5 +78,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log, for a message about the process that wrote the log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    """The last lines of a log, for a message about the process that wrote the log. A log may have gigabytes."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

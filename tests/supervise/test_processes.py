@@ -16,6 +16,11 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "part.log"
     log.write_bytes(b"one\ntwo \xff\nthree\n")
     assert tail(log, 2) == "two \ufffd\nthree"
+    with log.open("ab") as file:
+        file.truncate(2**40)  # no memory can hold it
+        file.seek(0, 2)
+        file.write(b"\nfour\n")
+    assert tail(log, 1) == "four"
 
 
 def test_memory_maps_are_counted() -> None:
