@@ -50,7 +50,7 @@ _IMPATIENCE = {
 # Postgres's side. A process that cannot be reached any more, or that is stopped, must not keep its locks, because the
 # next engine would wait for them.
 _POSTGRES = (
-    "SET idle_in_transaction_session_timeout = '30s'; SET tcp_keepalives_idle = 10; "
+    "SET idle_in_transaction_session_timeout = '15s'; SET tcp_keepalives_idle = 10; "
     "SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 2"
 )
 _AT_ONCE = 10_000  # SQLite takes 32,766 parameters

@@ -218,7 +218,7 @@ def test_connections_to_postgres_notice_a_lost_host_in_seconds(postgres_bare):
 def test_a_process_that_is_lost_in_a_transaction_keeps_no_lock(postgres_migrated):
     opened = Database(postgres_migrated)
     with opened.read() as connection:
-        assert connection.execute(sa.text("SHOW idle_in_transaction_session_timeout")).scalar() == "30s"
+        assert connection.execute(sa.text("SHOW idle_in_transaction_session_timeout")).scalar() == "15s"
     lock = sa.text("LOCK TABLE base_model IN EXCLUSIVE MODE")
     with pytest.raises(AWAY), opened.write() as lost:
         lost.execute(sa.text("SET idle_in_transaction_session_timeout = 50"))
