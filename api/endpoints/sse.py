@@ -40,7 +40,9 @@ class EventStream(Response):
         error_name: str = "",
     ) -> None:
         """request: the client's; its body must have been read. error_name: the type of an event with an error."""
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **(headers or {})})
+        # With its default settings, nginx would send each event only once the next one arrives.
+        unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers={**unbuffered, **(headers or {})})
         del self.headers["content-length"]
         self._request = request
         self._events = events

@@ -66,6 +66,7 @@ def test_blocks_of_a_whole_answer_are_in_the_order_of_the_stream(claude: Any, sp
 def test_stream_events_follow_the_order_of_anthropic(post: Callable[..., Any], speaker: Speaker) -> None:
     speaker.says(TEXT)
     answer = post("messages", {**ASKED, "tools": TOOLS, "stream": True})
+    assert answer.headers["x-accel-buffering"] == "no"
     parts = [part.split("\n") for part in answer.text.split("\n\n") if part]
     events = [json.loads(data.removeprefix("data: ")) for _, data in parts]
     assert [name.removeprefix("event: ") for name, _ in parts] == [event["type"] for event in events]
