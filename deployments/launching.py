@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,11 +99,16 @@ class Launcher:
 
 
 def own_address(peer: str = "") -> str:
-    """The address of this host for connections from `peer` (a host; "" = other hosts); loopback without a network."""
+    """The address of this host for connections from `peer` (a host; "" = other hosts); loopback without a network.
+
+    Nodes of a cluster may have no route to `peer`. Then it is the address that the name of this host resolves to.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer or _ANYWHERE, 9))  # only chooses a route
         except OSError:
+            with suppress(OSError):
+                return socket.gethostbyname(socket.gethostname())
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments import launching
 from tinkerflow.deployments.launchers import LAUNCHERS, launcher_of, ray, slurm
 from tinkerflow.deployments.launching import Plan, own_address
 from tinkerflow.deployments.up import Stack
@@ -64,6 +66,19 @@ def test_plan_repr_contains_no_secret(tmp_path: Path) -> None:
 def test_host_has_an_address() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert own_address().count(".") == 3
+
+
+def test_host_without_a_route_has_the_address_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a Slurm cluster often have no default route."""
+    monkeypatch.setattr(launching, "_ANYWHERE", "255.255.255.255")  # the system refuses it
+    monkeypatch.setattr("socket.gethostbyname", {socket.gethostname(): "10.1.2.3"}.__getitem__)
+    assert own_address() == "10.1.2.3"
+
+    def unknown(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.gethostbyname", unknown)
+    assert own_address() == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
