@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -113,7 +114,6 @@ class Detokenizer:
         self._fresh: list[int] = []  # tokens after these
         self._held = ""  # settled text that may begin a stop string
         self.stopped: str | None = None  # the stop string that ended the text
-        self.characters = 0  # returned so far
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Add new tokens. Returns the text that they settle; "" after a stop string."""
@@ -161,7 +161,6 @@ class Detokenizer:
 
     def _given(self, cut: int, *, drop: bool = False) -> str:
         text, self._held = self._held[:cut], "" if drop else self._held[cut:]
-        self.characters += len(text)
         return text
 
 
@@ -169,3 +168,33 @@ def _overlap(text: str, string: str) -> int:
     """The number of characters at the end of `text` that begin `string`."""
     most = min(len(text), len(string) - 1)
     return next((length for length in range(most, 0, -1) if text.endswith(string[:length])), 0)
+
+
+class Offsets:
+    """The positions of tokens in the text that they decode to, in characters.
+
+    A token that continues a character has the position of this character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, *, special: bool = False) -> None:
+        """start: position of the first token. special: the text shows special tokens."""
+        self._tokenizer = tokenizer
+        self._special = special
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._first = True  # whether no token had text yet
+        self._ended = start  # number of complete characters
+
+    def of(self, token: int) -> int:
+        """The position of the next token."""
+        text = "" if token in self._tokenizer.special_ids and not self._special else self._tokenizer.token_text(token)
+        if not text:
+            return self._ended
+        # Texts begin without the space of SentencePiece's first word, and so does the text of a single token.
+        whole = self._first and _UNFINISHED not in text
+        self._first = False
+        content = text.encode() if whole else self._tokenizer.token_bytes(token)
+        self._ended += len(self._decoder.decode(content[:1]))
+        continues = bool(self._decoder.getstate()[0])  # the first byte is part of an incomplete character
+        position = self._ended if continues else self._ended - 1
+        self._ended += len(self._decoder.decode(content[1:]))
+        return position

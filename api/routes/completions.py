@@ -31,7 +31,7 @@ from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import OPEN_API
 from tinkerflow.api.submit import parsed_prompt
-from tinkerflow.api.text import Detokenizer
+from tinkerflow.api.text import Detokenizer, Offsets
 from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.commands import SampleResult
 
@@ -150,13 +150,13 @@ class _Answer:
     async def events(self, stack: AsyncExitStack, wants_usage: bool) -> AsyncIterator[bytes]:
         """The answer, piece by piece. stack: cancels unfinished samples. wants_usage: send a last event with usage."""
         async with stack:
-            texts: dict[tuple[int, int], Detokenizer] = {}
+            texts: dict[tuple[int, int], tuple[Detokenizer, Offsets]] = {}
             more = {"usage": None} if wants_usage else {}
             async for number, piece in merged(self._made):
                 place = (number, piece.index)
                 first = place not in texts
-                text = texts.setdefault(place, self._detokenizer())
-                choice = self._delta(number, piece, text, first=first)
+                text = texts.setdefault(place, self._text())
+                choice = self._delta(number, piece, *text, first=first)
                 yield event({**self._frame, "choices": [choice], **more})
             if wants_usage:
                 results = [await one.result() for one in self._made]
@@ -169,26 +169,36 @@ class _Answer:
             usage_of_all |= {"completion_tokens": 0, "total_tokens": usage_of_all["prompt_tokens"]}
         return usage_of_all
 
-    def _detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer, self._body.stops, special=not self._body.skip_special_tokens)
+    def _text(self) -> tuple[Detokenizer, Offsets]:
+        special = not self._body.skip_special_tokens
+        return Detokenizer(self._tokenizer, self._body.stops, special=special), self._offsets(0)
+
+    def _offsets(self, start: int) -> Offsets:
+        return Offsets(self._tokenizer, start, special=not self._body.skip_special_tokens)
 
     def _choice(self, number: int, piece: SamplePiece, result: SampleResult) -> Choice:
         body, prompt = self._body, list(self._made[number].prompt_tokens)
         if body.max_tokens == 0:
             piece = SamplePiece(piece.index, [], [], None if piece.top is None else [], "length")
-        choice = self._delta(number, piece, self._detokenizer(), first=True)
+        choice = self._delta(number, piece, *self._text(), first=True)
         if body.echo:
-            choice["text"] = self._tokenizer.decode(prompt, special=not body.skip_special_tokens) + choice["text"]
+            text = self._tokenizer.decode(prompt, special=not body.skip_special_tokens)
+            choice["text"] = text + choice["text"]
             if body.logprobs is not None:
                 assert result.prompt_logprobs_T is not None
                 top = None if result.top is None or piece.top is None else [*listed(result.top), *piece.top]
                 logprobs = [*result.prompt_logprobs_T.tolist(), *piece.logprobs]
-                choice["logprobs"] = self._logprobs([*prompt, *piece.tokens], logprobs, top, 0)
+                offsets = [*map(self._offsets(0).of, prompt), *map(self._offsets(len(text)).of, piece.tokens)]
+                choice["logprobs"] = self._logprobs([*prompt, *piece.tokens], logprobs, top, offsets)
         return choice
 
-    def _delta(self, number: int, piece: SamplePiece, text: Detokenizer, *, first: bool) -> Choice:
-        """A part of a choice. first: whether it is the first part."""
-        body, made, offset = self._body, self._made[number], text.characters
+    def _delta(self, number: int, piece: SamplePiece, text: Detokenizer, offsets: Offsets, *, first: bool) -> Choice:
+        """A part of a choice.
+
+        number: of its prompt. piece: its tokens. text, offsets: of the whole choice. first: whether it is the first
+        part.
+        """
+        body, made = self._body, self._made[number]
         new = text.feed(piece.tokens) + (text.finish() if piece.stop_reason else "")
         choice: Choice = {
             "index": number * body.n + piece.index,
@@ -200,20 +210,19 @@ class _Answer:
         if piece.stop_reason:
             choice["stop_reason"] = text.stopped
         if body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(piece.tokens, piece.logprobs, piece.top, offset)
+            places = [*map(offsets.of, piece.tokens)]
+            choice["logprobs"] = self._logprobs(piece.tokens, piece.logprobs, piece.top, places)
         if body.return_token_ids:
             choice["token_ids"] = piece.tokens
             if first:
                 choice["prompt_token_ids"] = list(made.prompt_tokens)
         return choice
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], top: Top | None, offset: int) -> Choice:
-        """The logprobs of these tokens in OpenAI's form. offset: the character at which the first token begins."""
-        names, offsets = [], []
-        for token in tokens:
-            names.append(self._named(token))
-            offsets.append(offset)
-            offset += len(self._tokenizer.token_text(token))
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: Top | None, offsets: Sequence[int]
+    ) -> Choice:
+        """The logprobs of these tokens in OpenAI's form. offsets: of the tokens in the text."""
+        names = [self._named(token) for token in tokens]
         values = [None if math.isnan(value) else value for value in logprobs]
         tops: list[dict[str, float] | None] | None = None
         if top is not None:
@@ -221,7 +230,7 @@ class _Answer:
                 None if value is None else self._top(row, token, value)
                 for row, token, value in zip(top, tokens, values, strict=True)
             ]
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": list(offsets)}
 
     def _top(self, row: Sequence[tuple[int, float]], token: int, logprob: float) -> dict[str, float]:
         """The logprobs of the most likely tokens and of the text's own token."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerflow.api.text import Detokenizer, Tokenizer, Tokenizers
+from tinkerflow.api.text import Detokenizer, Offsets, Tokenizer, Tokenizers
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.deployments.tiny_model import make_tiny
@@ -73,6 +74,22 @@ def test_invalid_utf_8_does_not_hold_back_a_stream(tokenizer: Tokenizer) -> None
     parts = [detokenizer.feed([first]) for _ in range(64)]
     assert "".join(parts).count("\N{REPLACEMENT CHARACTER}") >= 32
     assert "".join([*parts, detokenizer.finish()]).count("\N{REPLACEMENT CHARACTER}") == 64
+
+
+@given(text=st.text(max_size=40), start=st.integers(0, 5))
+def test_tokens_have_the_positions_of_their_first_characters(tokenizer: Tokenizer, text: str, start: int) -> None:
+    tokens = tokenizer.encode(text)
+    ends = accumulate((tokenizer.token_bytes(token) for token in tokens), initial=b"")
+    expected = [start + len(before.decode(errors="ignore")) for before in ends]
+    assert [*map(Offsets(tokenizer, start).of, tokens)] == expected[:-1]
+
+
+def test_hidden_tokens_and_invalid_utf_8_have_positions(tokenizer: Tokenizer) -> None:
+    (first, *_), end = tokenizer.encode("🙂"), min(tokenizer.special_ids)
+    tokens = [first, first, end, *tokenizer.encode("a")]
+    assert [*map(Offsets(tokenizer).of, tokens)] == [0, 1, 1, 2]
+    shown = len(tokenizer.token_text(end))
+    assert [*map(Offsets(tokenizer, special=True).of, tokens)] == [0, 1, 2, 2 + shown]
 
 
 def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
