@@ -147,4 +147,6 @@ def _is_same_request(saved: Saved, meta: CheckpointMeta) -> bool:
 def _same_or_conflict(saved: Saved, meta: CheckpointMeta) -> Saved:
     if _is_same_request(saved, meta):
         return saved
-    raise ConflictError(f"checkpoint {saved.path} exists already; choose another name, or save with overwrite")
+    # Clients can overwrite only saved states.
+    remedy = "save with overwrite" if CheckpointPath.parse(saved.path).kind == "weights" else "delete it first"
+    raise ConflictError(f"checkpoint {saved.path} exists already; choose another name, or {remedy}")

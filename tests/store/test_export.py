@@ -40,7 +40,7 @@ def test_an_export_is_a_peft_folder_without_moments(store: Store, meta: Checkpoi
         np.testing.assert_array_equal(tensors[name], array)
     assert store.find(saved.path) == saved
     assert store.checkpoints() == [saved]
-    with pytest.raises(ConflictError):
+    with pytest.raises(ConflictError, match="exists already; choose another name, or delete it first"):
         store.export(RUN, "x", make_state(3), meta)
     with pytest.raises(UserError, match="external weights are for downloads"):
         store.load(saved.path)
