@@ -17,7 +17,7 @@ from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import OPEN_API, Strict
 from tinkerflow.api.submit import parsed_prompt
-from tinkerflow.backend.core.errors import broken
+from tinkerflow.backend.core.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
 
@@ -114,12 +114,18 @@ def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             message["name"] = one.name
         if one.reasoning_content is not None:
             message |= thought(one.reasoning_content)
-        if one.tool_calls:
-            message["tool_calls"] = []
-            for number, call in enumerate(one.tool_calls):
-                name, field = call.function.name, f"messages[{i}].tool_calls[{number}].function.arguments"
-                message["tool_calls"].append(called_tool(call.id, name, call.function.arguments, field))
-                called[call.id] = name
+        calls = []
+        for number, call in enumerate(one.tool_calls or ()):
+            name, field = call.function.name, f"messages[{i}].tool_calls[{number}].function.arguments"
+            called[call.id] = name
+            try:
+                calls.append(called_tool(call.id, name, call.function.arguments, field))
+            except UserError:
+                # A stream sends a call that breaks off as content, too, after the beginning of its arguments.
+                if call.function.arguments not in message["content"]:
+                    raise
+        if calls:
+            message["tool_calls"] = calls
         if one.role == "tool":
             if one.tool_call_id is None:
                 raise broken(f"messages[{i}].tool_call_id", None, "the id of the call that this message answers")

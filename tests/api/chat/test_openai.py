@@ -234,6 +234,20 @@ def test_incomplete_tool_call_is_returned_as_content(gpt: openai.OpenAI, speaker
     assert (done.choices[0].finish_reason, done.choices[0].message.tool_calls) == ("length", None)
 
 
+def test_call_that_broke_off_in_a_stream_can_be_sent_in_the_next_turn(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(CALL[:56], reason="length")
+    asked: Any = {"model": BASE, "tools": TOOLS}
+    content, _, (call,), finish, _ = streamed(gpt.chat.completions.create(**asked, messages=HI, stream=True))
+    assert (content, finish) == (CALL[:56], "length") and call["arguments"] in content
+    sent: Any = {"role": "assistant", "tool_calls": [{"id": "one", "type": "function", "function": call}]}
+    result: Any = {"role": "tool", "tool_call_id": "one", "content": "broken"}
+    speaker.says(f"Again.{END}")
+    gpt.chat.completions.create(**asked, messages=[*HI, {**sent, "content": content}, result])
+    assert f"assistant\n{content}{END}\n<|im_start|>tool\nbroken{END}" in speaker.prompt
+    with pytest.raises(openai.BadRequestError, match=r"arguments is .*: must be a JSON object as text"):
+        gpt.chat.completions.create(**asked, messages=[*HI, {**sent, "content": "else"}, result])
+
+
 def test_body_that_is_not_json_has_an_error_with_the_position(server: Running, speaker: Speaker) -> None:
     url, headers = f"{server.url}/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
     error = server.http.post(url, content=b"{no", headers=headers).json()["error"]
