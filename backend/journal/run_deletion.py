@@ -9,7 +9,7 @@ and histories afterwards, even after a crash in between. Usage and the audit log
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +19,8 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import exists, mark_deleted
-from tinkerflow.backend.journal.database import Aggregate, get_owned, in_id_order
+from tinkerflow.backend.journal.database import Aggregate, get_owned, in_id_order, insert_if_absent
+from tinkerflow.backend.journal.history import HistorySegment
 from tinkerflow.backend.journal.quotas import lock_project, uncount_kept
 from tinkerflow.backend.journal.results import EXPIRED, dropped_values
 from tinkerflow.backend.journal.run_events import RunEventRow
@@ -36,6 +37,7 @@ from tinkerflow.backend.journal.tables import (
     TrainingStep,
 )
 from tinkerflow.backend.journal.training_runs import kept_texts
+from tinkerflow.backend.spec.history import Segment
 from tinkerflow.backend.spec.run_metadata import OUTCOME, REASON
 
 
@@ -98,6 +100,9 @@ def _delete(connection: sa.Connection, run: sa.Row[Any], actor: str, now: dateti
     uncount_kept(connection, run.owner, "training_runs", 1, kept_texts(run.base_model, counted))
     for table in (TrainingStep, RunEventRow):
         connection.execute(sa.delete(table).where(col(table.model_id) == run.id))
+    if run.history:  # the sweep lists it even without a segment: examined rows may be in its folder
+        empty = Segment(name="", first=-1, last=-1, size_bytes=0)
+        insert_if_absent(connection, HistorySegment, {"model_id": run.id, **asdict(empty)})
     emptied = sa.update(Model).where(col(Model.id) == run.id)
     connection.execute(emptied.values(user_metadata={}, detail=None, history=False, deleted_at=now))
     event = audit.AuditedEvent.TRAINING_RUN_DELETED

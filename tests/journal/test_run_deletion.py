@@ -116,6 +116,17 @@ def test_id_of_a_deleted_run_is_not_reused(scene, full):
         scene.journal.run_deletions.delete([run], "local")
 
 
+def test_the_history_of_a_run_that_ended_before_its_first_segment_is_removed(scene):
+    """Its folder may contain examined rows."""
+    session = scene.session()
+    run, plain = scene.model(session, history=True), scene.model(session, 1)
+    end(scene, session)
+    scene.journal.run_deletions.delete([run, plain], "local")
+    assert scene.journal.histories.to_delete(NO_RULES) == [run]
+    scene.journal.histories.forget(run)
+    assert scene.journal.histories.to_delete(NO_RULES) == []
+
+
 def test_only_ended_runs_of_the_owner_are_deleted(scene, as_owner):
     session = scene.session()
     run = scene.model(session)
