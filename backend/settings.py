@@ -196,7 +196,7 @@ class Settings(BaseSettings):
         default=3600.0,
         gt=0,
         description="seconds for which a result can be read again after its first read; an unread result expires this "
-        "many seconds after its request was answered",
+        "many seconds after its request was answered, but not in the ten minutes after the API was away",
     )
     poll_hold: float = Field(25.0, gt=0, le=40)
     """most seconds for which a poll for a result is held open"""

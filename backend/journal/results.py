@@ -37,6 +37,7 @@ from tinkerflow.backend.journal.database import (
     missing,
 )
 from tinkerflow.backend.journal.effects import end_models
+from tinkerflow.backend.journal.leases import answering_since
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
@@ -56,6 +57,7 @@ from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 from tinkerflow.backend.spec.history import Kind
 
 PAGE = 1000
+_BACK_SECONDS = 600.0  # within this time, clients notice that the API is back
 DROPPED, EXPIRED = "the result was dropped", "the result expired"  # errors of results without bytes begin with these
 FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # how many samples an acknowledgement keeps; the most bytes of each
 _ACKNOWLEDGED = f"{DROPPED}: its client acknowledged it"
@@ -404,9 +406,14 @@ class Results(Aggregate):
         """Drop the payload and result of at most `limit` old requests. Returns their number.
 
         A request is old if it was last read (or answered, if never read) over `ttl` seconds ago. Reading it afterwards
-        returns an error with the reason. The payload of a request that may be replayed is kept.
+        returns an error with the reason. The payload of a request that may be replayed is kept. After the API was away,
+        nothing expires for a while, because clients could not read their results.
         """
-        before = self._ago(ttl)
+        before, now = self._ago(ttl), self._now()
+        with self._read() as connection:
+            since = answering_since(connection, now)
+        if since is not None and since > self._ago(min(ttl, _BACK_SECONDS)):
+            return 0
         last_use = sa.func.coalesce(col(Request.read_at), col(Request.finished_at))
         old = (
             sa.select(col(Request.id))
@@ -421,7 +428,7 @@ class Results(Aggregate):
         )
         text = f"{EXPIRED}: it was kept until " + before.isoformat(timespec="seconds") + " and has been dropped"
         payload = sa.case((col(Request.replays), col(Request.payload)), else_=b"")
-        values = dropped_values(text, payload=payload, dropped_at=self._now())
+        values = dropped_values(text, payload=payload, dropped_at=now)
         with self._write() as connection:
             chosen = in_id_order(Request, col(Request.id).in_(old), col(Request.dropped_at).is_(None))
             return connection.execute(sa.update(Request).where(chosen).values(**values)).rowcount

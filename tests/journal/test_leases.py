@@ -62,6 +62,18 @@ def test_sessions_do_not_expire_during_a_server_outage(scene, clock):
     assert scene.journal.sessions.expire(300) == [session]
 
 
+def test_results_do_not_expire_before_clients_could_read_them_after_an_outage(scene, clock):
+    scene.execute(scene.model())
+    scene.journal.leases.beat()
+    clock.advance(4000)
+    assert scene.journal.results.expire(3600) == 0, "the API is away"
+    for _ in range(60):
+        scene.journal.leases.beat()
+        assert scene.journal.results.expire(3600) == 0
+        clock.advance(10)
+    assert scene.journal.results.expire(3600) == 1
+
+
 def test_the_last_heartbeats_are_shown(scene, clock):
     assert scene.journal.leases.beats() == []
     scene.journal.leases.beat(starts=True)
