@@ -45,7 +45,7 @@ def check_revision(database: Database) -> None:
     with database.read() as connection:
         found = MigrationContext.configure(connection).get_current_revision()
     if found != newest:
-        name = database.engine.url.render_as_string(hide_password=True)
+        name = sa.make_url(database.url).render_as_string(hide_password=True)
         text = f"database {name}: its schema is at revision {found}, this version needs {newest}; "
         if found is None:
             raise NoTablesError(text + "`tinkerflow up` creates the tables")
