@@ -127,7 +127,7 @@ class StateLostError(ServerError):
 
 
 class JournalBusyError(ServerError):
-    """Another writer held the journal for too long, or its database is read-only; nothing was written."""
+    """The journal takes no writes at present: its lock is held, it is read-only, or its disk fails. Try again."""
 
 
 class StoreError(ServerError):

@@ -245,7 +245,8 @@ class Database:
 
         fenced: raise FencedError if this process has lost the engine's lease to another process. lasting: return after
         the commit is on disk. Otherwise a power cut may lose it, but no later commit without it.
-        JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS, or Postgres takes no writes.
+        JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS, its disk fails, or Postgres takes no
+        writes.
         """
         with self._turn, self.engine.begin() as connection:
             if self._sqlite:
@@ -254,7 +255,10 @@ class Database:
                 check_lease(connection, self.epoch)
             yield connection
         if lasting and self._log is not None:  # after the write lock is free, so that commits share a flush
-            self._log.flush()
+            try:
+                self._log.flush()
+            except OSError as error:  # such as a full disk; a caller that tries again finds the commit
+                raise JournalBusyError(f"journal {self.url}: its last commit is not on disk yet ({error})") from error
 
     def close(self) -> None:
         self.engine.dispose()

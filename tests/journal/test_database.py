@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import datetime
+from errno import ENOSPC
 from pathlib import Path
 
 import psycopg
@@ -71,6 +72,24 @@ def test_acknowledged_submits_and_answers_survive_a_power_cut(scene, tmp_path, m
     scene.journal.results.get(request, "local")
     scene.journal.leases.beat()
     assert len(flushed) == many, "commits that need not survive cost no flush"
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_an_answer_whose_flush_fails_is_written_again(scene, monkeypatch):
+    pending = scene.taken(scene.model(), 1)
+    errors = iter((OSError(ENOSPC, "No space left on device"),))
+    flush = database.flush
+
+    def fail_once(log: Path) -> None:
+        for error in errors:
+            raise error
+        flush(log)
+
+    monkeypatch.setattr(database, "flush", fail_once)
+    with pytest.raises(AWAY, match="not on disk yet"):
+        scene.journal.results.finish([pending.done(b"1", "json")])
+    scene.journal.results.finish([pending.done(b"1", "json")])
+    assert scene.journal.results.get(pending.id, None).result == b"1"
 
 
 def test_threads_share_a_flush(tmp_path, monkeypatch):
