@@ -177,7 +177,7 @@ class Histories(Aggregate):
             return {row.id: row.seq_id for row in connection.execute(saves)}
 
     def to_delete(self, rules: HistoryRules, limit: int = 20) -> list[str]:
-        """Ids of at most `limit` runs whose history must be deleted under the rules, oldest first.
+        """Ids of the newest `limit` runs whose history must be deleted under the rules, oldest first; see upkeep.py.
 
         A project over its limit loses the histories of ended runs first, then those of live runs. Ended histories (by
         `end`, or because the run was deleted) are listed until they are forgotten.
@@ -201,7 +201,7 @@ class Histories(Aggregate):
             if late or not run.history or (rules.max_bytes and stored[run.owner] > rules.max_bytes):
                 stored[run.owner] -= int(run.size)
                 chosen.append(run.id)
-        return chosen[:limit]
+        return chosen[-limit:]
 
     def end(self, model_id: str) -> None:
         """Keep no more history of a run. Its segments stay listed until `forget`, so a kill leaves no stray object."""

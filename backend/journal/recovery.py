@@ -168,7 +168,7 @@ class Recovery(Aggregate):
         return self._column(sa.select(sa.func.count()).select_from(Request).where(*of_model))[0]
 
     def superfluous(self, limit: int = 100) -> list[str]:
-        """Paths of at most `limit` snapshots that are no longer needed.
+        """Paths of at most `limit` snapshots that are no longer needed, the newest first (see upkeep.py).
 
         These are all but the newest SNAPSHOTS_KEPT of each model, the snapshots of models that ended permanently, and
         sampling snapshots that no live sampler uses.
@@ -192,7 +192,8 @@ class Recovery(Aggregate):
             sa.and_(of_model, sa.or_(ranked.c.age > SNAPSHOTS_KEPT, sa.not_(live_model))),
             sa.and_(sa.not_(of_model), sa.not_(used)),
         )
-        return self._column(sa.select(ranked.c.path).where(needless).limit(limit))
+        newest = (ranked.c.created_at.desc(), ranked.c.path)
+        return self._column(sa.select(ranked.c.path).where(needless).order_by(*newest).limit(limit))
 
     def strays(self, found: Mapping[str, str]) -> dict[str, str]:
         """The unneeded snapshots among `found` in the store (model id by path) that no sweep deletes, with reasons.

@@ -1,6 +1,7 @@
 """Upkeep of checkpoints: expiry, files to remove, and commits that differ from their rows.
 
-The sweep of the store uses these lists. Nothing here removes a file.
+The sweep of the store uses these lists. Nothing here removes a file. A list of things to remove begins with the latest,
+because some of the earlier ones may be impossible to remove, such as files of another user, and must not delay others.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ class Upkeep(Aggregate):
         return self._delete(old, still, now, {"retention": f"last {rule.last}, every {rule.every}"})
 
     def unpurged(self, limit: int = 100) -> list[tuple[str, str]]:
-        """(path, attempt) of deleted checkpoints whose files may still exist, earliest deletion first."""
+        """(path, attempt) of deleted checkpoints whose files may still exist, latest deletion first."""
         deleted = col(Checkpoint.deleted_at)
         statement = sa.select(col(Checkpoint.path), col(Checkpoint.attempt)).where(
             deleted.is_not(None), col(Checkpoint.purged_at).is_(None)
         )
         with self._read() as connection:
-            rows = connection.execute(statement.order_by(deleted, col(Checkpoint.path)).limit(limit))
+            rows = connection.execute(statement.order_by(deleted.desc(), col(Checkpoint.path)).limit(limit))
             return [(row.path, row.attempt) for row in rows]
 
     def purged(self, path: str, attempt: str) -> None:

@@ -117,9 +117,12 @@ class Uploads(Aggregate):
         return str(path)
 
     def over(self) -> list[UploadView]:
-        """At most 100 uploads, finished or not, that expired over an hour ago and are therefore no longer in use."""
+        """At most 100 uploads, finished or not, that expired over an hour ago and are therefore no longer in use.
+
+        The latest first; see upkeep.py.
+        """
         expired = sa.select(UploadRow).where(col(UploadRow.expires_at) < self._now() - _GRACE)
-        return self._views(UploadView, expired.order_by(col(UploadRow.expires_at)).limit(100))
+        return self._views(UploadView, expired.order_by(col(UploadRow.expires_at).desc()).limit(100))
 
     def forget(self, upload_id: str) -> None:
         """Delete the row of an upload."""

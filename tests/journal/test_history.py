@@ -98,6 +98,7 @@ def test_old_and_surplus_histories_are_deleted_and_live_ones_last(scene, clock, 
     assert histories.to_delete(HistoryRules(3.5, 0)) == runs[:1]
     assert histories.to_delete(HistoryRules(0, 200)) == runs[:1]
     assert histories.to_delete(HistoryRules(0, 99)) == [*runs, elsewhere], "the live ones after the ended ones"
+    assert histories.to_delete(HistoryRules(0, 99), limit=1) == [elsewhere], "even if earlier ones cannot be deleted"
     histories.end(runs[2])
     assert not histories.record_segment(runs[2], replace(segment(1, 1), name="late")), "it was deleted meanwhile"
     histories.forget(runs[2])

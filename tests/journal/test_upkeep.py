@@ -55,6 +55,17 @@ def test_a_sweep_with_nothing_to_delete_does_not_write(scene, steps, statements)
     assert len(made) == 2 and not any("UPDATE" in one for one in made)
 
 
+def test_files_that_cannot_be_removed_do_not_delay_later_ones(scene, save, clock):
+    model = scene.model()
+    paths = [save(model, name) for name in ("stuck", "later")]
+    for path in paths:
+        scene.journal.checkpoints.delete(path, "local")
+        clock.advance(1)
+    assert scene.journal.upkeep.unpurged(limit=1) == [(paths[1], "later-2")]
+    scene.journal.upkeep.purged(paths[1], "later-2")
+    assert scene.journal.upkeep.unpurged(limit=1) == [(paths[0], "stuck-1")]
+
+
 def test_retention_is_bounded_and_takes_the_oldest_first(scene, steps):
     assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s1", "s2"}
     assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s3", "s4"}
