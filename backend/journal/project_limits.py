@@ -12,7 +12,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import NAME_BYTES, Aggregate, Json, Table, Text
-from tinkerflow.backend.journal.quotas import Limits, use_of
+from tinkerflow.backend.journal.quotas import Limits, lock_project, use_of
 
 SETTINGS = [f"max_{limit.name}" for limit in fields(Limits)]
 _MOST = 2**62
@@ -62,6 +62,7 @@ class ProjectLimits(Aggregate):
                 raise UserError(f"limit {name}: {value} must be from 0 to {_MOST}")
         short = {name.removeprefix("max_"): value for name, value in changes.items()}
         with self._write() as connection:
+            lock_project(connection, project)
             before = connection.execute(_OF_PROJECT, {"project": project}).scalar_one_or_none()
             after = {name: value for name, value in ((before or {}) | short).items() if value is not None}
             connection.execute(sa.delete(ProjectLimit).where(col(ProjectLimit.project) == project))

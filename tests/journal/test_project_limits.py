@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -49,3 +50,10 @@ def test_invalid_limits_are_named(scene: Any) -> None:
     with pytest.raises(UserError, match="max_live_models: -1 must be from 0"):
         scene.journal.project_limits.set("search", {"max_live_models": -1})
     assert scene.journal.project_limits.all() == {}
+
+
+def test_simultaneous_changes_of_a_project_are_all_kept(journal: Any) -> None:
+    names = sorted(SETTINGS)[:6]
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda name: journal.project_limits.set("team", {name: 1}), names))
+    assert journal.project_limits.all() == {"team": {name.removeprefix("max_"): 1 for name in names}}
