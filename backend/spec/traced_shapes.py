@@ -116,7 +116,20 @@ def _extreme(x: Shaped, dim: Any = None, keepdim: bool = False, other: Any = Non
     return Extremes(_reduce(x, dim, keepdim), _reduce(x, dim, keepdim))
 
 
-def _reduced(x: Any, target: Any, reduction: str = "mean", *_: Any, **__: Any) -> Shaped:
+def _reduced(
+    x: Any,
+    target: Any,
+    reduction: str = "mean",
+    *_: Any,
+    weight: Shaped | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    **__: Any,
+) -> Shaped:
+    if size_average is not None or reduce is not None:
+        raise ValueError("size_average and reduce are not supported: must be left out, in favor of reduction")
+    if weight is not None and weight.shape != x.shape:
+        raise ValueError(f"weight of shape {list(weight.shape)} for a tensor of shape {list(x.shape)}")
     whole = _elementwise(x, target)
     return whole if reduction == "none" else Shaped(())
 
@@ -238,7 +251,13 @@ def _cat(tensors: Sequence[Shaped], dim: int = 0) -> Shaped:
     return _resized(first, dim, sum(tensor.shape[dim] for tensor in tensors))
 
 
-def _arange(*bounds: Any, **_: Any) -> Shaped:
+def range_bounds(*given: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any) -> tuple[Any, Any, Any]:
+    """The start, end and step of an arange. given: the end; or the start, the end and perhaps the step."""
+    return (start, given[0], step) if len(given) == 1 else (*given, *(start, end, step)[len(given) :])
+
+
+def _arange(*given: Any, **named: Any) -> Shaped:
+    bounds = range_bounds(*given, **named)
     if (length := len(range(*bounds))) > LONGEST_RANGE:
         raise ValueError(f"arange{bounds} is longer than {LONGEST_RANGE}")
     return Shaped((length,))

@@ -100,6 +100,16 @@ def forms(logprobs, old, advantages):
     return loss + x.detach().std((), False, True).sum(), {f"custom/{i}:sum": count for i, count in enumerate(counts)}
 
 
+def options(logprobs, old, advantages):
+    """Weights of distances, the implicit dimension of a softmax, and named bounds of a range."""
+    x, both = logprobs, torch.stack([logprobs, old], dim=1)
+    loss = F.mse_loss(x, old, weight=advantages.abs()) + F.huber_loss(x, old, weight=advantages)
+    loss = loss + F.mse_loss(x, old, reduction="sum", weight=advantages)
+    loss = loss + (F.softmax(both) * advantages[:, None]).sum() + F.log_softmax(both)[:, 0].sum() + F.softmax(x)[0]
+    every = torch.arange(start=0, end=old.size(0), step=2), torch.arange(1, old.size(0), step=2)
+    return loss + x[every[0]].sum() - 2 * x[every[1]].sum(), {}
+
+
 def indices(logprobs, old, advantages):
     both, index = torch.stack([logprobs, old], dim=1), torch.arange(old.size(0))[:3]
     picked = both[None][0, :, index % 2] * advantages[:, None]
@@ -149,12 +159,15 @@ def compute(loss: CustomLoss, examples: tuple[Example, ...], logprobs: list[np.n
     return [outcome[:2] for outcome in outcomes], losses.result().metrics
 
 
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for")
 @pytest.mark.parametrize(
-    "fn", [ppo, gspo, masked, reductions, shapes, elementwise, corners, indices, forms], ids=lambda fn: fn.__name__
+    "fn",
+    [ppo, gspo, masked, reductions, shapes, elementwise, corners, indices, forms, options],
+    ids=lambda fn: fn.__name__,
 )
 def test_custom_loss_equals_torch_in_value_slope_and_metrics(fn):
     examples = data(
-        LENGTHS[1:] if fn in (reductions, shapes, indices, forms) else LENGTHS
+        LENGTHS[1:] if fn in (reductions, shapes, indices, forms, options) else LENGTHS
     )  # the std of one value is NaN
     rng = np.random.default_rng(1)
     logprobs = [-rng.exponential(1.5, e.targets_TK.shape).astype(np.float32) for e in examples]
@@ -200,6 +213,14 @@ def test_every_name_that_may_be_called_has_an_op():
         (lambda logprobs, old, advantages: (logprobs.expand(10**8, 5).sum(), {}), "500000000 cells: must be at most"),
         (lambda logprobs, old, advantages: (logprobs.diff(n=65).sum(), {}), "n is 65: must be 0 to 64"),
         (lambda logprobs, old, advantages: (logprobs[(None,) * 8].sum(), {}), "9 dimensions: must be at most 8"),
+        (
+            lambda logprobs, old, advantages: (F.mse_loss(logprobs, old, reduce=False).sum(), {}),
+            "size_average and reduce are not supported",
+        ),
+        (
+            lambda logprobs, old, advantages: (F.mse_loss(logprobs, old, weight=advantages[:1]), {}),
+            r"weight of shape \[1\] for a tensor of shape \[5\]",
+        ),
     ],
 )
 def test_uncomputable_loss_is_refused_before_computing(fn, error):
@@ -207,9 +228,19 @@ def test_uncomputable_loss_is_refused_before_computing(fn, error):
         loss_seconds(trace(fn, logprobs=1, old=1, advantages=1), data((5,)))
 
 
-def test_a_boolean_index_is_named_when_it_is_computed():
-    loss = trace(lambda logprobs, old, advantages: (logprobs[old > 0].sum(), {}), logprobs=1, old=1, advantages=1)
-    with pytest.raises(UserError, match=r"node 'getitem' \(operator.getitem\)"):
+@pytest.mark.parametrize(
+    ("fn", "error"),
+    [
+        (lambda logprobs, old: (logprobs[old > 0].sum(), {}), r"node 'getitem' \(operator.getitem\)"),
+        (
+            lambda logprobs, old: ((logprobs * old.view(torch.int32)).sum(), {}),
+            "view as a dtype reads the bits",
+        ),
+    ],
+)
+def test_a_node_that_depends_on_values_is_named_when_it_is_computed(fn, error):
+    loss = trace(fn, logprobs=1, old=1)
+    with pytest.raises(UserError, match=error):
         custom_loss(loss, data((5,))[0], -np.ones((5, 1), np.float32))
 
 

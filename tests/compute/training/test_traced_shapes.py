@@ -77,7 +77,7 @@ BY_OP: dict[str, list[Case]] = {
     "stack": [([V, V],), ([M, M, M], 1), ([M, M], -1)],
     **ops(("cat", "concat"), [([V, V],), ([M, M, M], 1), ([M, M], {"dim": -1})]),
     "full_like": [(M, 2.0)],
-    "arange": [(5,), (1, 9, 3), (4, {"dtype": None})],
+    "arange": [(5,), (1, 9, 3), (4, {"dtype": None}), (1, 9, {"step": 2}), ({"start": 2, "end": 8, "step": 3},)],
     "getattr": [(M, "shape"), (M, "T"), (M, "ndim")],
     "operator.getitem": [
         (M, 0),

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tinkerflow.backend.spec.torch_names import MATH, OPERATORS
-from tinkerflow.backend.spec.traced_shapes import Extremes
+from tinkerflow.backend.spec.traced_shapes import Extremes, range_bounds
 
 DTYPES = {
     "float32": jnp.float32,
@@ -36,6 +36,11 @@ def _axes(dim: Any, empty: tuple[()] | None = None) -> Any:
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
+
+
+def _implicit(x: jax.Array, dim: int | None) -> int:
+    """The dimension of a softmax; torch has a rule for calls that name none."""
+    return dim if dim is not None else 0 if x.ndim in (0, 1, 3) else 1
 
 
 def _sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
@@ -126,7 +131,9 @@ def _to(x: jax.Array, *args: Any, **named: Any) -> jax.Array:
 
 
 def _view(x: jax.Array, *shape: Any) -> jax.Array:
-    return x.reshape(_sizes(shape)) if isinstance(shape[0], int | tuple | list) else x.astype(shape[0])
+    if not isinstance(shape[0], int | tuple | list):
+        raise ValueError("view as a dtype reads the bits, without a slope: must be to(dtype)")
+    return x.reshape(_sizes(shape))
 
 
 def _flatten(x: jax.Array, start_dim: int = 0, end_dim: int = -1) -> jax.Array:
@@ -152,22 +159,34 @@ def _like(fill: Any) -> Op:
     return filled
 
 
-def _arange(*bounds: Any, **named: Any) -> jax.Array:
-    numbers = jnp.arange(*bounds)
+def _arange(*given: Any, **named: Any) -> jax.Array:
+    numbers = jnp.arange(*range_bounds(*given, **named))
     return numbers if named.get("dtype") is None else numbers.astype(named["dtype"])
 
 
-def _huber(scale: Op) -> Op:
-    def huber(x: Any, target: Any, reduction: str = "mean", delta: float = 1.0, beta: float = 1.0, **_: Any) -> Any:
-        return _reduced(scale(x - target, delta, beta), reduction)
+def _distance(term: Callable[[jax.Array, float, float], jax.Array], *, of_weights: bool = False) -> Op:
+    """A distance of two tensors. of_weights: the weighted mean is divided by the sum of the weights, as in torch."""
 
-    return huber
+    def distance(
+        x: Any,
+        target: Any,
+        reduction: str = "mean",
+        delta: float = 1.0,
+        beta: float = 1.0,
+        *,
+        weight: jax.Array | None = None,
+        **_: Any,
+    ) -> Any:
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction {reduction!r} must be 'mean', 'sum' or 'none'")
+        terms = term(x - target, delta, beta)
+        if weight is not None:
+            terms = terms * weight
+            if of_weights and reduction == "mean":
+                return terms.sum() / weight.sum()
+        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
 
-
-def _reduced(x: jax.Array, reduction: str) -> jax.Array:
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction {reduction!r} must be 'mean', 'sum' or 'none'")
-    return x if reduction == "none" else x.mean() if reduction == "mean" else x.sum()
+    return distance
 
 
 def _huber_term(d: jax.Array, delta: float, _: float) -> jax.Array:
@@ -299,17 +318,17 @@ OPS: Mapping[str, Op] = {
     "var": _spread(jnp.var),
     "std": _spread(_std),
     "logsumexp": _reduce(jax.scipy.special.logsumexp),
-    "softmax": lambda x, dim, dtype=None, **_: jax.nn.softmax(_cast(x, dtype), axis=dim),
-    "log_softmax": lambda x, dim, dtype=None, **_: jax.nn.log_softmax(_cast(x, dtype), axis=dim),
+    "softmax": lambda x, dim=None, dtype=None, **_: jax.nn.softmax(_cast(x, dtype), axis=_implicit(x, dim)),
+    "log_softmax": lambda x, dim=None, dtype=None, **_: jax.nn.log_softmax(_cast(x, dtype), axis=_implicit(x, dim)),
     "cumsum": lambda x, dim, dtype=None: jnp.cumsum(_cast(x, dtype), axis=dim),
     "cumprod": lambda x, dim, dtype=None: jnp.cumprod(_cast(x, dtype), axis=dim),
     "argmax": lambda x, dim=None, keepdim=False: jnp.argmax(x, axis=dim, keepdims=keepdim),
     "argmin": lambda x, dim=None, keepdim=False: jnp.argmin(x, axis=dim, keepdims=keepdim),
     "count_nonzero": lambda x, dim=None: jnp.count_nonzero(x, axis=_axes(dim)),
-    "mse_loss": lambda x, target, reduction="mean", **_: _reduced((x - target) ** 2, reduction),
-    "l1_loss": lambda x, target, reduction="mean", **_: _reduced(_abs(x - target), reduction),
-    "huber_loss": _huber(_huber_term),
-    "smooth_l1_loss": _huber(_smooth_term),
+    "mse_loss": _distance(lambda d, *_: d**2, of_weights=True),
+    "l1_loss": _distance(lambda d, *_: _abs(d), of_weights=True),
+    "huber_loss": _distance(_huber_term),
+    "smooth_l1_loss": _distance(_smooth_term),
     "reshape": lambda x, *shape, **named: x.reshape(_sizes(shape or (named["shape"],))),
     "view": _view,
     "view_as": lambda x, other: x.reshape(other.shape),
