@@ -16,7 +16,7 @@ from tests.compute.test_routed import GLM_4_5_AIR, MINIMAX_M2
 
 from tinkerflow.backend.compute.models.families import load_config, parse_config, registered
 from tinkerflow.backend.compute.models.layers import Attention, Experts, SoftmaxRouter
-from tinkerflow.backend.compute.models.rope import Llama3Rope, Rope
+from tinkerflow.backend.compute.models.rope import LinearRope, Llama3Rope, Rope
 from tinkerflow.backend.core.errors import UserError
 
 FIELDS: dict[str, Any] = {
@@ -42,6 +42,19 @@ def test_omitted_config_fields_have_defaults():
     attention = config.decoder_layers[0].attention
     assert attention == Attention(hidden=32, heads=4, kv_heads=4, head_dim=8, rope=Rope(10_000.0, 8))
     assert not config.tied
+
+
+def test_a_gemma_whose_layers_are_all_of_one_type_is_read_as_transformers_writes_it():
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
+    shape = FIELDS | {
+        "model_type": "gemma3_text",
+        "layer_types": ["full_attention"] * 2,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    }
+    written = transformers.Gemma3TextConfig(**shape, rope_parameters={**ropes}).to_dict()
+    assert written["rope_parameters"].keys() > ropes.keys()
+    assert parse_config(written, name="m").ropes == (Rope(1e6, 8, LinearRope(8.0)),)
 
 
 @pytest.mark.parametrize("family", sorted(registered().keys() - {"mistral3"}))
@@ -145,14 +158,14 @@ def test_rope_is_found_where_either_generation_keeps_it(rope):
             FIELDS | {"partial_rotary_factor": 0.5},
             "partial_rotary_factor rotates 4 of 8 dimensions of a head; must be 1",
         ),
-        (
-            FIELDS | {"rope_parameters": {"rope_type": "default", "full_attention": {"rope_type": "default"}}},
-            "has fields besides those of layer types",
-        ),
         (changed(layer_types=["mamba"] * 32), "layer_types .* must be 32 of linear_attention, full_attention"),
         (changed(layer_types=["full_attention"] * 32), "layer_types are all 'full_attention'"),
         (changed(linear_num_key_heads=5), "linear_num_key_heads 5.*key heads must divide value heads"),
         (changed(linear_conv_kernel_dim=1), "linear_conv_kernel_dim 1.*at least 2"),
+        *(
+            ({"model_type": family, "text_config": {"norm_topk_prob": False}}, "norm_topk_prob False is not supported")
+            for family in ("qwen3_5_moe", "qwen3_vl_moe")
+        ),
         (changed(attn_output_gate=False), "attn_output_gate False is not supported; must be True"),
         (QWEN3_5_9B | {"text_config": None}, "text_config is None in config.json; must be an object"),
         (E2B | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),

@@ -154,12 +154,12 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
             error=fields.error,
         )
 
-    by_type = any(isinstance(each, dict) for each in values.values())
-    if by_type and not all(isinstance(each, dict) for each in values.values()):
-        raise fields.error(
-            f"rope_parameters {values!r} has fields besides those of layer types; must be one or the other"
-        )
-    return {name: read(each) for name, each in values.items()} if by_type else {"": read(values)}
+    # transformers adds fields beside those of the types if a model has layers of one type only. It does not use them.
+    by_type = {name: each for name, each in values.items() if isinstance(each, dict)}
+    if wrong := [name for name in by_type if not name.endswith("_attention")]:
+        rule = "only layer types, such as 'full_attention', have fields of their own"
+        raise fields.error(f"rope_parameters.{wrong[0]} is {values[wrong[0]]!r}; {rule}")
+    return {name: read(each) for name, each in by_type.items()} or {"": read(values)}
 
 
 def read_rope(

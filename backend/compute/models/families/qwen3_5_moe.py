@@ -11,7 +11,9 @@ from tinkerflow.backend.compute.models.hybrid import hybrid, with_tower, with_to
 
 
 def _qwen3_5_moe(fields: ConfigFields) -> ModelConfig:
-    return with_tower(hybrid(text_fields(fields, "qwen3_5_moe_text"), experts=True), fields)
+    text = text_fields(fields, "qwen3_5_moe_text")
+    text.refuse_others(norm_topk_prob=True)
+    return with_tower(hybrid(text, experts=True), fields)
 
 
 FAMILY = replace(

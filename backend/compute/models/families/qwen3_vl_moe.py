@@ -13,8 +13,10 @@ from tinkerflow.backend.compute.models.vision_config import read_vision
 
 
 def _qwen3_vl_moe(fields: ConfigFields) -> ModelConfig:
-    text = qwen3_moe(text_fields(fields, "qwen3_vl_moe_text"), normalized=True, rope_theta=500_000.0)
-    return replace(text, vision=read_vision(fields, SECTIONS))
+    text = text_fields(fields, "qwen3_vl_moe_text")
+    text.refuse_others(norm_topk_prob=True)
+    moe = qwen3_moe(text, normalized=True, rope_theta=500_000.0)
+    return replace(moe, vision=read_vision(fields, SECTIONS))
 
 
 FAMILY = Family(
