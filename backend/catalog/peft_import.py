@@ -25,6 +25,7 @@ from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Saved, Stor
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, decode_any
 
 _HEADER_BYTES = 512  # of a tensor: its name, dtype, shape and place
+_COPY = ".base_layer.weight"  # PEFT adds the base model's own unembedding to files with an adapter of it
 _SWITCHES = ("train_attn", "train_mlp", "train_unembed")  # of a LoraSpec
 
 
@@ -56,7 +57,8 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
             weights[name] = _scaled(_checked(tensors, there, shape, cfg, spec), scale, there)
     unembed = projections(cfg)["unembed"].module
     Targets(values, unembed).check(adapted)
-    if surplus := sorted(set(tensors) - {name for stored in adapted for name in pair_names(stored)}):
+    known = {name for stored in adapted for name in (*pair_names(stored), f"{PEFT}{stored}{_COPY}")}
+    if surplus := sorted(set(tensors) - known):
         raise wrong_file(ADAPTER, f"tensor {surplus[0]!r} is not part of {_called(cfg, spec)}: must be absent")
     return AdapterState(spec, 0, weights)
 

@@ -116,6 +116,14 @@ def test_peft_import_finds_the_adapted_modules(parts: tuple[str, ...]) -> None:
     assert taken(tensors(spec=spec), None).spec == spec
 
 
+def test_the_copy_of_the_unembedding_that_peft_saves_is_left_out() -> None:
+    head = {"base_model.model.lm_head.base_layer.weight": np.ones((24, 16), np.float32)}
+    assert taken(tensors() | head).weights.keys() == tensors().keys()
+    attention = LoraSpec(4, train_mlp=False, train_unembed=False)
+    with pytest.raises(UserError, match=r"tensor 'base_model\.model\.lm_head\.base_layer\.weight' is not part of"):
+        taken(tensors(spec=attention) | head, attention)
+
+
 def test_an_adapter_of_the_text_model_alone_fits_the_whole_model() -> None:
     text = CONFIG | {"model_type": "gemma3_text", "sliding_window": 4}
     cfg = parse_config({"model_type": "gemma3", "text_config": text}, name="sees")

@@ -210,7 +210,7 @@ def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, 
     adapter(executor, "out", **parts)
     data = examples(LENGTHS)
     with in_peft(base, executor, "out", tmp_path) as by_torch, torch.no_grad():
-        by_torch.save_pretrained(tmp_path / "saved", save_embedding_layers=False)
+        by_torch.save_pretrained(tmp_path / "saved", save_embedding_layers=True)
         wanted = [scores(by_torch, example)[:, 0].numpy() for example in data]
     files = [(tmp_path / "saved" / file).read_bytes() for file in (ADAPTER_CONFIG, ADAPTER)]
     state, own = (
