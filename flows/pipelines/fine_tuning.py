@@ -40,6 +40,7 @@ from tinkerflow.tasks.pipelines.work import digest
 
 # A resumed run may have other values of these.
 _LIMITS = {"environment_seconds", "environment_retries", "margin", "approval_hours"}
+_LISTED = 100  # segments on the page of checkpoints
 _SHOWN = 200  # characters of a setting on the page of a training run
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -179,7 +180,9 @@ def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: s
     }
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), ""]
     lines += ["| step | training state | held out |", "|---|---|---|"]
-    for segment in segments:
+    if earlier := len(segments[:-_LISTED]):
+        lines.append(f"| and {earlier} before | | |")
+    for segment in segments[-_LISTED:]:
         values = ", ".join(f"{name} {value:.4g}" for name, value in segment.held_out.items())
         lines.append(f"| {segment.last_step} | `{segment.state}` | {cell(values)} |")
     left_out = ", ".join(f"{one.row} (step {one.step})" for segment in segments for one in segment.left_out)

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 LIVE_SECONDS = 2.0  # between two updates of the progress
 LINE_SECONDS = 10.0  # between two log lines about steps
 MOST_ROWS = 200
+MOST_POINTS = 1000  # of a line in a picture
 
 # Code that runs a flow in this process may set these. follower: shows progress; called with the step, the number of
 # steps and the step's metrics.
@@ -109,14 +110,15 @@ class RunArtifacts:
         return f"; about {timedelta(seconds=round((steps - step) * (now - began) / (step - first)))} left"
 
     async def curves(self, steps: Sequence[StepMetrics], held_out: Mapping[str, Points]) -> None:
-        """Show every metric of the steps as a picture and as a table."""
+        """Show every metric of the steps as a picture and as a table. Those of long runs have means and fewer steps."""
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for metrics in steps:
             for name, value in metrics.values.items():
                 panels.setdefault(name, {}).setdefault(name, []).append((metrics.step, value))
         for name, points in held_out.items():
             panels.setdefault(name.removeprefix("held_out_"), {})[name] = list(points)
-        await self.pictures("curves", panels, "curves over steps")
+        shown = {title: {name: _means(line) for name, line in lines.items()} for title, lines in panels.items()}
+        await self.pictures("curves", shown, "curves over steps")
         every = max(1, -(-len(steps) // MOST_ROWS))
         rows = [{"step": m.step} | m.values for i, m in enumerate(steps) if i % every == 0 or m is steps[-1]]
         await self.table("steps", rows, f"one of every {every} steps" if every > 1 else "all steps")
@@ -174,6 +176,13 @@ class RunArtifacts:
                 await client.update_artifact(self._made[kind], update)
         except (httpx.HTTPError, PrefectException) as error:
             log.warning("artifact %s was not written: %s: %s", kind, type(error).__name__, error)
+
+
+def _means(points: Sequence[tuple[float, float]]) -> Points:
+    """At most MOST_POINTS points: means over neighbors, each at its last step."""
+    every = -(-len(points) // MOST_POINTS) or 1
+    parts = [points[start : start + every] for start in range(0, len(points), every)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
 def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[str, int], Sample]:

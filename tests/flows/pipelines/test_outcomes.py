@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.flows.pipelines.fine_tuning import _mean, _outcome_reported, decisive_parameters
+from tinkerflow.flows.pipelines.fine_tuning import _mean, _outcome_reported, checkpoints_page, decisive_parameters
 from tinkerflow.tasks.pipelines.connection import ServerClients
 from tinkerflow.tasks.pipelines.control import StoppedError
 from tinkerflow.tasks.pipelines.parameters import NightlyParameters, RlParameters
-from tinkerflow.tasks.pipelines.progress import StepMetrics
+from tinkerflow.tasks.pipelines.progress import SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
+from tinkerflow.tasks.pipelines.trainer import Lineage
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,16 @@ def test_means_follow_the_order_of_names_and_count_missing_values_as_0() -> None
     second = StepMetrics(step=2, values={"reward": 0.0, "loss": 2.0})
     means = _mean([first, second], ("reward", "loss", "left_out_episodes", "unknown"))
     assert list(means.items()) == [("reward", 0.5), ("loss", 1.0), ("left_out_episodes", 2.0)]
+
+
+def test_the_page_of_checkpoints_lists_the_newest() -> None:
+    segments = [
+        SegmentRecord(first_step=step, last_step=step, state=f"tinker://run/weights/{step}", steps=[])
+        for step in range(1, 103)
+    ]
+    page = checkpoints_page(segments, Lineage("sft", "run", "rows.jsonl", "code"), "").splitlines()
+    assert page[-101:-99] == ["| and 2 before | | |", "| 3 | `tinker://run/weights/3` |  |"]
+    assert page[-1].startswith("| 102 |") and "before" not in checkpoints_page(segments[2:], Lineage(*"abcd"), "")
 
 
 async def test_refused_outcome_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,6 +61,22 @@ async def test_long_runs_have_every_few_steps_in_their_table(put: list[tuple[str
     assert [row["step"] for row in table[1]] == [*range(1, 502, 3), 501]  # the last step is always there
 
 
+async def test_pictures_of_long_runs_have_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+
+    async def keep(self: RunArtifacts, kind: str, panels: Any, title: str) -> None:
+        drawn.append(panels)
+
+    monkeypatch.setattr(RunArtifacts, "pictures", keep)
+    monkeypatch.setattr(module, "MOST_POINTS", 3)
+    for last in (3, 7):
+        steps = [StepMetrics(step=i, values={"loss": float(i)}) for i in range(1, last + 1)]
+        await RunArtifacts("x").curves(steps, {"held_out_loss": [(2.0, 0.5)]})
+    few, many = ([*one["loss"].values()] for one in drawn)
+    assert few == [[(1, 1.0), (2, 2.0), (3, 3.0)], [(2.0, 0.5)]]
+    assert many == [[(3, 2.0), (6, 5.0), (7, 7.0)], [(2.0, 0.5)]]
+
+
 async def test_answers_of_first_and_last_segments_are_compared(put: list[tuple[str, Any]]) -> None:
     segments = [
         SegmentRecord(first_step=i, last_step=i, state="s", steps=[], samples=[Sample(prompt="p", answer=f"a{i}")])
