@@ -19,6 +19,7 @@ from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.advantages import ESTIMATORS, Floats, kl_advantages, overlong_penalty
 from tinkerflow.tasks.pipelines.artifacts import begin_phase, log_line
+from tinkerflow.tasks.pipelines.control import before_stop
 from tinkerflow.tasks.pipelines.curriculum import Curriculum
 from tinkerflow.tasks.pipelines.parameters import PolicyLoss, RlParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
@@ -112,7 +113,8 @@ class RlRecipe:
         pool = self.rows if self.curriculum is None else self.curriculum.pool(step)
         picked = [pool[i] for i in self.run.batch(step, len(pool))]
         others = pool if self.resample else ()
-        sampled = await self._sample(await self.versions.sampler_for(client, step), picked, step, others)
+        sampler = await self.versions.sampler_for(client, step)
+        sampled = await before_stop(lambda: self._sample(sampler, picked, step, others))
         staleness = step - self.versions.version_for(step)
         penalties = [np.array([self._penalty(episode) for episode in group]) for group in sampled.groups]
         rewards = [

@@ -16,12 +16,12 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from uuid import UUID
 
 import httpx
@@ -35,8 +35,10 @@ from tinkerflow.tasks.pipelines.artifacts import log_line
 from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError, place_in_loop
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOOK_SECONDS = 2.0
+LAST_SECONDS = 10.0  # for the answers of the last step; Prefect kills a cancelled run after 30 s
 STUCK_SECONDS = 3.0  # how long code may block the event loop after a signal before it is interrupted
 _STOPPING = "stopping after this step, with its state saved; press Ctrl-C again to stop without saving"
 
@@ -143,6 +145,24 @@ class Control:
         """End the pause."""
         self._go.set()
 
+    async def before_stop(self, work: Callable[[], Coroutine[Any, Any, T]], seconds: float = 0.0) -> T:
+        """The result of `work`. InterruptedCodeError: it did not end within `seconds` after a request to stop."""
+
+        async def late() -> None:
+            await self._stop.wait()
+            await asyncio.sleep(seconds)
+
+        working, ending = asyncio.create_task(work()), asyncio.create_task(late())
+        try:
+            await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise InterruptedCodeError(f"it did not end within {seconds:g} s after the request to stop")
+            return await working
+        finally:
+            for one in (working, ending):
+                one.cancel()
+            await asyncio.gather(working, ending, return_exceptions=True)
+
     async def may_go_on(self) -> bool:
         """Wait while the run is paused. Returns False if the run must stop."""
         await self._go.wait()
@@ -198,6 +218,15 @@ async def _control() -> AsyncIterator[Control]:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
+
+
+async def before_stop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of `work`, the part of a step that trains nothing yet.
+
+    InterruptedCodeError: it did not end within LAST_SECONDS after the current flow run was requested to stop.
+    """
+    control = _current.get()
+    return await (work() if control is None else control.before_stop(work, LAST_SECONDS))
 
 
 def refuse_after_interruption() -> None:

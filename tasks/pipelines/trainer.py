@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +21,7 @@ from tinkerflow.tasks.pipelines.artifacts import has_lasting_page, log_line, tra
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.outliers import HISTORY, OutlierWatch
 from tinkerflow.tasks.pipelines.preparation import PreparedRun
-from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
+from tinkerflow.tasks.pipelines.progress import RunProgress, Sample, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.schedule import learning_rate
 from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError
 
@@ -247,14 +248,16 @@ async def train_segment(
         if not made:
             return None
         left_out = [] if trainer.watch is None else trainer.watch.left_out
-        cut = control.stopping and made[-1].step < trainer.training.steps  # the person who stopped the run is waiting
+        state = await _save(trainer, client, made[-1].step)
+
+        measured = await _measured(trainer, client, made[-1].step, control)
         segment = SegmentRecord(
             first_step=first_step,
             last_step=made[-1].step,
-            state=await _save(trainer, client, made[-1].step),
+            state=state,
             steps=made,
-            held_out={} if cut else dict(await trainer.recipe.held_out(client)),
-            samples=[] if cut else await trainer.run.preview(client),
+            held_out=dict(measured[0]),
+            samples=measured[1],
             left_out=[one for one in left_out if first_step <= one.step <= made[-1].step],
         )
         trainer.progress.add(segment)
@@ -263,6 +266,22 @@ async def train_segment(
         await trainer.release()  # so that the next attempt does not exceed max_live_models
         raise
     return segment
+
+
+async def _measured(
+    trainer: Trainer, client: tinker.TrainingClient, step: int, control: Control
+) -> tuple[Values, list[Sample]]:
+    """The measurements on held-out rows after `step`, and samples. None if the run stops before its last step."""
+
+    async def measure() -> tuple[Values, list[Sample]]:
+        return await trainer.recipe.held_out(client), await trainer.run.preview(client)
+
+    if step == trainer.training.steps:
+        return await measure()
+    if not control.stopping:  # otherwise the person who stopped the run is waiting
+        with suppress(InterruptedCodeError):
+            return await control.before_stop(measure)
+    return {}, []
 
 
 async def make_steps(

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class InterruptedCodeError(BaseException):
-    """Code that blocked the event loop was interrupted after a request to stop. The message names its place.
+    """Code was interrupted after a request to stop. The message names the place that blocked the event loop, if any.
 
     `except Exception` in user code does not catch it.
     """

@@ -23,7 +23,7 @@ from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.pipelines.rl import RlRecipe
 from tinkerflow.tasks.pipelines import Renderer, Row
-from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.control import Control, controlled
 from tinkerflow.tasks.pipelines.curriculum import Curriculum
 from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, Facts, Reply
 from tinkerflow.tasks.pipelines.parameters import CurriculumParameters, PolicyLoss, RlParameters, TrainingParameters
@@ -439,6 +439,31 @@ async def test_the_steps_before_interrupted_code_are_kept(tokenizer: Any, lag: i
     )
     made = await make_steps(trainer, client, 1, 7, Control(), lambda _: None)  # type: ignore[arg-type]
     assert [one.step for one in made] == [1, 2] and client.version == 2
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+async def test_a_stopped_run_does_not_wait_for_a_late_step(
+    tokenizer: Any, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hanging(Dawdling):
+        made = 0
+
+        async def answered(self, text: str) -> Reply:
+            Hanging.made += 1
+            if Hanging.made > 5:
+                control.stop()
+                await asyncio.Event().wait()
+            return await super().answered(text)
+
+    monkeypatch.setattr("tinkerflow.tasks.pipelines.control.LAST_SECONDS", 0.01)
+    client, recipe = Client(tokenizer), recipe_of(tokenizer, Hanging, versions=WeightVersions(lag))
+    training: Any = TrainingParameters(steps=7, segment_steps=7)
+    trainer: Any = SimpleNamespace(
+        recipe=recipe, watch=None, training=training, params=lambda step: tinker.AdamParams(learning_rate=step)
+    )
+    async with controlled() as control:
+        made = await make_steps(trainer, client, 1, 7, control, lambda _: None)  # type: ignore[arg-type]
+    assert [one.step for one in made] == [*range(1, client.version + 1)] and client.version <= 2 <= client.version + lag
 
 
 async def test_failed_sampling_ends_the_segment(tokenizer: Any) -> None:

@@ -16,6 +16,7 @@ from tinkerflow.flows.pipelines.sft import SftParameters
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.progress import RunProgress, StepMetrics
 from tinkerflow.tasks.pipelines.trainer import Lineage, Trainer, data_name, train_segment
+from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError
 
 
 class Client:
@@ -143,6 +144,37 @@ async def test_stop_finishes_the_current_step_without_a_measurement(work: str) -
     assert stopped is not None
     assert (stopped.last_step, stopped.held_out) == (1, {})
     assert await train_segment.fn(trainer(work, Recipe()), 2, 6, control, lambda _: None) is None
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_stop_ends_a_measurement_and_records_its_segment(work: str, interrupted: bool) -> None:
+    control, recipe, ended = Control(), Recipe(), asyncio.Event()
+
+    async def held_out(client: Any) -> Mapping[str, float]:
+        asyncio.get_running_loop().call_soon(control.stop)
+        if interrupted:
+            raise InterruptedCodeError("its code was interrupted")
+        try:
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+        finally:
+            ended.set()
+
+    recipe.held_out = held_out  # type: ignore[method-assign]
+    stopped = await train_segment.fn(trainer(work, recipe), 1, 3, control, lambda _: None)
+    assert stopped is not None and (stopped.last_step, stopped.held_out) == (3, {})
+    assert trainer(work, Recipe()).progress.segments() == [stopped] and (interrupted or ended.is_set())
+
+
+async def test_failed_measurement_fails_the_segment(work: str) -> None:
+    recipe = Recipe()
+
+    async def held_out(client: Any) -> Mapping[str, float]:
+        raise UserError("reward a:b: no")
+
+    recipe.held_out = held_out  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="reward a:b: no"):
+        await train_segment.fn(trainer(work, recipe), 1, 3, Control(), lambda _: None)
+    assert trainer(work, Recipe()).progress.segments() == []
 
 
 async def test_failure_leaves_neither_record_nor_live_model(work: str) -> None:
