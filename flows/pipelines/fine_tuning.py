@@ -31,7 +31,7 @@ from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, cell
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled, stoppable
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
-from tinkerflow.tasks.pipelines.preparation import PreparedRun
+from tinkerflow.tasks.pipelines.preparation import PreparedRun, run_name
 from tinkerflow.tasks.pipelines.progress import LeftOutRow, RunProgress, Sample, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
 from tinkerflow.tasks.pipelines.tracked import tracked
@@ -162,11 +162,6 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
         left_out=[one for segment in segments for one in segment.left_out],
         left_out_episodes=int(sum(step.values.get("left_out_episodes", 0) for step in steps)) or None,
     )
-
-
-def run_name(parameters: PipelineParameters) -> str:
-    """The name that retries of this run share: `resume` of the parameters, or else the flow run's id."""
-    return parameters.resume or str(flow_run.id or "")
 
 
 def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: str) -> str:

@@ -16,12 +16,13 @@ from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.flows.pipelines.evaluate import BASE, figures, on_held_out, score_all
-from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, decisive_parameters, flat, run_name
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, decisive_parameters, flat
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import sft
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.control import controlled
 from tinkerflow.tasks.pipelines.parameters import Metric, SftParameters, SweepParameters
+from tinkerflow.tasks.pipelines.preparation import run_name, share_data
 from tinkerflow.tasks.pipelines.progress import refuse_changes
 from tinkerflow.tasks.pipelines.scoring import Scores
 from tinkerflow.tasks.pipelines.work import create_json, digest, open_work, read_json
@@ -111,6 +112,7 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
     async with controlled() as control:
 
         async def train(point: Point) -> TrainingResult | None:
+            share_data(run_name(parameters))
             async with places:
                 return await _train(parameters, point, work_url) if await control.may_go_on() else None
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import orjson
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
 
+from tinkerflow.backend.catalog.champions import checked_name
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, show_note
 from tinkerflow.tasks.pipelines.connection import OfferedModel, ServerClients, connect
 from tinkerflow.tasks.pipelines.data import DataReport, Use, check_source, load_examples, load_rows
@@ -20,11 +23,14 @@ from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
 from tinkerflow.tasks.pipelines.rows import Row
 from tinkerflow.tasks.pipelines.schedule import batch_of
 from tinkerflow.tasks.pipelines.scoring import greedy_answers
-from tinkerflow.tasks.pipelines.sources import DataSource
-from tinkerflow.tasks.pipelines.work import digest
+from tinkerflow.tasks.pipelines.sources import JOURNAL, DataSource
+from tinkerflow.tasks.pipelines.work import create_once, digest, open_work, read_json
 
 if TYPE_CHECKING:
     import tinker
+
+
+_data_run: ContextVar[str] = ContextVar("_data_run", default="")
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,19 @@ class PreparedRun:
         )
 
 
+def run_name(parameters: PipelineParameters) -> str:
+    """The name that retries of this run share: `resume` of the parameters, or else the flow run's id."""
+    return parameters.resume or str(flow_run.id or "")
+
+
+def share_data(run: str) -> None:
+    """Let runs that are prepared in the current context, such as the points of a sweep, use the rated answers of `run`.
+
+    A flow cannot refer to a context variable, because flows are pickled.
+    """
+    _data_run.set(run)
+
+
 @task(name="check data", task_run_name="check data: {source.url}", cache_policy=NO_CACHE)
 def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) -> DataReport:
     """Check and tokenize a data set with `check_source`, and show the notes of the report."""
@@ -90,6 +109,23 @@ def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) 
     for note in report.notes:
         show_note(f"data {source.url}: {note}")
     return report
+
+
+def begun_with(source: DataSource, run: str, work_url: str, renderer: Renderer, use: Use) -> DataReport:
+    """The report of `check_data`. Ratings change while a run is interrupted, so a run keeps those that it began with.
+
+    source, work_url, renderer, use: of `check_data`. run: the name that retries share; "" keeps nothing.
+    """
+    if not (run and source.url.startswith(JOURNAL)):
+        return check_data(source, work_url, renderer, use)
+    fields = "all" if use.extra is None else sorted(use.extra)
+    uses = str((use.name, use.schemas, use.max_tokens, use.learns, fields, use.answer_tokens))
+    about = digest(source.model_dump_json(), renderer.fingerprint, uses)
+    work, key = open_work(work_url), f"progress/{checked_name('run', run)}/kept/data-{about}"
+    if (kept := read_json(work, key)) is None:
+        create_once(work, key, check_data(source, work_url, renderer, use).model_dump_json().encode())
+        kept = read_json(work, key)
+    return DataReport.model_validate(kept)
 
 
 @asynccontextmanager
@@ -108,6 +144,7 @@ async def prepare(parameters: PipelineParameters) -> AsyncIterator[PreparedRun]:
         use = use.within(model.max_context + use.learns)  # the last token of a trained sequence is only a target
         sources = parameters.sources().items()
         begin_phase("checking the data")
-        reports = {name: check_data(source, work_url, renderer, use) for name, source in sources}
+        run = _data_run.get() or run_name(parameters)
+        reports = {name: begun_with(source, run, work_url, renderer, use) for name, source in sources}
         await artifacts.data(reports)
         yield PreparedRun(use.name, parameters, server, model, base, renderer, work_url, artifacts, reports)

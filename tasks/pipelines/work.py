@@ -5,7 +5,7 @@
     tokens/<key>.npz              rows as tokens
     progress/<run>/plan           digest of everything that decides a training run's outcome; `parameters`: the values
     progress/<run>/segments/<n>   the finished segments of a training run
-    progress/<run>/kept/<name>    measurements before its first step
+    progress/<run>/kept/<name>    measurements before its first step, and the report of rated answers
     rollouts/<training run>/<n>   the rollouts of a step, for people (backend/catalog/rollouts.py)
     evaluations/<run>/<n>         the rewarded answers of an evaluation of the run's weights, also for people
     champions/<name>/<n>.json     the champions of a name, one after another (backend/catalog/champions.py)

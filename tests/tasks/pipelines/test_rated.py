@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from tests.tasks.pipelines.conftest import SFT
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.tasks.pipelines import DataSource, Renderer, check_source, preparation, rated
+from tinkerflow.tasks.pipelines.data import load_rows
+from tinkerflow.tasks.pipelines.preparation import begun_with
 from tinkerflow.tasks.pipelines.rated import rated_rows
 
 
@@ -60,3 +65,21 @@ def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TINKER_API_KEY", "tml-key")
     with pytest.raises(UserError, match=r"^data\.url: no server answers at http://127\.0\.0\.1:9 \("):
         list(rated_rows("journal://?rated=true", "auto"))
+
+
+def test_a_run_keeps_the_ratings_that_it_began_with(
+    work: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "1", "completion": "a"}]
+    monkeypatch.setattr(rated, "rated_rows", lambda url, kind: iter(rows))
+    monkeypatch.setattr(preparation, "check_data", check_source)
+    source = DataSource(url="journal://?rated=true&since=1d")
+
+    def prompts(run: str, **changes: Any) -> list[str]:
+        use = replace(SFT, **changes)
+        return [row.prompt[0]["content"] for row in load_rows(work, begun_with(source, run, work, renderer, use))]
+
+    assert prompts("first") == prompts("") == ["1"]
+    rows.append({"prompt": "2", "completion": "b"})
+    assert prompts("first") == ["1"], "a retry goes on with the same rows"
+    assert prompts("second") == prompts("") == prompts("first", max_tokens=1024) == ["1", "2"]
