@@ -61,16 +61,18 @@ AS_USERS_RUN_IT = (
     *(f"compute/training/test_{name}.py" for name in ("bits", "train_work")),
     *(f"e2e/test_{name}.py" for name in ("crash_loop", "quickstart", "readme", "wheel")),
 )
-# Files whose tests share a service. One process runs all files of a line, and starts their service once.
+# Files whose tests share a service or a Prefect server. One process runs all files of a line, and starts it once.
 _CLIENTS = ("chat", "console", "constraints", "cookbook", "history", "images", "losses", "optimizers", "sampling")
-_PIPELINES = ("learning", "nightly", "prefect_page", "served", "sft")
+_CLIENTS += ("sft", "streams", "tenants", "weights")
+_PIPELINES = ("learning", "nightly", "prefect_page", "served")
 SHARE_A_SERVICE = (
-    ("tests/compat/",),
-    tuple(f"tests/e2e/test_{name}.py" for name in (*_CLIENTS, "sdk_loop", "streams", "tenants", "weights")),
+    tuple(f"tests/e2e/test_{name}.py" for name in _CLIENTS),
     tuple(f"tests/e2e/test_{name}.py" for name in _PIPELINES),
+    ("tests/compat/",),
     ("tests/e2e/test_environments.py", "tests/e2e/test_rewards.py"),
+    ("tests/flows/test_prefect.py", "tests/flows/test_prefect_access.py"),
 )
-LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[2])  # the first of the tests that use the SDK
+LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[0], *SHARE_A_SERVICE[1])  # the first that use the SDK
 # Rooms whose tests must leave the process unchanged; the others have not been run with this check yet.
 GUARDED = ("core", "deployments", "supervise", "tasks", "tracking")
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}

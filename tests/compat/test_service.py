@@ -40,9 +40,14 @@ async def test_a_saved_state_becomes_a_model(service: tinker.ServiceClient, trai
         service.create_training_client_from_state_with_optimizer(path).result(),
         await service.create_training_client_from_state_with_optimizer_async(path),
     ]
-    assert {loss_of(model) for model in [*plain, *whole]} == {saved}
-    steps = [model.optim_step(types.AdamParams()).result().metrics["optimizer_step"] for model in [*plain, *whole]]
-    assert steps == [1.0, 1.0, 2.0, 2.0]  # with its optimizer, a model continues to count steps
+    models = [*plain, *whole, trainer]
+    assert {loss_of(model) for model in models} == {saved}
+    steps = [model.optim_step(types.AdamParams()).result().metrics["optimizer_step"] for model in models]
+    assert steps == [1.0, 1.0, 2.0, 2.0, 2.0]  # with its optimizer, a model continues to count steps
+    for model in models[2:]:
+        model.forward_backward([datum()], "cross_entropy").result()
+        model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    assert len({loss_of(model) for model in models[2:]}) == 1, "resuming equals continuing bit for bit"
 
 
 @exercises("ServiceClient.create_sampling_client", "ServiceClient.create_sampling_client_async")
