@@ -331,22 +331,16 @@ async def test_work_continues_without_prefect_and_is_tracked_again_after(
     assert any("can be reached again" in record.message for record in caplog.records)
 
 
-async def restored_model(client: Any, pool: Any) -> str:
-    """Create a model, end its worker group, and continue the model in the next group."""
-    model: str = await client.create()
-    await client.result(client.optim_step(model))
-    pool.die()
-    assert (await client.result(client.optim_step(model))).error is None
-    return model
-
-
-async def test_group_loss_and_recovery_are_shown_in_prefect(
+async def test_group_loss_and_recovery_are_shown_and_logged_in_prefect(
     connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
 ) -> None:
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
     dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
     async with running(dispatcher.serve(lambda: None)):
-        model = await restored_model(client, pool)
+        model = await client.create()
+        await client.result(client.optim_step(model))
+        pool.die()
+        assert (await client.result(client.optim_step(model))).error is None
 
         async def found() -> tuple[list[str], dict[str, Any]]:
             run = await shown(http, model)
@@ -364,6 +358,7 @@ async def test_group_loss_and_recovery_are_shown_in_prefect(
                 if states[-2:] == ["Restoring", "Running"] and expected <= events.keys():
                     break
                 await asyncio.sleep(0.5)
+        dispatcher.stop()
     told = events["tinkerflow.model.restored"]
     assert told["resource"] == {"prefect.resource.id": f"tinkerflow.model.{model}", "prefect.resource.name": model}
     assert told["payload"].pop("seconds") >= 0
@@ -373,6 +368,15 @@ async def test_group_loss_and_recovery_are_shown_in_prefect(
         "replayed_requests": 2,
         "replayed_steps": 1,
     }
+    async with prefect_http(connection.api_url) as http, asyncio.timeout(120):
+        run = await shown(http, model)
+        asked = {"logs": {"flow_run_id": {"any_": [run["id"]]}}, "sort": "TIMESTAMP_ASC"}
+        lines: list[str] = []
+        while not any(line.startswith("ended") for line in lines):
+            lines = [line["message"] for line in await post(http, "/logs/filter", json=asked)]
+    assert lines[0] == f"model {model} of {BASE} was created at optimizer step 0"
+    assert any("restored in worker group 2: 2 requests replayed (1 optimizer steps)" in line for line in lines)
+    assert lines[-1].startswith("ended after ") and "the engine was stopped" in lines[-1]
 
 
 def dispatcher_of(context: Any, client: Any, pool: Any, mirror: Mirror, tmp_path: Path) -> Dispatcher:
@@ -546,22 +550,3 @@ async def created_by_another_engine(context: Any, client: Any, number: int = 0) 
     runner.stop()
     await asyncio.wait_for(serving, 60)
     return str(model)
-
-
-async def test_flow_run_logs_contain_the_events_of_the_model(
-    connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
-) -> None:
-    mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
-    dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
-    async with running(dispatcher.serve(lambda: None)):
-        model = await restored_model(client, pool)
-        dispatcher.stop()
-    async with prefect_http(connection.api_url) as http, asyncio.timeout(120):
-        run = await shown(http, model)
-        asked = {"logs": {"flow_run_id": {"any_": [run["id"]]}}, "sort": "TIMESTAMP_ASC"}
-        lines: list[str] = []
-        while not any(line.startswith("ended") for line in lines):
-            lines = [line["message"] for line in await post(http, "/logs/filter", json=asked)]
-    assert lines[0] == f"model {model} of {BASE} was created at optimizer step 0"
-    assert any("restored in worker group 2: 2 requests replayed (1 optimizer steps)" in line for line in lines)
-    assert lines[-1].startswith("ended after ") and "the engine was stopped" in lines[-1]
