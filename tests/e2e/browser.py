@@ -202,6 +202,7 @@ def open_page(folder: Path) -> Iterator[Page]:
     ):
         options.add_argument(flag)
     browser = webdriver.Chrome(options=options, service=Service(driver))
+    browser.set_script_timeout(300)  # as the other deadlines; axe may take half a minute on a busy machine
     pictures = os.environ.get("TEST_PICTURES")
     try:
         yield Page(browser, Path(pictures) if pictures else None)
