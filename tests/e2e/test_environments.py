@@ -68,12 +68,6 @@ async def trained(folder: Path, url: str, environment: str, **changes: Any) -> A
     return found
 
 
-async def test_a_question_of_reasoning_gym_is_trained(tiny_service, plain_calls, tmp_path):
-    pytest.importorskip("reasoning_gym", reason="no reasoning-gym", exc_type=ImportError)
-    found = await trained(tmp_path, "reasoning-gym://chain_sum?size=8", "reasoning-gym:chain_sum", max_turns=1)
-    assert 0.0 <= found.first["reward"] <= 1.0
-
-
 async def test_a_conversation_with_verifiers_is_trained(tiny_service, plain_calls, tmp_path, monkeypatch):
     """The reward is 1 for one answer and less for more."""
     pytest.importorskip("verifiers", reason="no verifiers", exc_type=ImportError)
