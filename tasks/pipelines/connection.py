@@ -66,19 +66,19 @@ class ServerClients:
         }
         return offered[offered_name(wanted, offered)] if wanted else next(iter(offered.values()))
 
+    def http(self, seconds: float) -> httpx.AsyncClient:
+        """A client for requests that the SDK lacks. seconds: the time limit of a request."""
+        headers = {"X-API-Key": self.key}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=seconds, follow_redirects=True)
+
     async def unload(self, model_id: str) -> None:
         """Unload a model, and wait until it no longer counts toward max_live_models.
 
         A failure is only logged as a warning, because the end of the session unloads the model.
         """
-        problem, headers = "", {"X-API-Key": self.key}
+        problem = ""
         try:
-            async with (
-                asyncio.timeout(CLOSE_SECONDS),
-                httpx.AsyncClient(
-                    base_url=self.url, headers=headers, timeout=CLOSE_SECONDS, follow_redirects=True
-                ) as http,
-            ):
+            async with asyncio.timeout(CLOSE_SECONDS), self.http(CLOSE_SECONDS) as http:
                 asked = await http.post("api/v1/unload_model", json={"model_id": model_id})
                 if asked.status_code == httpx.codes.GONE:
                     return  # it has ended already

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
@@ -82,7 +83,7 @@ class OutlierWatch:
     async def check_history(self, run_id: str) -> None:
         """Check that the steps of a run can be forked. UserError: the server keeps no histories."""
         path = f"api/v1/training_runs/{quote(run_id, safe='')}/history"
-        async with self._http() as http:
+        async with self._run.server.http(_SECONDS) as http:
             answer = await http.get(path, params={"payloads": False, "after": 2**62})
         if answer.status_code == 404:
             raise UserError(
@@ -129,7 +130,8 @@ class OutlierWatch:
         for number, lesson in enumerate(lessons):
             equal.setdefault((lesson.tokens.tobytes(), lesson.weights.tobytes()), []).append(number)
         found = []
-        for some in _chunks(list(equal.values()), _IN_FLIGHT):
+        groups = iter(equal.values())
+        while some := list(islice(groups, _IN_FLIGHT)):
             asked = [(numbers, *_measured(probe, [lessons[numbers[0]]])) for numbers in some]
             for (number, *repeated), forward, update in asked:
                 output, lesson = await forward, lessons[number]
@@ -194,15 +196,10 @@ class OutlierWatch:
         await self._run.artifacts.text("outliers", "\n".join(self._page), "rows of unusual steps")
         path = f"api/v1/training_runs/{quote(run_id, safe='')}/blames"
         try:
-            async with self._http() as http:
+            async with self._run.server.http(_SECONDS) as http:
                 (await http.post(path, json={"step": step, "rows": for_pages(worst)})).raise_for_status()
         except httpx.HTTPError as error:
             log.warning("the page of %s does not show the rows of step %d: %s", run_id, step, error)
-
-    def _http(self) -> httpx.AsyncClient:
-        server = self._run.server
-        headers = {"X-API-Key": server.key}
-        return httpx.AsyncClient(base_url=server.url, headers=headers, timeout=_SECONDS, follow_redirects=True)
 
 
 def _measured(
@@ -217,7 +214,3 @@ def _measured(
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _chunks(items: Sequence[list[int]], size: int) -> Iterator[Sequence[list[int]]]:
-    return (items[start : start + size] for start in range(0, len(items), size))

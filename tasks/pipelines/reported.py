@@ -29,9 +29,7 @@ class ReportedMetrics:
 
     def __init__(self, server: ServerClients) -> None:
         """server: its URL and key."""
-        self._http = httpx.AsyncClient(
-            base_url=server.url, headers={"X-API-Key": server.key}, timeout=_SECONDS, follow_redirects=True
-        )
+        self._http = server.http(_SECONDS)
         self._waiting: dict[str, dict[int, dict[str, float]]] = {}
         self._warned = False
 

@@ -11,6 +11,7 @@ import pytest
 
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.flows.pipelines.sft import SftParameters, SftRecipe
+from tinkerflow.tasks.pipelines.connection import ServerClients
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
 from tinkerflow.tasks.pipelines.progress import RunProgress
@@ -57,6 +58,11 @@ class Model:
         return SimpleNamespace(path=f"tinker://{self.model_id}/weights/@{self.step}")
 
 
+class Server(ServerClients):
+    async def unload(self, model_id: str) -> None:
+        await self.service.unload(model_id)
+
+
 class Service:
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
@@ -96,7 +102,7 @@ async def trained(work: str, rows: list[float], name: str, left_out: set[int] | 
 
     run: Any = SimpleNamespace(
         parameters=parameters,
-        server=SimpleNamespace(service=service, unload=service.unload, url="http://127.0.0.1:9", key=""),
+        server=Server(service, None, "http://127.0.0.1:9"),  # type: ignore[arg-type]
         model=SimpleNamespace(name="tiny"),
         preview=nothing,
         artifacts=SimpleNamespace(text=show),
