@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,10 +53,7 @@ def run_graph(
 
 def _check(value: Any, where: str) -> None:
     if hasattr(value, "shape"):
-        cells = 1
-        for size in value.shape:
-            cells *= size
-        if cells > MAX_TRACED_CELLS:
+        if (cells := math.prod(value.shape)) > MAX_TRACED_CELLS:
             raise UserError(f"{where}: the result has {cells} cells: must be at most {MAX_TRACED_CELLS}")
         if len(value.shape) > MAX_TRACED_RANK:
             raise UserError(f"{where}: the result has {len(value.shape)} dimensions: must be at most {MAX_TRACED_RANK}")

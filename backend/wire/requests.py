@@ -186,15 +186,10 @@ class LoadWeights(_Load):
 
 
 class _NamedSave(WireModel):
-    """A checkpoint to save. path: its name. ttl_seconds None: kept forever."""
+    """A checkpoint to save. ttl_seconds None: kept forever."""
 
-    path: CheckpointName
+    name: CheckpointName = Field(alias="path")
     ttl_seconds: Ttl = None
-
-    @property
-    def name(self) -> str:
-        """The checkpoint's name."""
-        return self.path
 
 
 class SaveWeights(_NamedSave):
