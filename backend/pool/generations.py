@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import enum
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from tinkerflow.backend.core.errors import GroupFailedError, TinkerflowError, UserError
 from tinkerflow.backend.core.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.pool.config import PoolConfig
-from tinkerflow.backend.pool.events import HandledEvents
 from tinkerflow.backend.pool.group import Group
 from tinkerflow.backend.pool.host.places import Site
 from tinkerflow.backend.spec.commands import GroupInfo
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NOTICE_SECONDS = 20.0  # from a termination notice to the end of the group; clouds give 25 or 30 s
 FIRST_STARTS = 3  # attempts before `start` gives up: a free port may be taken before JAX binds it
@@ -51,6 +53,41 @@ class GroupLost:
 
     generation: int
     cause: str
+
+
+class HandledEvents(Generic[T]):
+    """A queue of events. An event counts as handled when the consumer requests the next one."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[T | None] = asyncio.Queue()
+        self.is_consumed = False
+
+    def put(self, event: T) -> None:
+        self._queue.put_nowait(event)
+
+    def close(self) -> None:
+        """End the iteration after the queued events."""
+        self._queue.put_nowait(None)
+
+    async def handled(self) -> None:
+        """Wait until the consumer has handled all events; return immediately if there is no consumer."""
+        if self.is_consumed:
+            await self._queue.join()
+
+    async def consume(self) -> AsyncIterator[T]:
+        """Yield every event to one consumer until `close`."""
+        self.is_consumed = True
+        try:
+            while (event := await self._queue.get()) is not None:
+                try:
+                    yield event
+                finally:
+                    self._queue.task_done()
+        finally:  # producers must not wait for a consumer that left
+            self.is_consumed = False
+            while not self._queue.empty():
+                self._queue.get_nowait()
+                self._queue.task_done()
 
 
 class Generations:
@@ -147,16 +184,13 @@ class Generations:
         self._keeper = asyncio.create_task(self._keep(), name="pool")
 
     def begin(self) -> None:
-        """Start a group, and replace it whenever it fails."""
         self._wanted.set()
 
     def drain(self) -> None:
-        """Stop starting new work on the serving group."""
         if self._state is PoolState.SERVING:
             self._enter(PoolState.DRAINING)
 
     def release(self, cause: str) -> None:
-        """End the serving group after a termination notice, and start no group until `begin`."""
         self.drain()
         self._wanted.clear()
         self._give_notice(cause)

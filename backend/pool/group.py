@@ -12,7 +12,7 @@ import contextlib
 import enum
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from tinkerflow.backend.core.errors import DeadlineError, GroupFailedError, TinkerflowError
 from tinkerflow.backend.pool.config import PoolConfig
@@ -35,7 +35,6 @@ from tinkerflow.backend.pool.protocol.messages import (
     to_error,
 )
 from tinkerflow.backend.pool.rendezvous import Rendezvous
-from tinkerflow.backend.pool.tasks import TaskSet
 from tinkerflow.backend.spec.checkpoint import Digest
 from tinkerflow.backend.spec.commands import Command, FetchState, GroupInfo, Reply, SampleStep, WriteState
 from tinkerflow.backend.spec.pool_message import PoolMessage
@@ -60,6 +59,39 @@ _NEXT = {
     Phase.ENDING: {Phase.ENDED},
     Phase.ENDED: set[Phase](),
 }
+
+
+class TaskSet:
+    """Tasks that are cancelled together. on_error: called with the exception of each task that fails."""
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def run(self, work: Coroutine[None, None, None]) -> None:
+        """Start a task. After `close`, do nothing."""
+        if self._closed:
+            work.close()
+            return
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def close(self) -> None:
+        """Stop starting tasks. Running tasks continue."""
+        self._closed = True
+
+    async def cancel(self) -> None:
+        """Cancel all tasks, and wait until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_error(error)
 
 
 class Group:
