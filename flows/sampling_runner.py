@@ -10,7 +10,6 @@ with the steps of the decode batch, so that neither waits for the other to finis
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
@@ -20,8 +19,6 @@ from tinkerflow.flows.observers import RunObserver
 from tinkerflow.flows.runner import STOPPED, End
 from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
 from tinkerflow.tasks.operations.sample import SampleRequests
-
-log = logging.getLogger(__name__)
 
 _MOST_TAKEN = 2**14  # requests of all projects, including separate ones: each read of the journal lists them all
 _PARTS = 32  # the journal is read for more samples once this part of the places is free again

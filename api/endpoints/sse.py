@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -14,8 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from tinkerflow.api.errors import error_body, status_of
 from tinkerflow.backend.core.errors import TinkerflowError
-
-log = logging.getLogger(__name__)
 
 
 def event(data: Mapping[str, Any] | bytes, name: str = "") -> bytes:

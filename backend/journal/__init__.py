@@ -7,12 +7,10 @@ The file of each aggregate defines its inputs (New..., effects), its outputs (..
 """
 
 from tinkerflow.backend.core.ids import CheckpointKind as CheckpointKind
-from tinkerflow.backend.journal.ancestry import RelatedRun as RelatedRun
 from tinkerflow.backend.journal.ancestry import RunSaves as RunSaves
 from tinkerflow.backend.journal.audit import AuditedEvent as AuditedEvent
 from tinkerflow.backend.journal.audit import actor_of_key as actor_of_key
 from tinkerflow.backend.journal.audit import command_line_actor as command_line_actor
-from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
 from tinkerflow.backend.journal.base_models import BaseModelView as BaseModelView
 from tinkerflow.backend.journal.checkpoint_search import CheckpointQuery as CheckpointQuery
 from tinkerflow.backend.journal.checkpoints import CheckpointSaved as CheckpointSaved
@@ -37,12 +35,10 @@ from tinkerflow.backend.journal.migrate import migrate as migrate
 from tinkerflow.backend.journal.notify import Notifier as Notifier
 from tinkerflow.backend.journal.quotas import Limits as Limits
 from tinkerflow.backend.journal.recovery import Executed as Executed
-from tinkerflow.backend.journal.recovery import Recovery as Recovery
 from tinkerflow.backend.journal.recovery import SnapshotTaken as SnapshotTaken
 from tinkerflow.backend.journal.recovery import SnapshotView as SnapshotView
 from tinkerflow.backend.journal.requests import NewRequest as NewRequest
 from tinkerflow.backend.journal.requests import Pending as Pending
-from tinkerflow.backend.journal.requests import Requests as Requests
 from tinkerflow.backend.journal.results import Completions as Completions
 from tinkerflow.backend.journal.results import Effect as Effect
 from tinkerflow.backend.journal.results import LossMeasured as LossMeasured
@@ -53,13 +49,11 @@ from tinkerflow.backend.journal.results import Used as Used
 from tinkerflow.backend.journal.run_events import RunEvent as RunEvent
 from tinkerflow.backend.journal.run_metrics import Metric as Metric
 from tinkerflow.backend.journal.run_table import RunQuery as RunQuery
-from tinkerflow.backend.journal.run_table import RunRow as RunRow
 from tinkerflow.backend.journal.run_values import Extent as Extent
 from tinkerflow.backend.journal.samplers import NewSampler as NewSampler
 from tinkerflow.backend.journal.samplers import SamplerLoaded as SamplerLoaded
 from tinkerflow.backend.journal.samplers import SamplerOpened as SamplerOpened
 from tinkerflow.backend.journal.samplers import SamplerView as SamplerView
-from tinkerflow.backend.journal.samples import AnswersGiven as AnswersGiven
 from tinkerflow.backend.journal.samples import SampleView as SampleView
 from tinkerflow.backend.journal.samples import WholeSample as WholeSample
 from tinkerflow.backend.journal.service_metrics import ServiceFigures as ServiceFigures

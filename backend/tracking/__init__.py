@@ -4,5 +4,3 @@ At its start, a writer reads which values its tracker has stored, and then write
 value is therefore written once, even after a crash. `trackers/` contains a file for each tracker. journal_runs.py
 mirrors the journal's runs.
 """
-
-__all__ = ["journal_runs", "mirror", "tracker", "trackers"]

@@ -9,8 +9,6 @@ from tinkerflow.backend.wire.custom_losses import CreateCustomLoss as CreateCust
 from tinkerflow.backend.wire.custom_losses import dump_custom_loss as dump_custom_loss
 from tinkerflow.backend.wire.custom_losses import load_custom_loss as load_custom_loss
 from tinkerflow.backend.wire.custom_losses import read_custom_loss as read_custom_loss
-from tinkerflow.backend.wire.forward import ForwardHeader as ForwardHeader
-from tinkerflow.backend.wire.forward import ForwardRead as ForwardRead
 from tinkerflow.backend.wire.forward import decode_forward as decode_forward
 from tinkerflow.backend.wire.forward import drift_metrics as drift_metrics
 from tinkerflow.backend.wire.forward import encode_forward as encode_forward
@@ -38,7 +36,6 @@ from tinkerflow.backend.wire.requests import SaveWeights as SaveWeights
 from tinkerflow.backend.wire.requests import StartUpload as StartUpload
 from tinkerflow.backend.wire.requests import TargetTensor as TargetTensor
 from tinkerflow.backend.wire.requests import TtlSeconds as TtlSeconds
-from tinkerflow.backend.wire.requests import encode_json as encode_json
 from tinkerflow.backend.wire.requests import encode_loaded as encode_loaded
 from tinkerflow.backend.wire.requests import encode_model_created as encode_model_created
 from tinkerflow.backend.wire.requests import encode_optim_step as encode_optim_step

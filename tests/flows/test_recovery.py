@@ -18,7 +18,10 @@ from sqlalchemy.exc import OperationalError
 
 from tinkerflow.backend.core.errors import ServerError, StoreAwayError, StoreError
 from tinkerflow.backend.core.ids import sampler_id
-from tinkerflow.backend.journal import BaseModels, Kind, ModelState, Recovery, Requests, SamplerOpened
+from tinkerflow.backend.journal import Kind, ModelState, SamplerOpened
+from tinkerflow.backend.journal.base_models import BaseModels
+from tinkerflow.backend.journal.recovery import Recovery
+from tinkerflow.backend.journal.requests import Requests
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.commands import (
     ExportAdapter,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError
-from tinkerflow.backend.journal import AnswersGiven
 from tinkerflow.backend.journal.requests import CANCELLED
 from tinkerflow.backend.journal.results import FIRST_SHOWN
+from tinkerflow.backend.journal.samples import AnswersGiven
 
 
 def test_newest_first_by_project_and_by_run(scene, clock, as_owner):

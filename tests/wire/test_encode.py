@@ -28,7 +28,6 @@ from tinkerflow.backend.wire import (
     SampleBody,
     decode_sample,
     encode_forward,
-    encode_json,
     encode_loaded,
     encode_model_created,
     encode_optim_step,
@@ -36,6 +35,7 @@ from tinkerflow.backend.wire import (
     encode_sampler_opened,
     encode_saved,
 )
+from tinkerflow.backend.wire.requests import encode_json
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), max_size=8), st.floats(allow_nan=False))

@@ -2,10 +2,3 @@
 
 This room imports no model: a model names the tensors that it reads.
 """
-
-__all__ = [
-    "files",
-    "fp8",
-    "mxfp4",
-    "quantized",
-]

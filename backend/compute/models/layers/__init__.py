@@ -11,7 +11,7 @@ from tinkerflow.backend.compute.models.layers.gated_deltanet import DELTA, Delta
 from tinkerflow.backend.compute.models.layers.latent_attention import LatentAttention
 from tinkerflow.backend.compute.models.layers.layer_input import LayerInput
 from tinkerflow.backend.compute.models.layers.mlp import MLP
-from tinkerflow.backend.compute.models.layers.norms import POST_NORM, PRE_NORM, SANDWICH_NORM, NormPlaces, RMSNorm
+from tinkerflow.backend.compute.models.layers.norms import POST_NORM, PRE_NORM, SANDWICH_NORM, RMSNorm
 from tinkerflow.backend.compute.models.layers.routers import SigmoidRouter, SoftmaxRouter
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "GatedDeltaNet",
     "LatentAttention",
     "LayerInput",
-    "NormPlaces",
     "RMSNorm",
     "SigmoidRouter",
     "SoftmaxRouter",
