@@ -233,26 +233,22 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ how people control runs (`RunControls`)
     def shown_in(self, model_id: str) -> UUID | None:
-        """The flow run that shows the model now, or will show it when the model resumes."""
         runner = self._runners.get(model_id)
         if runner is None:
             return self._adopted.get(model_id)
         return next((observer.flow_run for observer in runner.observers), None)
 
     async def pause(self, model_id: str, reason: str | None) -> None:
-        """Stop executing the model's requests, and give its clients the reason. None: continue."""
         await asyncio.to_thread(self._journal.models.pause, model_id, reason)
         if (runner := self._runners.get(model_id)) is not None:
             runner.pause(reason is not None)
 
     async def cancel(self, model_id: str, reason: str) -> None:
-        """End the model now. Its waiting requests fail with the reason."""
         await asyncio.to_thread(self._journal.models.end, model_id, ModelState.UNLOADED, reason)
         if (runner := self._runners.get(model_id)) is not None:
             runner.cancel()
 
     async def retry(self, model_id: str, flow_run: UUID) -> None:
-        """Resume a model that no runner serves, in this flow run. UserError: the model cannot be resumed."""
         if model_id in self._runners:
             raise UserError(f"model {model_id} is already being served")
         model = await asyncio.to_thread(self._journal.models.get, model_id, None)

@@ -78,17 +78,14 @@ class RunLog:
         """Do nothing: the end of the restore is the event."""
 
     def restored(self, generation: int, restored: Restored) -> None:
-        """The model was restored."""
         self._note(restored_line(generation, restored), logging.INFO)
         for why in restored.unreadable:
             self._note(f"a newer snapshot cannot be read: {why}", logging.ERROR)
 
     def differed(self, difference: Difference) -> None:
-        """A result differed when it was computed again."""
         self._note(str(difference), logging.ERROR)
 
     def interrupted(self) -> None:
-        """The worker group ended."""
         self._note(INTERRUPTED, logging.WARNING)
 
     def log(self, text: str, level: int = logging.INFO) -> None:

@@ -37,7 +37,6 @@ class MessageAnswer:
         self._calls = iter(reader.answer.calls)  # calls not sent yet
 
     def whole(self, result: SampleResult) -> Json:
-        """The answer, once the sample is done."""
         content: list[Json] = []
         for event in (event for piece in collected(result) for event in self._reader.feed(piece)):
             match event:

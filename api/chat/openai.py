@@ -51,7 +51,6 @@ class ChatAnswer:
         self._frame = {"id": generation.id, "created": options.created, "model": generation.target.name}
 
     def whole(self, result: SampleResult) -> Json:
-        """The answer, once all samples are done."""
         choices = [self._choice(piece) for piece in collected(result)]
         return {
             **self._frame,
@@ -62,7 +61,6 @@ class ChatAnswer:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as a stream of chunks."""
         readers: dict[int, _Deltas] = {}
         async with self._generation as generation:
             async for piece in generation:

@@ -52,7 +52,6 @@ class ResponseAnswer:
         self._number = -1  # of the newest event
 
     def whole(self, result: SampleResult) -> Json:
-        """The answer, once the sample is done."""
         for piece in collected(result):
             for event in self._reader.feed(piece):
                 self._parts(event)
@@ -60,7 +59,6 @@ class ResponseAnswer:
         return self._finished(result)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as a stream of events."""
         async with self._generation as generation:
             begun = {**self._frame, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
             yield self._event("response.created", response=begun)

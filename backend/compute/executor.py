@@ -163,17 +163,14 @@ class Executor:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of all devices of the group."""
         return tuple(str(device) for device in jax.devices())
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the base model."""
         return count(self._params)
 
     @property
     def microbatch_tokens(self) -> int:
-        """The maximum number of padded tokens in a micro-batch."""
         return self.plan.budget.microbatch_tokens
 
     @property
@@ -188,17 +185,14 @@ class Executor:
 
     @property
     def fsdp(self) -> int:
-        """The number of parts that the rows of a micro-batch are split into."""
         return row_parts(self._mesh)
 
     @property
     def context(self) -> int:
-        """The longest sequence that fits the devices, in tokens."""
         return self.plan.context
 
     @property
     def context_rule(self) -> str:
-        """The rule behind `context`, for error messages."""
         return self.plan.rule
 
     @property
@@ -209,7 +203,6 @@ class Executor:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The planned bytes of each device, by use."""
         return self.plan.by_use(self._cfg, self._config)
 
     @property
@@ -249,7 +242,6 @@ class Executor:
         return self._adapters.take_kept(write.adapter_id, write.folder)
 
     def needed_tensors(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """The names of the stored tensors that this process needs. Thread-safe."""
         return self._fetched.needed_tensors(state, shapes)
 
     def keep_fetched(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:

@@ -25,11 +25,9 @@ class SystemClock:
     """The machine's own clock."""
 
     def now(self) -> datetime:
-        """The current time, timezone-aware, in UTC."""
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never decreases."""
         return time.monotonic()
 
 

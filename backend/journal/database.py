@@ -115,7 +115,6 @@ class Text(sa.types.TypeDecorator[str]):
         self.most = most
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """Check the size."""
         if value is not None and len(value) * 4 > self.most and (size := len(value.encode())) > self.most:
             raise TooLongError(f"a string has {size} bytes: must have at most {self.most} to be stored")
         return value
@@ -127,7 +126,6 @@ class CutText(Text):
     cache_ok = True
 
     def __init__(self, most: int = TEXT_BYTES) -> None:
-        """most: bytes."""
         super().__init__(most)
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
@@ -149,7 +147,6 @@ class Json(sa.types.TypeDecorator[Any]):
         self.most = most
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
-        """Check the size."""
         if value and (size := len(json.dumps(value))) > self.most:
             raise TooLongError(f"metadata has {size} bytes as JSON: must have at most {self.most} to be stored")
         return value

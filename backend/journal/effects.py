@@ -83,7 +83,6 @@ class ModelEnded:
     detail: str
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """End the model."""
         return end_models(connection, [self.model_id], self.state, self.detail, now)
 
 
@@ -95,7 +94,6 @@ class StepMade:
     step: int
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Store the step."""
         connection.execute(_STEP_MADE, {"of_model": self.model_id, "to_step": self.step})
         return ()
 

@@ -82,7 +82,6 @@ class SnapshotTaken:
     snapshot_id: str | None = None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Record the snapshot."""
         snapshot_taken(connection, self, now)
         return ()
 

@@ -86,7 +86,6 @@ class SamplerLoaded:
     snapshot_id: str | None
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Record the snapshot."""
         loaded = sa.update(SamplerRow).where(col(SamplerRow.id) == self.sampler_id)
         connection.execute(loaded.values(snapshot_id=self.snapshot_id))
         return ()

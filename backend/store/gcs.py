@@ -75,7 +75,6 @@ class GcsBlobs(ObjectBlobs):
             return True
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """A part of an object."""
         with _failures(key):
             try:
                 return bytes(self._fs.cat_file(self._path(key), start=start, end=start + length)) if length else b""
@@ -95,7 +94,6 @@ class GcsBlobs(ObjectBlobs):
             return str(self._fs.sign(self._path(key), expiration=seconds, version="v4"))
 
     def size(self, key: str) -> int:
-        """An object's size in bytes."""
         with _failures(key):
             return int(self._about(key)["size"])
 

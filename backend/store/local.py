@@ -28,7 +28,6 @@ class LocalBlobs:
             os.link(draft, target)
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Replace a file that contains the bytes `old`."""
         with self._changing():
             if not self._holds(key, old):
                 return False
@@ -37,11 +36,9 @@ class LocalBlobs:
             return True
 
     def read(self, key: str) -> bytes:
-        """A file's bytes."""
         return (self._root / key).read_bytes()
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """A part of a file."""
         with (self._root / key).open("rb") as file:
             file.seek(start)
             return file.read(length)
@@ -50,7 +47,6 @@ class LocalBlobs:
         """Return None: local files have no URLs of their own, so the API serves them."""
 
     def size(self, key: str) -> int:
-        """A file's size in bytes."""
         return (self._root / key).stat().st_size
 
     def remove(self, key: str, old: bytes | None = None) -> bool:

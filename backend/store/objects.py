@@ -39,7 +39,6 @@ class ObjectBlobs:
                 raise
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Replace an object that contains the bytes `old`."""
         with self._guard(key):
             if not self._holds(key, old):
                 return False
@@ -47,12 +46,10 @@ class ObjectBlobs:
             return True
 
     def read(self, key: str) -> bytes:
-        """An object's bytes."""
         with self._guard(key):
             return bytes(self._fs.cat_file(self._path(key)))
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """A part of an object."""
         with self._guard(key):
             return bytes(self._fs.cat_file(self._path(key), start=start, end=start + length))
 
@@ -61,7 +58,6 @@ class ObjectBlobs:
         return None
 
     def size(self, key: str) -> int:
-        """An object's size in bytes."""
         with self._guard(key):
             return int(self._fs.info(self._path(key))["size"])
 
@@ -85,7 +81,6 @@ class ObjectBlobs:
         return 0
 
     def children(self, prefix: str) -> list[str]:
-        """The next segments of the keys below `prefix`."""
         try:
             with self._guard(prefix):
                 paths = self._fs.ls(self._path(prefix), detail=False)
@@ -95,7 +90,6 @@ class ObjectBlobs:
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths if path.strip("/") != own)
 
     def written_at(self, prefix: str) -> datetime | None:
-        """When an object directly below `prefix` was last written."""
         times = []
         for name in self.children(prefix):
             try:

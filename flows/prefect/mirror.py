@@ -217,12 +217,10 @@ class RunMirror:
 
     @property
     def flow_run(self) -> UUID | None:
-        """The flow run that shows the runner's work now."""
         return self._flow_run.id if self._flow_run is not None else None
 
     # ------------------------------------------------------------------ reports of runners
     def started(self, batch: Batch, operations: Sequence[Operation]) -> None:
-        """The operations of a batch of one model were started."""
         self._operations += len(operations)
         for operation in operations:
             operation.answered.add_done_callback(self._answered)
@@ -245,7 +243,6 @@ class RunMirror:
         self._may_split = batch.ends_step
 
     def sampled(self, operation: Operation) -> None:
-        """A sampling request was taken."""
         self._operations += 1
         if not self._shows():
             return
@@ -264,12 +261,10 @@ class RunMirror:
             self._show(Paused(message=text))
 
     def restoring(self, generation: int) -> None:
-        """The model is being restored in the worker group of this generation."""
         text = f"in worker group {generation}, from its last snapshot and the journal"
         self._show(Running(name="Restoring", message=text))
 
     def differed(self, difference: Difference) -> None:
-        """Report an operation whose result differed when it was executed a second time."""
         self.log(str(difference), logging.ERROR)
         self._emit(
             "tinkerflow.run.corrupt",
@@ -282,7 +277,6 @@ class RunMirror:
         )
 
     def restored(self, generation: int, restored: Restored) -> None:
-        """The model was restored."""
         snapshot, seconds = restored.snapshot, round(restored.seconds, 3)
         line = restored_line(generation, restored)
         self._show(Running(message=line))
@@ -300,7 +294,6 @@ class RunMirror:
         )
 
     def interrupted(self) -> None:
-        """The worker group ended, which interrupted the operations in flight."""
         self._show(Running(name="Interrupted", message=INTERRUPTED))
         self.log(INTERRUPTED, logging.WARNING)
 
@@ -313,7 +306,6 @@ class RunMirror:
             self._lines.append(line)
 
     def ended(self, state: str, text: str, *, over: bool = True) -> None:
-        """The runner has ended: `Completed`, `Failed` or `Cancelled`. over: no other engine continues its run."""
         self._connection.forget(self._on_reachable)
         self._report.close()
         level = logging.ERROR if state == "Failed" else logging.INFO

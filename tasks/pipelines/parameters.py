@@ -216,7 +216,6 @@ class DpoParameters(PipelineParameters):
     )
 
     def use(self) -> Use:
-        """How the pipeline uses rows."""
         return Use(self.pipeline, ("preference",), self.training.max_tokens)
 
 
@@ -249,7 +248,6 @@ class SamplingParameters(PipelineParameters):
     uses_fields: ClassVar[frozenset[str] | None]  # in addition to those of the row's form; None = all
 
     def use(self) -> Use:
-        """How the pipeline uses rows."""
         schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
         longest = self.training.max_tokens
         return Use(self.pipeline, schemas, longest, False, self.uses_fields, self.answer_tokens)
@@ -438,11 +436,9 @@ class EvaluateParameters(JudgeParameters, RunParameters):
         return Use(self.pipeline, ("chat", "prompt_completion"), 2**31, answer_tokens=1)
 
     def sources(self) -> dict[str, DataSource]:
-        """The data sets of a run, by parameter."""
         return {"data": self.data}
 
     def base_model_and_format(self) -> tuple[str, Format]:
-        """The base model that is wanted, empty = the first one, and the format of rows."""
         return self.base_model, self.format
 
 

@@ -9,7 +9,6 @@ FENCE, FENCE_END = "```json", "```"
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content that contains calls."""
     while (mark := (yield from reader.until((CALLS, CALLS_END, CALL)))) is not None:
         if mark == CALL:
             yield from _call(reader)

@@ -21,7 +21,6 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content that contains calls."""
     while (yield from reader.until((OPEN,))) is not None:
         yield from _call(reader)
 

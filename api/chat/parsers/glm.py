@@ -13,7 +13,6 @@ VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content that contains calls."""
     while (yield from reader.until((OPEN,))) is not None:
         taken = [OPEN]
         name, mark = yield from reader.upto((KEY, CLOSE), taken)

@@ -7,7 +7,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content that contains calls."""
     while (yield from reader.until((OPEN,))) is not None:
         if (yield from reader.call(OPEN)):
             yield from reader.skip(CLOSE)

@@ -8,7 +8,6 @@ THINK = ("[THINK]", "[/THINK]")
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content that contains calls."""
     while (yield from reader.until((CALLS,))) is not None:
         if (yield from reader.skip("[")):
             yield from reader.calls(f"{CALLS}[")

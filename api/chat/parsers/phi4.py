@@ -14,7 +14,6 @@ OPEN, CLOSE, NAME = "<|tool_call|>", "<|/tool_call|>", "functools["
 
 
 def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content that contains calls."""
     while (opening := (yield from reader.until((OPEN, NAME)))) is not None:
         if opening == NAME or (yield from reader.skip("[")):
             yield from reader.calls(NAME if opening == NAME else f"{OPEN}[")

@@ -256,7 +256,6 @@ class GroupSampler:
             self._full_models.drop_snapshot(to_id)
 
     def drop_snapshot(self, snapshot_id: str) -> None:
-        """Forget a snapshot. Requests that were admitted with it finish. Unknown ids are ignored."""
         self._full_models.drop_snapshot(snapshot_id)
         self.adapters.drop_snapshot(snapshot_id)
 

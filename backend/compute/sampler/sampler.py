@@ -173,7 +173,6 @@ class Sampler:
         return self._programs(params=self._model.params).all()
 
     def publishing_programs(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
-        """The programs that publish and sample an adapter of this shape. `adapter` needs no values."""
         return self._programs(params=self._model.params).publishing(spec, adapter)
 
     # ------------------------------------------------------------------ snapshots

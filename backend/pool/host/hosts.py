@@ -51,7 +51,6 @@ class HostProcess:
         self._ending = ending
 
     def signal(self, number: int) -> None:
-        """Make the host send a signal to the process."""
         self._host.conversation.send(Signal(self._number, number))
 
     async def ended(self) -> Ending:
@@ -75,7 +74,6 @@ class HostSlot:
         return await self._host.spawn(launch, rank, self._held)
 
     def release(self) -> None:
-        """Return the capacity to the host."""
         if not self._released:
             self._released = True
             self._host.taken -= 1
@@ -204,11 +202,9 @@ class Hosts:
 
     # ------------------------------------------------------------------ as a Site
     def secret(self, salt: bytes) -> bytes:
-        """The secret of the generation with this salt."""
         return generation_secret(self._secret, salt)
 
     def missing(self, processes: int) -> str:
-        """Why this many processes cannot be started now; "" if they can."""
         free = sum(host.free for host in self._hosts)
         if free < processes:
             joined = ", ".join(map(str, self._in_order())) or "none has joined"

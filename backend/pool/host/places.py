@@ -139,11 +139,9 @@ class LocalWorker:
         self._process.close_input()
 
     def signal(self, number: int) -> None:
-        """Send a signal. Does nothing if the process has ended."""
         self._process.signal(number)
 
     async def ended(self) -> Ending:
-        """Wait until the process has ended."""
         return await self._process.ended()
 
 

@@ -67,7 +67,6 @@ class MLPBesideExperts:
 
     @property
     def mixture(self) -> Experts:
-        """The experts."""
         return self.experts
 
     def projections(self) -> dict[str, Projection]:

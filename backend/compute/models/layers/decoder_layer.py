@@ -100,7 +100,6 @@ class DecoderLayer:
         return replace(self, attention=self.attention.for_context(context))
 
     def projections(self) -> dict[str, Projection]:
-        """The matrices, by our names."""
         return {**self.attention.projections(), **self.feed_forward.projections()}
 
     def tensors(self) -> dict[str, LayerTensor]:

@@ -103,7 +103,6 @@ class GatedDeltaNet:
         return self
 
     def projections(self) -> dict[str, Projection]:
-        """The matrices, by our names."""
         if self.fused:
             inner = {"in_qkvz": self.channels + self.values, "in_ba": 2 * self.value_heads}
         else:

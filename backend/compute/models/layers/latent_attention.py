@@ -95,7 +95,6 @@ class LatentAttention:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The dimensions of a head of q and k, and of a head of v."""
         return self.plain + self.rotary, self.values
 
     @property
@@ -109,12 +108,9 @@ class LatentAttention:
         return 1, self.cell, 0
 
     def for_context(self, context: int) -> LatentAttention:
-        """The attention for sequences of up to `context` tokens."""
         return replace(self, rope=self.rope.for_context(context))
 
     def projections(self) -> dict[str, Projection]:
-        """The matrices, by our names."""
-
         def matrix(name: str, inputs: int, outputs: int) -> Projection:
             return Projection(f"self_attn.{name}", inputs, outputs, "train_attn", before_mixing=True)
 

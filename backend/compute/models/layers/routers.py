@@ -94,14 +94,12 @@ class SigmoidRouter:
     correction: str = "mlp.gate.e_score_correction_bias"
 
     def tensors(self, experts: int, hidden: int) -> dict[str, LayerTensor]:
-        """The router's tensors, by our names."""
         return {
             "router": LayerTensor(f"{self.module}.weight", (experts, hidden)),
             "router_correction": LayerTensor(self.correction, (experts,), wide=True, frozen=True),
         }
 
     def route(self, step: LayerStep, y_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The experts of every token, int32 [B, T, k], and their shares, float32 [B, T, k]."""
         import jax
         import jax.numpy as jnp
 
