@@ -14,11 +14,9 @@ class Clock(Protocol):
 
     def now(self) -> datetime:
         """The current time, timezone-aware, in UTC."""
-        ...
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary start; never decreases."""
-        ...
 
 
 class SystemClock:

@@ -27,7 +27,6 @@ from sqlmodel import SQLModel, col
 from tinkerflow.backend.core.clock import Clock, add_seconds
 from tinkerflow.backend.core.disk import flush, make_folder, make_private, open_private
 from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError, UserError
-from tinkerflow.backend.journal.topics import Publisher
 
 BUSY_SECONDS = 30.0
 AWAY = (sa.exc.OperationalError, JournalBusyError)  # errors while the database is unavailable: retry
@@ -264,13 +263,13 @@ class Database:
 class Aggregate:
     """A group of rows that are read and written together. Every public method is one short transaction."""
 
-    def __init__(self, database: Database, clock: Clock, publisher: Publisher) -> None:
-        """database: to read and write. publisher: publishes topics after each commit."""
+    def __init__(self, database: Database, clock: Clock, publish: Callable[..., None]) -> None:
+        """database: to read and write. publish: called with the topics of each commit."""
         self._database = database
         self._read = database.read
         self._write = database.write
         self._now = clock.now
-        self._publish = publisher.publish
+        self._publish = publish
 
     def _views(self, view: type[T], statement: sa.Select[Any]) -> list[T]:
         """The rows of one statement as views, in a transaction of its own."""

@@ -55,7 +55,7 @@ class Journal:
         """Use `open`."""
         self._database = database
         self.notifier = notifier
-        parts = (database, clock, notifier)
+        parts = (database, clock, notifier.publish)
         self.requests = Requests(*parts)
         self.queue = Queue(*parts)
         self.results = Results(*parts)

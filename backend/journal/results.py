@@ -221,7 +221,6 @@ class RowEffect(Protocol):
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
         """Change the rows in the caller's transaction. Returns the topics to publish after its commit."""
-        ...
 
 
 Effect = RowEffect | Used

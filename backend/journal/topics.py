@@ -23,28 +23,17 @@ def answered(sampler_id: str, seq_id: int | None = None) -> str:
     return f"answered:{'' if seq_id is None else seq_id // CLONE_BLOCK}:{sampler_id}"
 
 
-class Publisher(Protocol):
-    """Publishes topics after a commit."""
-
-    def publish(self, *topics: str) -> None:
-        """Wake the subscribers of `topics`, from any thread."""
-        ...
-
-
 class Transport(Protocol):
     """Carries topics between processes that share a database. A topic may be lost."""
 
     def send(self, topics: tuple[str, ...]) -> None:
         """Send topics to the other processes. Unreachable processes raise no error."""
-        ...
 
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
         """Start calling `deliver`, in a thread, with the topics of other processes."""
-        ...
 
     def close(self) -> None:
         """Stop, and release all resources."""
-        ...
 
 
 def pack_topics(topics: tuple[str, ...], limit: int) -> Iterator[bytes]:

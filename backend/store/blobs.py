@@ -21,50 +21,39 @@ class Blobs(Protocol):
 
     def create(self, key: str, data: bytes) -> None:
         """Write a new object. FileExistsError: it exists. Exactly one of several creators succeeds."""
-        ...
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
         """Replace `old` with `new`. False: the object is missing or has other bytes, and nothing was written.
 
         Exactly one of several writers that replace the same bytes succeeds. A reader sees the old or the new bytes.
         """
-        ...
 
     def read(self, key: str) -> bytes:
         """An object's bytes. FileNotFoundError: there is no such object."""
-        ...
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """At most `length` bytes of an object from `start` on. FileNotFoundError: there is no such object."""
-        ...
 
     def signed_url(self, key: str, seconds: int) -> str | None:
         """A URL that lets anyone read the object for `seconds`; None if this kind of store has no such URLs."""
-        ...
 
     def size(self, key: str) -> int:
         """An object's size in bytes. FileNotFoundError: there is no such object."""
-        ...
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
         """Remove an object. Returns whether it was removed. With `old`, remove it only if it has these bytes."""
-        ...
 
     def remove_folder(self, prefix: str) -> None:
         """Remove all objects directly below `prefix`, if there are any."""
-        ...
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
         """Remove unfinished files directly below `prefix` whose writers died before `before`. Returns their number."""
-        ...
 
     def children(self, prefix: str) -> list[str]:
         """The next segments of the keys below `prefix`, sorted."""
-        ...
 
     def written_at(self, prefix: str) -> datetime | None:
         """When the newest object directly below `prefix` was written, by the store's clock; None if there is none."""
-        ...
 
 
 def find(blobs: Blobs, key: str) -> bytes | None:

@@ -45,15 +45,12 @@ class Writer(Protocol):
 
     def written(self) -> dict[str, set[int]]:
         """The steps that the tracker has stored, by the name of the value."""
-        ...
 
     def write(self, rows: Sequence[StepRow]) -> None:
         """Write values that the tracker lacks."""
-        ...
 
     def close(self, outcome: Outcome) -> None:
         """Close the run. Returns when the tracker has stored all values. An unfinished run may be opened again."""
-        ...
 
 
 def _unchanged(name: str) -> str:

@@ -68,11 +68,9 @@ class Environment(Protocol):
 
     async def begin(self) -> Sequence[Message]:
         """The first messages to the model."""
-        ...
 
     async def answered(self, text: str) -> Reply:
         """The reply to the model's answer `text`. The rewards of a conversation are added up."""
-        ...
 
 
 EnvironmentMaker = Callable[[Facts], Environment]

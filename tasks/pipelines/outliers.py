@@ -48,15 +48,12 @@ class RowRecipe(Protocol):
     @property
     def left_out(self) -> set[int]:
         """Indices of the rows that no later step learns from."""
-        ...
 
     def batch(self, step: int) -> list[int]:
         """The indices of the rows of a step, excluding rows that are left out."""
-        ...
 
     def lessons(self, rows: Sequence[int]) -> list[TokenizedExample]:
         """The rows with these indices, weighted as in a step with exactly these rows."""
-        ...
 
 
 class OutlierWatch:

@@ -22,7 +22,6 @@ class TextOf(Protocol):
 
     def __call__(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], /, *, asking: bool) -> str:
         """The text. asking: up to where the assistant answers. RowError: the template rejects the conversation."""
-        ...
 
 
 class TemplateCheck:

@@ -40,23 +40,18 @@ class Recipe(Protocol):
     @property
     def ahead(self) -> int:
         """How many submitted steps may be unanswered when the next is submitted; 0 if steps depend on results."""
-        ...
 
     async def prepare(self, trainer: Trainer) -> None:
         """Prepare once in every process, before its first step. `trainer.at(0)` is the model before any step."""
-        ...
 
     def begin(self, step: int) -> None:
         """Begin a segment with `step`. All earlier steps are answered."""
-        ...
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
         """Submit a step's gradients and optimizer step without waiting. The awaitable returns the step's metrics."""
-        ...
 
     async def held_out(self, client: tinker.TrainingClient) -> Values:
         """Measure on the held-out rows. Returns {} if there are none."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ class WorkerProcess(Protocol):
 
     async def ended(self) -> Ending:
         """Wait until the process has ended or become unreachable. May be called any number of times."""
-        ...
 
 
 class WorkerSlot(Protocol):
@@ -67,7 +66,6 @@ class WorkerSlot(Protocol):
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
         """Start the process in this slot. OSError: the start failed."""
-        ...
 
     def release(self) -> None:
         """Return the capacity. Call this when the process has ended or was never started."""
@@ -83,11 +81,9 @@ class Site(Protocol):
 
     def secret(self, salt: bytes) -> bytes:
         """The secret of the generation with this salt."""
-        ...
 
     def missing(self, processes: int) -> str:
         """Why this many processes cannot be started now, for people; "" if they can."""
-        ...
 
     async def changed(self) -> None:
         """Wait until the result of `missing` may have changed."""
@@ -98,7 +94,6 @@ class Site(Protocol):
         plan: PoolConfig.digest. If an earlier driver left a complete group with the same plan, its processes are taken
         over.
         """
-        ...
 
 
 class LocalWorker:
