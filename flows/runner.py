@@ -283,7 +283,7 @@ class ModelRunner:
         self.state = RunnerState.PAUSED if paused else RunnerState.IDLE
         self._journal, self._clock, self._pool = context.journal, context.clock, context.pool
         self._read, self._saves = context.read, context.saves
-        self._base_model = context.card.name
+        self.base_model = context.card.name
         self._schedule = SnapshotSchedule(snapshots, context.clock.monotonic())
         self._snapshots = SnapshotTaker(model_id, observers, self._schedule)
         self._binding = ModelBinding(context, model_id, observers, self._schedule)
@@ -298,10 +298,6 @@ class ModelRunner:
                 observer.paused("it was paused already when this run began")
 
     # ------------------------------------------------------------------ calls of the dispatcher
-    @property
-    def base_model(self) -> str:
-        return self._base_model
-
     @property
     def paused(self) -> bool:
         """Whether a person has paused the run."""

@@ -152,11 +152,6 @@ class Group:
         """Process ids by rank."""
         return tuple(member.process.pid for member in self._members)
 
-    @property
-    def bytes_sent(self) -> int:
-        """The number of bytes sent to all processes together."""
-        return sum(member.link.sent for member in self._members if member.link is not None)
-
     async def launch(self, slots: Sequence[WorkerSlot], plan: str) -> GroupInfo:
         """Start a process in each slot, wait until the executors are ready, and return the group's description.
 

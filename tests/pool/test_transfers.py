@@ -60,7 +60,8 @@ async def save(pool: Pool, store: Store, adapter: str) -> Saved:
 
 def bytes_sent(pool: Pool) -> int:
     group = pool._generations.serving
-    return 0 if group is None else group.bytes_sent
+    members = () if group is None else group._members
+    return sum(member.link.sent for member in members if member.link is not None)
 
 
 async def restore(pool: Pool, store: Store, adapter: str) -> None:

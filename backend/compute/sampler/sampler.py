@@ -82,8 +82,8 @@ class Sampler:
         shards = cache_mesh(mesh, cfg.split_heads).shape[FSDP]
         invariant = config.batch_invariant
         shapes = make_shapes(config.sample_slots, shards, sizes, rows_are_dear=on_cpu(), invariant=invariant)
-        self._pool = PagePool(pages, shards=shards, page=page, states=states, window=_widest_window(cfg))
-        max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
+        self.pages = PagePool(pages, shards=shards, page=page, states=states, window=_widest_window(cfg))
+        max_context = min(config.max_context, cfg.max_positions, self.pages.capacity)
         usual = usual_spec(cfg, config.expert_rank)
         host_decides = platform().host_decides
         runs_ahead = not on_cpu()  # on CPUs, decoding beyond an end costs more than the host's work
@@ -92,7 +92,7 @@ class Sampler:
             cfg,
             mesh,
             shapes,
-            pool=self._pool,
+            pool=self.pages,
             chunk=config.decode_chunk,
             max_context=max_context,
             usual=usual,
@@ -114,13 +114,13 @@ class Sampler:
             plain=runs_ahead,
             invariant=invariant,
         )
-        self._scheduler = Scheduler(shapes, config.sample_slots, self._pool, self.snapshots.fits)
+        self._scheduler = Scheduler(shapes, config.sample_slots, self.pages, self.snapshots.fits)
         self._model = SamplerModel(
             cfg,
             mesh,
             params,
             self.snapshots,
-            self._pool,
+            self.pages,
             chunk=config.decode_chunk,
             max_context=max_context,
             host_decides=host_decides,
@@ -130,9 +130,9 @@ class Sampler:
         )
         # Linear attention cannot return to the state before a wrong draft, nor can an unread dispatch.
         may_draft = config.drafts and not states and not runs_ahead
-        self.drafts = Drafts(shapes, self._pool) if may_draft else None
-        self._answers = Answers(self._pool, shapes)
-        shared = self._scheduler, self._model, self._pool, shapes
+        self.drafts = Drafts(shapes, self.pages) if may_draft else None
+        self._answers = Answers(self.pages, shapes)
+        shared = self._scheduler, self._model, self.pages, shapes
         self._chunks = ChunkPipeline(
             *shared, self._answers, self.drafts, runs_ahead=runs_ahead, host_decides=host_decides, weights=weights
         )
@@ -152,11 +152,6 @@ class Sampler:
     def decoding(self) -> list[tuple[str, int]]:
         """The request and the number of tokens so far of every sequence in a slot, in the order of joining."""
         return [(each.parent.id, len(each.tokens)) for each in self._scheduler.slots.sequences]
-
-    @property
-    def pages(self) -> PagePool:
-        """The pages of the KV cache."""
-        return self._pool
 
     @property
     def request_ids(self) -> list[str]:
@@ -202,7 +197,7 @@ class Sampler:
         self._drop_dead_prefixes()
 
     def _drop_dead_prefixes(self) -> None:
-        for drop in (self._pool.drop_keys, self._answers.drop):
+        for drop in (self.pages.drop_keys, self._answers.drop):
             drop(lambda scope: not self._chunks.scope_is_alive(scope))
 
     def clear(self) -> None:
