@@ -46,8 +46,8 @@ class PrefillJob:
 
     @property
     def positions(self) -> int:
-        """How many positions need pages when the job begins: after a preemption, all up to its limit."""
-        return max((sequence.most_cached for sequence in self.sequences if sequence.preempted), default=self.length)
+        """How many positions need pages when the job begins: after a preemption, twice as many as then."""
+        return max([self.length, *(min(each.most_cached, 2 * each.preempted_at) for each in self.sequences)])
 
     @property
     def alone(self) -> bool:

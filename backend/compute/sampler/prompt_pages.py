@@ -83,7 +83,7 @@ class PromptPages:
     def keep_prompt(self, job: PrefillJob, scope: PrefixScope) -> None:
         """Keep the pages and states of a prefilled prompt for other requests of `scope`."""
         keys = job.keys(scope)
-        if job.sequences[0].preempted:  # it shares only pages that it never writes to
+        if job.sequences[0].preempted_at:  # it shares only pages that it never writes to
             keys = keys[: job.length // self._pool.page]
         self._pool.keep_prefix(keys, job.table)
         for border, table in [*job.kept_states, (job.length, job.table)]:

@@ -135,9 +135,10 @@ class ActiveSequence:
     top: k candidates at every token so far. routes, supports, weights: as in the result. table:
     the pages, while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk
     is decoded. Before that, they may contain NaN. unverified_from: no chunk was decoded from the table's pages from
-    this place on, so they may contain NaN; None after a chunk. preempted: the sequence had to leave its slot before its
-    end. matcher: the state in the request's constraint, if any. in_flight: tokens that were requested from the devices
-    and that the host has not read. The sequence may have ended before them.
+    this place on, so they may contain NaN; None after a chunk. preempted_at: the most tokens, with the prompt, at
+    which the sequence had to leave its slot before its end; 0: never. matcher: the state in the request's constraint,
+    if any. in_flight: tokens that were requested from the devices and that the host has not read. The sequence may
+    have ended before them.
     """
 
     parent: ActiveRequest
@@ -153,7 +154,7 @@ class ActiveSequence:
     table: PageTable = field(default_factory=lambda: PageTable(0))
     prompt_pages: PageTable = field(default_factory=lambda: PageTable(0))
     unverified_from: int | None = None
-    preempted: bool = False
+    preempted_at: int = 0
     matcher: Matcher | None = None
     in_flight: int = 0
 
@@ -200,7 +201,7 @@ class ActiveSequence:
                 part.clear()
             self.stops, self.matcher = self.stops.fresh(), self.matcher.fresh() if self.matcher else None
         self.table, self.prompt_pages, self.unverified_from = PageTable(0), PageTable(0), None
-        self.preempted, self.in_flight = False, 0
+        self.preempted_at, self.in_flight = 0, 0
         self.uniforms = UniformStream(self.parent.request.seed, self.index)
         self.uniforms.draw(len(self.tokens))
 

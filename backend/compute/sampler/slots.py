@@ -85,15 +85,15 @@ class DecodeSlots:
     def reserve_pages(self, steps: int, order: Sequence[ActiveRequest]) -> list[ActiveSequence] | None:
         """Give each sequence pages for `steps` more tokens. Returns the sequences that had to leave for lack of pages.
 
-        The youngest leave first, and no sequence leaves twice. order: the requests, oldest first. None: tokens must be
-        read first, which may show that a sequence has ended.
+        The youngest leave first, and those that left before leave last. order: the requests, oldest first. None: tokens
+        must be read first, which may show that a sequence has ended.
         """
         for sequence in self.sequences:
             if sequence.unverified_from is None:
                 self._pool.release(sequence.prompt_pages)
                 self._pool.release_outside_window(sequence.table, sequence.cached)
         place = {request: number for number, request in enumerate(order)}
-        oldest = sorted(self.running, key=lambda each: (not each.preempted, place[each.parent], each.index))
+        oldest = sorted(self.running, key=lambda each: (not each.preempted_at, place[each.parent], each.index))
         preempted: list[ActiveSequence] = []
         for shard in range(self._pool.shards):
             here, served = [each for each in oldest if each.table.shard == shard], 0

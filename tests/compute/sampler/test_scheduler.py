@@ -264,11 +264,24 @@ def test_youngest_sequence_yields_its_pages_and_then_reserves_its_maximum(ask: A
     group = line.next_group()
     assert group is not None and group.jobs[0].parent is parents[2]
     (again,) = advance(line)
-    assert again.preempted and len(again.tokens) == 40 and len(again.table.pages) == 3
+    assert again.preempted_at == 60 and len(again.tokens) == 40 and len(again.table.pages) == 3
     pages = list(again.table.pages)
     line.slots.remove(line.slots.sequences[0])
     grow(line, 3)
     assert again.table.pages == pages and pool.pop_copies() == [], "it needs no further page"
+
+
+def test_preempted_sequence_with_a_high_limit_joins_with_pages_for_twice_its_tokens(ask: Any) -> None:
+    pool = PagePool(9, page=32)
+    line = Scheduler(SHAPES, 10, pool)
+    *_, last = [admit_into(line, ask(name, range(20), 10_000)) for name in "abc"]
+    advance(line)
+    grow(line, 6)
+    line.remove_request("a")
+    group = line.next_group()
+    assert group is not None and group.jobs[0].parent is last
+    (again,) = advance(line)
+    assert again.preempted_at == 60 and len(again.table.pages) == 4, "for 120 tokens"
 
 
 def test_prompt_waits_until_each_running_sequence_can_take_a_page(ask: Any) -> None:
