@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -81,8 +82,8 @@ class Answers:
         border = shared_border(sizes, len(tokens_T))
         if border == begin:
             return
-        parent = sequence.parent
-        parent = replace(parent, request=replace(parent.request, prompt=None), done={}, scores=None)  # no large lists
+        parent = copy(sequence.parent)  # with the digests of its images, and without large lists
+        parent.request, parent.done, parent.scores = replace(parent.request, prompt=None), {}, None
         self._answers.append(FinishedAnswer(parent, tokens_T[:border], begin))
         while len(self._answers) > _MOST or sum(map(_pixels, self._answers)) > _MOST_PIXELS:
             self._answers.popleft()
