@@ -15,6 +15,7 @@ from tinkerflow.backend.core.errors import ServerError
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
 _MOST_HELD_BACK = 16  # tokens that may form one character; bytes that are not text must not stop a stream
+_CONTEXT = 5  # tokens of the prompt before a text, as in vLLM
 _WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's form of a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's form of a byte that is not a character
 
@@ -104,13 +105,24 @@ class Detokenizer:
     held back until more tokens arrive.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> None:
-        """stop: strings that end the text and are not part of it. special: show special tokens."""
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        """stop: strings that end the text and are not part of it. special: show special tokens.
+
+        prompt: the tokens before the text, if it continues theirs. SentencePiece's decoders drop the space before the
+        first word of any text, which is part of a text that continues another one.
+        """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._reach = max(map(len, self._stop), default=1) - 1  # settled characters that may begin a stop string
         self._special = special
-        self._known: list[int] = []  # tokens whose text is settled, the context for decoding later ones
+        # Tokens whose text is settled, the context for decoding later ones.
+        self._known: list[int] = list(prompt[-_CONTEXT:])
+        before = tokenizer.decode(self._known, special=special)
+        if before.endswith(_UNFINISHED):
+            self._known = []
+        self.continues = bool(before and self._known)  # whether the text keeps the space before its first word
         self._fresh: list[int] = []  # tokens after these
         self._held = ""  # settled text that may begin a stop string
         self.stopped: str | None = None  # the stop string that ended the text
@@ -147,6 +159,8 @@ class Detokenizer:
             return ""
         if added:  # tokens without text, such as special ones, provide no context
             self._known = self._fresh
+        elif not before:  # a space that the decoder has dropped: the next one is part of the text
+            self._known = [*self._known, *self._fresh][-_CONTEXT:]
         self._fresh = []
         return added
 
@@ -176,12 +190,12 @@ class Offsets:
     A token that continues a character has the position of this character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0, *, special: bool = False) -> None:
-        """start: position of the first token. special: the text shows special tokens."""
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, *, special: bool = False, continues: bool = False) -> None:
+        """start: position of the first token. special: the text shows special tokens. continues: as in Detokenizer."""
         self._tokenizer = tokenizer
         self._special = special
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._first = True  # whether no token had text yet
+        self._first = not continues  # whether the space before the next word is left out
         self._ended = start  # number of complete characters
 
     def of(self, token: int) -> int:

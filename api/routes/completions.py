@@ -155,7 +155,7 @@ class _Answer:
             async for number, piece in merged(self._made):
                 place = (number, piece.index)
                 first = place not in texts
-                text = texts.setdefault(place, self._text())
+                text = texts.setdefault(place, self._text(number))
                 choice = self._delta(number, piece, *text, first=first)
                 yield event({**self._frame, "choices": [choice], **more})
             if wants_usage:
@@ -169,26 +169,27 @@ class _Answer:
             usage_of_all |= {"completion_tokens": 0, "total_tokens": usage_of_all["prompt_tokens"]}
         return usage_of_all
 
-    def _text(self) -> tuple[Detokenizer, Offsets]:
-        special = not self._body.skip_special_tokens
-        return Detokenizer(self._tokenizer, self._body.stops, special=special), self._offsets(0)
-
-    def _offsets(self, start: int) -> Offsets:
-        return Offsets(self._tokenizer, start, special=not self._body.skip_special_tokens)
+    def _text(self, number: int, start: int = 0) -> tuple[Detokenizer, Offsets]:
+        body, prompt = self._body, self._made[number].prompt_tokens
+        special = not body.skip_special_tokens
+        text = Detokenizer(self._tokenizer, body.stops, special=special, prompt=prompt)
+        return text, Offsets(self._tokenizer, start, special=special, continues=text.continues)
 
     def _choice(self, number: int, piece: SamplePiece, result: SampleResult) -> Choice:
         body, prompt = self._body, list(self._made[number].prompt_tokens)
         if body.max_tokens == 0:
             piece = SamplePiece(piece.index, [], [], None if piece.top is None else [], "length")
-        choice = self._delta(number, piece, *self._text(), first=True)
+        choice = self._delta(number, piece, *self._text(number), first=True)
         if body.echo:
-            text = self._tokenizer.decode(prompt, special=not body.skip_special_tokens)
+            special = not body.skip_special_tokens
+            text = self._tokenizer.decode(prompt, special=special)
             choice["text"] = text + choice["text"]
             if body.logprobs is not None:
                 assert result.prompt_logprobs_T is not None
                 top = None if result.top is None or piece.top is None else [*listed(result.top), *piece.top]
                 logprobs = [*result.prompt_logprobs_T.tolist(), *piece.logprobs]
-                offsets = [*map(self._offsets(0).of, prompt), *map(self._offsets(len(text)).of, piece.tokens)]
+                own = self._text(number, len(text))[1]
+                offsets = [*map(Offsets(self._tokenizer, special=special).of, prompt), *map(own.of, piece.tokens)]
                 choice["logprobs"] = self._logprobs([*prompt, *piece.tokens], logprobs, top, offsets)
         return choice
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,6 +101,27 @@ def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokens) == "hi"
     assert tokenizer.id_of(tokenizer.token_text(end)) == end
     assert tokenizer.id_of("no such token") is None
+
+
+def test_a_continuation_keeps_the_space_before_its_first_word(tmp_path: Path) -> None:
+    """The decoder of Llama 2, Mistral and Phi-3 drops the space before the first word of a text."""
+    words = ["<unk>", "▁", "▁The", "▁end", "s", "</s>"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    made.decoder = tokenizers.decoders.Sequence(parts)
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for tokens in ([3, 4], [1, 3], [1, 1, 1, 3], [5, 1, 3, 5, 4], [4, 1, 3]):
+        for prompt, whole in (
+            ([2], tokenizer.decode([2, *tokens]).removeprefix("The")),
+            ([], tokenizer.decode(tokens)),
+        ):
+            text = Detokenizer(tokenizer, prompt=prompt)
+            assert "".join([*(text.feed([token]) for token in tokens), text.finish()]) == whole
+    for prompt, places in (([2], [0, 4]), ([], [0, 3])):
+        continues = Detokenizer(tokenizer, prompt=prompt).continues
+        assert [*map(Offsets(tokenizer, continues=continues).of, [3, 4])] == places
 
 
 def test_a_tokenizer_is_loaded_once_and_tried_again_after_a_failure(tokenizer: Tokenizer, tmp_path: Path) -> None:
