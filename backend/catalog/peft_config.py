@@ -69,7 +69,9 @@ class Scales:
     def alpha(self, module: str, own: int) -> float:
         """The alpha of a module whose tensors have the rank `own`. UserError: the config gives another rank."""
         if (rank := _of(self._ranks, module, self._rank)) != own:
-            raise wrong_file(ADAPTER_CONFIG, f"the rank of {module!r} is {rank!r}: must be {own}, that of its tensors")
+            raise wrong_file(
+                ADAPTER_CONFIG, f"the rank of {module!r} is {rank!r}: must be {own}, as for all of its kind"
+            )
         return _alpha(f"alpha_pattern of {module!r}", _of(self._alphas, module, self._alpha))
 
 
