@@ -108,12 +108,14 @@ async def tracked(run: PreparedRun, name: str, segments: Sequence[SegmentRecord]
     steps = TrackedSteps(trackers_named(run.parameters.tracking), describe(run, name), SystemClock())
     for segment in segments:
         steps.add_segment(segment)
-    outcome: Outcome = "failed"
+    outcome: Outcome = "unfinished"  # also of a run that is suspended, which is not an Exception
     try:
         yield steps
         outcome = "finished"
-    except (StoppedError, asyncio.CancelledError):
-        outcome = "unfinished"
+    except StoppedError:
+        raise
+    except Exception:
+        outcome = "failed"
         raise
     finally:
         await asyncio.shield(asyncio.to_thread(steps.close, outcome))

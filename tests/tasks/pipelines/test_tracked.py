@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.exceptions import Pause
 from pydantic import ValidationError
 
 from tinkerflow.backend.tracking.trackers.tensorboard import _summaries
@@ -81,6 +83,26 @@ async def test_failing_tracker_is_retried_and_never_stops_training(
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 60.0)
     steps.close("finished")  # the tracker's thread continues meanwhile
     assert shown(sorted(folder.glob("*.tfevents.*"))) == {"loss": [(1, 0.25)]}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (StoppedError("stopped"), "unfinished"),
+        (Pause("suspended"), "unfinished"),
+        (asyncio.CancelledError(), "unfinished"),
+        (KeyError("broken"), "failed"),
+    ],
+)
+async def test_only_an_error_is_shown_as_a_failure(
+    error: BaseException, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(module.TrackedSteps, "close", lambda self, outcome: shown.append(outcome))
+    with pytest.raises(type(error)):
+        async with tracked(run(), "night-1", []):
+            raise error
+    assert shown == [outcome]
 
 
 async def test_run_without_trackers_writes_nothing(folder: Path) -> None:
