@@ -242,9 +242,9 @@ def test_a_repeated_request_needs_few_steps(
 
 
 def test_a_cancelled_request_leaves_no_pages(qwen: Any, ask: Any, run_all: Any) -> None:
-    sampler = qwen.sampler(drafts=True, page=32)
-    loop = ask("loop", [5, 6, 7] * 10, 200, num_samples=3)
-    sampler.step(SampleStep(admit=(loop, ask("other", [5, 6, 7] * 10, 30))))
+    sampler = qwen.sampler(drafts=True)
+    loop = ask("loop", [5, 6, 7] * 42, 200, num_samples=3)  # the first drafts need the next page
+    sampler.step(SampleStep(admit=(loop, ask("other", [5, 6, 7] * 42, 30))))
     sampler.step(SampleStep())
     sampler.step(SampleStep(cancel=("loop",)))
     results = run_all(sampler, ask("late", [9] * 12, 20))
