@@ -44,7 +44,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "serve",
     ),
     "backend/compute": (
-        "mesh platforms compiles",
+        "platforms",
+        "mesh compiles",
         "warming",
         "weights",
         "kernels",

@@ -1,4 +1,4 @@
-"""Run by test_experts with eight CPU devices: writes the results of a layer's mixture on two meshes to a file."""
+"""Run by test_experts with eight CPU devices: writes the results of a layer's mixture on several meshes to a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
 
     from tinkerflow.backend.compute.kernels import grouped_tpu
     from tinkerflow.backend.compute.kernels.matmul import OfLayer
-    from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+    from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, expert_axes
     from tinkerflow.backend.compute.models.families import load_config, projections
     from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES
     from tinkerflow.backend.compute.models.layers.step import LayerStep
@@ -50,11 +50,12 @@ def main() -> None:
     assert experts is not None
 
     def mixture(mesh: Any, layer: Any, pairs: Any, y_BTD: Any, apply: Any) -> Any:
-        step = LayerStep(mesh, layer, pairs, {}, None, apply).of_layer(experts.projections())
+        owners = (EXPERT,) if apply is apply_one else expert_axes(mesh, cfg.experts)  # training, or sampling
+        step = LayerStep(mesh, layer, pairs, {}, None, apply, owners=owners).of_layer(experts.projections())
         return experts.forward(step, y_BTD, y_BTD)
 
     found: dict[str, Any] = {}
-    for kind, sizes in itertools.product(("int8", "nf4"), ((1, 1, 1), (2, 2, 2))):
+    for kind, sizes in itertools.product(("int8", "nf4"), ((1, 1, 1), (2, 2, 2), (3, 1, 2))):
         devices = jax.devices()[: int(np.prod(sizes))]
         mesh = jax.make_mesh(sizes, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=devices)
         params: Any = load_params(cfg, folder, mesh, "float32", base_weights=kind)
@@ -72,6 +73,7 @@ def main() -> None:
         name = f"{kind} {'x'.join(map(str, sizes))}"
         found[name] = [np.asarray(leaf).tolist() for leaf in leaves]
         found[f"{name} holds"] = list(jax.tree.leaves(params.layers["gate"])[0].addressable_shards[0].data.shape)
+    mesh = jax.make_mesh((2, 2, 2), (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3)
     params = load_params(cfg, folder, mesh, "float32")  # over all devices; on TPUs, decoding reads the stack in place
     stacks = {name: LoraPair(A=np.stack([pair.A] * 2), B=np.stack([-pair.B, pair.B])) for name, pair in pairs.items()}
     rest = {name: stacked[1] for name, stacked in params.layers.items() if name not in EXPERT_MATRICES}

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from tinkerflow.backend.compute.kernels.grouped import Groups
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, Array, replicated, sharding
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, Array, expert_axes, replicated, sharding
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.spec.commands import LORA_ALPHA
 
@@ -128,14 +128,16 @@ def low_rank(x: jax.Array, pair: LoraPair) -> jax.Array:
 def shardings(mesh: Mesh, tree: Tree) -> Tree:
     """The sharding of each array of an adapter (or of a tree of the same shape): split over all devices of the mesh.
 
-    A pair's long side, `in` or `out`, is split over all axes; in experts' pairs, E is split over the expert axis.
-    Leaves outside of pairs (counts) are on every device.
+    A pair's long side, `in` or `out`, is split over all axes. In experts' pairs, E is split like the experts, and the
+    long side over the other axes. Leaves outside of pairs (counts) are on every device.
     """
 
     def where(leaf: Any) -> NamedSharding:
-        long, experts = ((FSDP, TENSOR), (None, EXPERT, None)) if leaf.ndim == 4 else ((FSDP, EXPERT, TENSOR), ())
-        axes = (experts or (None,) * (leaf.ndim - 1)) + (long,) if leaf.ndim else ()
-        return sharding(mesh, leaf.shape, *axes)
+        if leaf.ndim != 4:
+            long = (*(None,) * (leaf.ndim - 1), (FSDP, EXPERT, TENSOR))
+            return sharding(mesh, leaf.shape, *(long if leaf.ndim else ()))
+        experts = expert_axes(mesh, leaf.shape[1])
+        return sharding(mesh, leaf.shape, None, experts, None, TENSOR if FSDP in experts else (FSDP, TENSOR))
 
     found: Tree = jax.tree.map(where, tree)
     return found

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, WEIGHTS, from_callback, sharding
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, WEIGHTS, expert_axes, from_callback, sharding
 from tinkerflow.backend.compute.models.checkpoints import check_tensors
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import (
@@ -169,7 +169,9 @@ class _Loader:
     def matrices(self, matrix: Projection) -> Weight:
         """A matrix of every layer, stacked [L, o, i], or of every layer and expert, [L, E, i, o]."""
         shape = (matrix.outputs, matrix.inputs)
-        axes = self.axes(matrix.inputs)[::-1] if matrix.sums_inputs else self.axes(matrix.outputs)
+        experts = expert_axes(self.mesh, matrix.stack[1]) if matrix.of_experts else ()
+        axes = self.axes(matrix.inputs if matrix.sums_inputs else matrix.outputs, experts)
+        axes = axes[::-1] if matrix.sums_inputs else axes
         each = np.empty(matrix.stack, object)
         for place in () if self.stored is None else np.ndindex(matrix.stack):  # naming 10,000 experts takes a second
             each[place] = self._tensor(f"{matrix.name(place)}.weight", shape)
@@ -184,7 +186,7 @@ class _Loader:
                 for own, tensor in zip(out, each[layer, experts], strict=True):
                     part(own.T, tensor, *where[::-1])
 
-            return self._stack((*matrix.stack, *shape[::-1]), (EXPERT, *axes[::-1]), dtype, fill)
+            return self._stack((*matrix.stack, *shape[::-1]), (experts, *axes[::-1]), dtype, fill)
 
         if self.base_weights == "mxfp4" and matrix.of_experts:
             outputs, inputs = shape
@@ -208,13 +210,16 @@ class _Loader:
             return Int8(values, stacked(self._scales, shape[:1], axes[:1], self.dtype))
         return stacked(_copy, shape, axes, self.dtype)
 
-    def axes(self, long: int) -> tuple[Any, Any]:
+    def axes(self, long: int, experts: tuple[str, ...] = ()) -> tuple[Any, Any]:
         """The mesh axes that split a matrix: WEIGHTS split the first dimension, if they divide its size `long`.
 
         Otherwise, one axis splits each dimension. Each device computes its part of the first dimension alone: in
         training along the tensor axis, in sampling along all of WEIGHTS (`mesh.sampling_mesh`). Training gathers the
-        parts over fsdp.
+        parts over fsdp. experts: the axes that split the experts, if each has such a matrix. If these include fsdp,
+        only the tensor axis splits the matrix.
         """
+        if FSDP in experts:
+            return TENSOR, None
         devices = math.prod(self.mesh.shape[axis] for axis in WEIGHTS)
         return (TENSOR, FSDP) if long % devices else (WEIGHTS, None)
 

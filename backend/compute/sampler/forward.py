@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.mesh import FSDP, WEIGHTS, Array, cache_mesh, replicated, sampling_mesh, sharding
+from tinkerflow.backend.compute.mesh import (
+    FSDP,
+    WEIGHTS,
+    Array,
+    cache_mesh,
+    expert_axes,
+    replicated,
+    sampling_mesh,
+    sharding,
+)
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import projections
 from tinkerflow.backend.compute.models.layer_loop import over_layers
@@ -82,7 +91,8 @@ def run_layers(
     `gather_states`. inputs: the tokens. routes: whether to return their experts; requires a model with experts.
     """
     tokens_SQ, start_S, tables_SW, images = inputs.tokens_SQ, inputs.start_S, inputs.tables_SW, inputs.images
-    one, rows = sampling_mesh(mesh), cache_mesh(mesh, cfg.split_heads)
+    owners, rows = expert_axes(mesh, cfg.experts), cache_mesh(mesh, cfg.split_heads)
+    one = mesh if FSDP in owners else sampling_mesh(mesh)
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     if inputs.shift_S is not None:
         positions_SQ = positions_SQ + jnp.asarray(inputs.shift_S)[:, None]
@@ -117,7 +127,9 @@ def run_layers(
             )
         mixers, input_SQP = Mixers(attend, delta_rule, latent_attend), input_of_layer(inputs_LSQP, number)
         routing = None if chosen_LSQk is None else Routing()
-        x_SQD = layer(LayerStep(one, weights, pairs, rope, mixers, apply, input_SQP, routing=routing), x_SQD)
+        x_SQD = layer(
+            LayerStep(one, weights, pairs, rope, mixers, apply, input_SQP, routing=routing, owners=owners), x_SQD
+        )
         if chosen_LSQk is not None and routing is not None and routing.own_BTk is not None:
             chosen_LSQk = chosen_LSQk.at[number].set(routing.own_BTk.astype(chosen_LSQk.dtype))
         x_SQD = x_SQD if images is None else add_deep_features(images, place, x_SQD)

@@ -42,31 +42,35 @@ def mixture(
     chosen_BTk: jax.Array,
     shares_BTk: jax.Array,
     lora_apply: LoraApply,
+    owners: tuple[str, ...],
 ) -> jax.Array:
     """The experts' results for y_BTD, summed by share: [B, T, D] in its dtype.
 
-    mesh: experts are split over its `expert` axis. linears: gate and up [E, D, F] and down [E, F, D], their biases
+    mesh: its axes split the experts and the rows. linears: gate and up [E, D, F] and down [E, F, D], their biases
     [E, F] or [E, D] and their pairs [E, R, ...]; matrices and pairs may be `OfLayer`. gated: computes the input
     of `down`. y_BTD: normalized hidden states. chosen_BTk, shares_BTk: from the router. lora_apply: computes the
-    adapters' updates.
+    adapters' updates. owners: the axes of the mesh that split the experts: `expert`, and in sampling, where every
+    device has all rows, also `fsdp`.
     """
     weights = {linear.name: linear.weight for linear in linears}
     biases = {linear.name: linear.bias for linear in linears if linear.bias is not None}
     pairs = {linear.name: linear.pair for linear in linears if linear.pair is not None}
     width = jax.tree.leaves(weights["gate"])[0].shape[-1]
     inner = TENSOR if math.gcd(width, _blocks(weights["down"])) % mesh.shape[TENSOR] == 0 else None
-    moved = mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
-    rows = PartitionSpec(ROWS) if moved else PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
+    training = FSDP not in owners
+    moved = training and mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
+    split = training and y_BTD.shape[0] % mesh.shape[FSDP] == 0
+    rows = PartitionSpec(ROWS if moved else FSDP if split else None)
     local = jax.shard_map(
-        functools.partial(_local, gated, lora_apply, rows[0] is not None, moved, (inner,) if inner else ()),
+        functools.partial(_local, gated, lora_apply, split, moved, owners, (inner,) if inner else ()),
         mesh=mesh,
         in_specs=(
             rows,
             rows,
             rows,
-            {name: _weight_specs(name, weight, inner) for name, weight in weights.items()},
-            {name: PartitionSpec(EXPERT, None if name == "down" else inner) for name in biases},
-            {name: _pair_specs(name, pair, inner) for name, pair in pairs.items()},
+            {name: _weight_specs(name, weight, owners, inner) for name, weight in weights.items()},
+            {name: PartitionSpec(owners, None if name == "down" else inner) for name in biases},
+            {name: _pair_specs(name, pair, owners, inner) for name, pair in pairs.items()},
         ),
         out_specs=rows,
         check_vma=False,
@@ -81,13 +85,13 @@ def _blocks(weight: Weight | OfLayer) -> int:
     return stack.scale.shape[-2] if isinstance(stack, FourBit) else 0
 
 
-def _weight_specs(name: str, weight: Weight | OfLayer, inner: str | None) -> Any:
-    """Specs that split the experts over their axis, and F over `inner`. Matrices are gathered over fsdp."""
+def _weight_specs(name: str, weight: Weight | OfLayer, owners: tuple[str, ...], inner: str | None) -> Any:
+    """Specs that split the experts over `owners`, and F over `inner`. Matrices are gathered over other axes."""
     if isinstance(weight, OfLayer):
-        return _of_layer(_weight_specs(name, weight.stack, inner))
-    whole: Any = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)
+        return _of_layer(_weight_specs(name, weight.stack, owners, inner))
+    whole: Any = PartitionSpec(owners, inner, None) if name == "down" else PartitionSpec(owners, None, inner)
     if isinstance(weight, Int8):
-        scale: Any = PartitionSpec(EXPERT, whole[2])
+        scale: Any = PartitionSpec(owners, whole[2])
         return Int8(values=whole, scale=scale)
     return FourBit(whole, whole, weight.table) if isinstance(weight, FourBit) else whole
 
@@ -98,11 +102,11 @@ def _of_layer(specs: Any) -> Any:
     return OfLayer(jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs), whole)
 
 
-def _pair_specs(name: str, pair: LoraPair | OfLayer, inner: str | None) -> Any:
+def _pair_specs(name: str, pair: LoraPair | OfLayer, owners: tuple[str, ...], inner: str | None) -> Any:
     if isinstance(pair, OfLayer):
-        return _of_layer(_pair_specs(name, pair.stack, inner))
-    whole: Any = PartitionSpec(EXPERT)
-    split: Any = PartitionSpec(EXPERT, None, inner)
+        return _of_layer(_pair_specs(name, pair.stack, owners, inner))
+    whole: Any = PartitionSpec(owners)
+    split: Any = PartitionSpec(owners, None, inner)
     return replace(pair, A=split, B=whole) if name == "down" else replace(pair, A=whole, B=split)
 
 
@@ -111,6 +115,7 @@ def _local(
     lora_apply: LoraApply,
     rows_are_split: bool,
     moved: bool,
+    owners: tuple[str, ...],
     inner: tuple[str, ...],
     y_BTD: jax.Array,
     chosen_BTk: jax.Array,
@@ -128,7 +133,7 @@ def _local(
         y_BTD, chosen_BTk, shares_BTk = map(everyone, (y_BTD, chosen_BTk, shares_BTk))
     B, T, k = chosen_BTk.shape
     D, E = y_BTD.shape[-1], jax.tree.leaves(weights["gate"])[0].shape[-3]
-    here_M = chosen_BTk.reshape(-1) - jax.lax.axis_index(EXPERT) * E
+    here_M = chosen_BTk.reshape(-1) - jax.lax.axis_index(owners) * E
     mine_M = (here_M >= 0) & (here_M < E)
     here_M = jnp.where(mine_M, here_M, E)  # rows of other devices are sorted to the end
     order_M = jnp.argsort(here_M, stable=True)
@@ -166,7 +171,7 @@ def _local(
     if moved:
         mixed_BTD = jax.lax.psum_scatter(mixed_BTD, EXPERT, tiled=True)
         return (jax.lax.psum(mixed_BTD, inner) if inner else mixed_BTD).astype(y_BTD.dtype)
-    return jax.lax.psum(mixed_BTD, (EXPERT, *inner)).astype(y_BTD.dtype)
+    return jax.lax.psum(mixed_BTD, (*owners, *inner)).astype(y_BTD.dtype)
 
 
 @jax.custom_vjp

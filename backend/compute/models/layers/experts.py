@@ -140,7 +140,7 @@ class Experts:
 
         chosen_BTk, shares_BTk = self.router.route(step, routed_BTD)
         weights = step.weights(ExpertsWeights)
-        return mixture(step.mesh, weights, self._gated, y_BTD, chosen_BTk, shares_BTk, step.lora_apply)
+        return mixture(step.mesh, weights, self._gated, y_BTD, chosen_BTk, shares_BTk, step.lora_apply, step.owners)
 
     def _gated(self, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
         """SwiGLU or GeGLU. Clamping (gpt-oss) bounds both parts, makes the gate steeper and adds 1 to up."""

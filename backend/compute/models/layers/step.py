@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.kernels.adapter_gpu import Updates
 from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls
+from tinkerflow.backend.compute.mesh import EXPERT
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.layers.norms import RMSNorm
 from tinkerflow.backend.compute.models.long_rows import gather_matrices, in_chunks
@@ -121,7 +122,7 @@ class Routing:
 class LayerStep:
     """One layer's weights, and all other inputs of its computation besides hidden states.
 
-    mesh: experts are split over it.
+    mesh: experts and rows are split over it.
     tensors: the layer's weights by plain name: matrices, norms, biases.
     pairs: the adapter's pairs for these matrices; some or all may be missing.
     rope: cos and sin for each rotary embedding of the model.
@@ -131,6 +132,7 @@ class LayerStep:
     tokens_at_once: how many tokens of each device go through matrices at a time, except around attention; 0 = all.
     matrices: maps plain names to the layer's declared matrices (`of_layer`).
     routing: replaces and records the experts of each token; None = does neither.
+    owners: the axes of the mesh that split the experts, as in `expert_dispatch.mixture`.
     """
 
     mesh: Mesh
@@ -143,6 +145,7 @@ class LayerStep:
     tokens_at_once: int = 0
     matrices: Mapping[str, Projection] = field(default_factory=dict)
     routing: Routing | None = None
+    owners: tuple[str, ...] = (EXPERT,)
 
     def weights(self, kind: type[Weights], prefix: str = "") -> Weights:
         """The layer's weights for the fields of `kind`, a named tuple; None for weights that it lacks.
