@@ -115,8 +115,7 @@ def _needed(programs: Programs, case: Case) -> float:
 def _parts(counts: Counts, device: Device, rank: int, *, decodes: bool) -> dict[str, float]:
     """Seconds of the roofline by the purpose of the operations.
 
-    JAX differentiates the layers, but not the loss, so only names of the layers' operations contain "jvp". Copies may
-    have lost their names, and count as elementwise work. decodes: the program is the sampler's, which has two parts.
+    JAX differentiates the layers, but not the loss. decodes: the program is the sampler's, which has only two parts.
     """
     parts: dict[str, float] = {}
     for work in counts.work:
@@ -125,10 +124,10 @@ def _parts(counts: Counts, device: Device, rank: int, *, decodes: bool) -> dict[
             part = "attention over pages" if decodes else "attention"
         elif decodes:
             part = "weights and sampling"
-        elif not work.flops:
-            part = "elementwise work and copies"
         elif "jvp" not in work.name:
             part = "loss"
+        elif not work.flops:
+            part = "elementwise work and copies"
         else:
             part = "adapters" if {rank, 2 * rank, 3 * rank} & {*sizes} else "matmuls of the base model"
         parts[part] = parts.get(part, 0) + seconds([work], device)
