@@ -170,6 +170,7 @@ class _Answer:
         return usage_of_all
 
     def _text(self, number: int, start: int = 0) -> tuple[Detokenizer, Offsets]:
+        """For the tokens of a choice. number: of its prompt. start: the position of its first token."""
         body, prompt = self._body, self._made[number].prompt_tokens
         special = not body.skip_special_tokens
         text = Detokenizer(self._tokenizer, body.stops, special=special, prompt=prompt)
@@ -179,17 +180,17 @@ class _Answer:
         body, prompt = self._body, list(self._made[number].prompt_tokens)
         if body.max_tokens == 0:
             piece = SamplePiece(piece.index, [], [], None if piece.top is None else [], "length")
-        choice = self._delta(number, piece, *self._text(number), first=True)
+        special = not body.skip_special_tokens
+        before = self._tokenizer.decode(prompt, special=special) if body.echo else ""
+        choice = self._delta(number, piece, *self._text(number, len(before)), first=True)
         if body.echo:
-            special = not body.skip_special_tokens
-            text = self._tokenizer.decode(prompt, special=special)
-            choice["text"] = text + choice["text"]
+            choice["text"] = before + choice["text"]
             if body.logprobs is not None:
                 assert result.prompt_logprobs_T is not None
                 top = None if result.top is None or piece.top is None else [*listed(result.top), *piece.top]
                 logprobs = [*result.prompt_logprobs_T.tolist(), *piece.logprobs]
-                own = self._text(number, len(text))[1]
-                offsets = [*map(Offsets(self._tokenizer, special=special).of, prompt), *map(own.of, piece.tokens)]
+                offsets = [*map(Offsets(self._tokenizer, special=special).of, prompt)]
+                offsets += choice["logprobs"]["text_offset"]
                 choice["logprobs"] = self._logprobs([*prompt, *piece.tokens], logprobs, top, offsets)
         return choice
 
