@@ -143,6 +143,11 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
+# Samples with their tokens. The journal also has the samplers that drew them. If these have no old name, this table is
+# not read, which would take `up` as long as reading most of the journal's bytes.
+_LARGE = "stability_info"
+
+
 def name_embedded_model(data_dir: Path, *, moved: bool = False) -> None:
     """Rename the embedded model in the journal's rows to its folder in this data dir (`EMBEDDED_FOLDER`).
 
@@ -157,13 +162,17 @@ def name_embedded_model(data_dir: Path, *, moved: bool = False) -> None:
             "SELECT m.name FROM sqlite_master m JOIN pragma_table_info(m.name) c"
             " WHERE m.type = 'table' AND c.name = 'base_model'"
         ).fetchall()
-        for (table,) in tables:
+        renamed = False
+        for (table,) in sorted(tables, key=lambda row: row[0] == _LARGE):
+            if table == _LARGE and not renamed:
+                continue
             found = database.execute(
                 f'SELECT DISTINCT base_model FROM "{table}" WHERE base_model LIKE ?', (f"%/{folder}",)
             ).fetchall()
             for (name,) in found:
                 if name != ours and not (moved and Path(name).is_dir()):
                     database.execute(f'UPDATE "{table}" SET base_model = ? WHERE base_model = ?', (ours, name))
+                    renamed = True
 
 
 def _private(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
