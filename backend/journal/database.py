@@ -164,7 +164,7 @@ def is_sqlite(url: str) -> bool:
 
 
 def driver_url(url: str) -> sa.URL:
-    """`url` with its driver: psycopg 3 for postgresql:// and postgres://, with _IMPATIENCE unless it says otherwise.
+    """`url` with its driver: psycopg 3 for postgresql:// and postgres://, with _IMPATIENCE unless the URL sets others.
 
     `url` contains the literal path of an SQLite file. SQLAlchemy 2.1 would decode %20 in it, but 2.0 does not.
     """

@@ -49,17 +49,17 @@ def mixture(
     mesh: its axes split the experts and the rows. linears: gate and up [E, D, F] and down [E, F, D], their biases
     [E, F] or [E, D] and their pairs [E, R, ...]; matrices and pairs may be `OfLayer`. gated: computes the input
     of `down`. y_BTD: normalized hidden states. chosen_BTk, shares_BTk: from the router. lora_apply: computes the
-    adapters' updates. owners: the axes of the mesh that split the experts: `expert`, and in sampling, where every
-    device has all rows, also `fsdp`.
+    adapters' updates. owners: the axes of the mesh that split the experts: `expert`, and also `fsdp` where every
+    device has all rows, as in sampling.
     """
     weights = {linear.name: linear.weight for linear in linears}
     biases = {linear.name: linear.bias for linear in linears if linear.bias is not None}
     pairs = {linear.name: linear.pair for linear in linears if linear.pair is not None}
     width = jax.tree.leaves(weights["gate"])[0].shape[-1]
     inner = TENSOR if math.gcd(width, _blocks(weights["down"])) % mesh.shape[TENSOR] == 0 else None
-    training = FSDP not in owners
-    moved = training and mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
-    split = training and y_BTD.shape[0] % mesh.shape[FSDP] == 0
+    may_split = FSDP not in owners
+    moved = may_split and mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
+    split = may_split and y_BTD.shape[0] % mesh.shape[FSDP] == 0
     rows = PartitionSpec(ROWS if moved else FSDP if split else None)
     local = jax.shard_map(
         functools.partial(_local, gated, lora_apply, split, moved, owners, (inner,) if inner else ()),
