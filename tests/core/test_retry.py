@@ -7,6 +7,7 @@ import itertools
 import logging
 
 import pytest
+from tests.logged import logged_by
 
 from tinkerflow.backend.core.errors import StoreAwayError, StoreError
 from tinkerflow.backend.core.retry import Restarts, backoff, backoffs, repeat, retry
@@ -37,16 +38,16 @@ def test_back_off_doubles_up_to_a_limit() -> None:
 async def test_a_call_is_made_until_it_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     calls = Calls(OSError("away"), OSError("still away"))
     assert await retry(calls, on=OSError, pauses=[0, 0, 0], what="it cannot be read", log=log) == 3
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in logged_by(caplog, log.name)] == [
         "it cannot be read, trying again in 0 s: away",
         "it cannot be read, trying again in 0 s: still away",
     ]
-    assert [bool(record.exc_info) for record in caplog.records] == [True, False]
+    assert [bool(record.exc_info) for record in logged_by(caplog, log.name)] == [True, False]
 
 
 async def test_tinkerflow_error_is_logged_without_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     assert await retry(Calls(StoreError("away")), on=StoreError, pauses=[0], what="x", log=log) == 2
-    assert not caplog.records[0].exc_info
+    assert not logged_by(caplog, log.name)[0].exc_info
 
 
 async def test_the_last_error_is_raised_when_no_pause_is_left() -> None:
@@ -87,4 +88,4 @@ async def test_work_is_repeated_after_errors_and_early_but_not_after_other_error
     with pytest.raises(ValueError, match="another error"):
         await repeat(work, 3600.0, on=StoreError, what="the work failed", log=log, early=early)
     assert rounds == [False] * 4
-    assert caplog.messages == ["the work failed, trying again in 3600 s: no answer"]
+    assert [record.getMessage() for record in logged_by(caplog, log.name)] == ["the work failed, trying again in 3600 s: no answer"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.logged import logged_by
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.pool import Pool, jax_setup
@@ -137,7 +138,7 @@ def test_cpu_fallback_beside_an_accelerator_is_reported(
     monkeypatch.setattr(jax_setup.devices, "seen", lambda: "an NVIDIA device (/dev/nvidia0)")
     check_platform(Jax("cpu"), config, lines.append)
     assert lines and lines[0].startswith("WARNING: this host has an NVIDIA device (/dev/nvidia0), but JAX finds only ")
-    assert caplog.messages == lines
+    assert [record.getMessage() for record in logged_by(caplog, jax_setup)] == lines
     for meant in (Jax("gpu"), Jax("cpu", "cpu")):
         check_platform(meant, config, lines.append)
     check_platform(Jax("cpu"), replace(config, platform="cpu"), lines.append)

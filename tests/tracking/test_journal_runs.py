@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
+from tests.logged import logged_by
 
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import ModelState
+from tinkerflow.backend.tracking import journal_runs
 from tinkerflow.backend.tracking.journal_runs import JournalMirror, alone
 from tinkerflow.backend.tracking.mirror import TrackerError
 from tinkerflow.backend.tracking.trackers import TRACKERS
@@ -115,7 +117,7 @@ def test_failing_run_is_retried_and_blocks_no_other(runs: Any, caplog: pytest.Lo
     with pytest.raises(TrackerError, match=f"^tracker tensorboard: not stored: {run}$"):
         mirror(runs).once()
     assert shown(runs, other)["loss"] == {1: 1.0}
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = [record.getMessage() for record in logged_by(caplog, journal_runs)]
     assert f"run {run} is not shown now, trying again in" in line and "FileExistsError" in line
     obstacle.unlink()
     mirror(runs).once()

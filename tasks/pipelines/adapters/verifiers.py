@@ -158,10 +158,11 @@ class _Rollout:
         return await self._rollout
 
     async def close(self) -> None:
-        """Cancel the rollout, which then cleans up."""
-        if self._rollout is not None:
-            self._rollout.cancel()
+        """Cancel the rollout if it still runs, and wait until it has cleaned up. Raises the error of this cleanup."""
+        if self._rollout is not None and self._rollout.cancel():
             await asyncio.wait({self._rollout})
+            if not self._rollout.cancelled():
+                self._rollout.result()
 
     async def _next(self) -> Reply | None:
         """Wait for the next request to the model, or for the rollout's end. Returns the reward at the end, or None."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from sqlalchemy.exc import OperationalError
+from tests.logged import logged_by
 
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.errors import (
@@ -26,6 +27,7 @@ from tinkerflow.backend.core.errors import (
 from tinkerflow.backend.journal import Kind, ModelEnded, ModelState, Outcome
 from tinkerflow.backend.spec.commands import Command, Done, DropAdapter, ExportAdapter, OptimStep, SnapshotHeld
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.tasks.execution import operation
 from tinkerflow.tasks.execution.operation import (
     INLINE_BYTES,
     MOST_CRASHES,
@@ -138,7 +140,7 @@ def test_failure_has_the_category_and_effects_of_its_error(
     (request,) = context.journal.requests.ready(model, 1)
     with caplog.at_level(logging.INFO):
         outcome = failure(request, error)
-    assert [record.levelname for record in caplog.records] == [level]
+    assert [record.levelname for record in logged_by(caplog, operation)] == [level]
     assert outcome.category == category and str(error) in str(outcome.error)
     assert len(outcome.effects) == effects
     if effects:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.logged import logged_by
 from tests.tasks.pipelines.conftest import parse
 from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
@@ -391,7 +392,7 @@ async def test_slow_reward_is_named_with_its_limit(
         reason = rf"reward {__name__}:{reward.__name__}: took longer than environment_seconds, 0\.05 s: raise it, or "
         with pytest.raises(EnvironmentUnavailableError, match=f"all conversations of this step .* last one: {reason}"):
             await rollouts.groups(Echo(tokenizer), [ROW], [1])
-        assert len(caplog.records) == 1, "six conversations are interrupted for one reason"
+        assert len(logged_by(caplog, Rollouts.__module__)) == 1, "six conversations are interrupted for one reason"
     over.set()
 
 

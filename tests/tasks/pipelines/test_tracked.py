@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prefect.exceptions import Pause
 from pydantic import ValidationError
+from tests.logged import logged_by
 
 from tinkerflow.backend.tracking.trackers.tensorboard import _summaries
 from tinkerflow.tasks.pipelines import tracked as module
@@ -77,7 +78,7 @@ async def test_failing_tracker_is_retried_and_never_stops_training(
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.2)
     async with tracked(run(tracking=["tensorboard"]), "night-1", []) as steps:
         steps.add([made(1)])
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in logged_by(caplog, module)]
     assert len(said) == 2 and "FileExistsError" in said[0] and "has not stored all values" in said[1]
     folder.unlink()
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 60.0)

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from tests.logged import logged_by
 from tests.tasks.pipelines.test_rollouts import Saying
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.tasks.pipelines import DataSource, Renderer, Row
+from tinkerflow.tasks.pipelines import DataSource, Renderer, Row, rollouts
 from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.data import read_source
 from tinkerflow.tasks.pipelines.environments import MAY_IMPORT, EnvironmentUnavailableError
@@ -195,9 +196,13 @@ async def test_failed_reward_is_zero_as_verifiers_defines(renderer: Renderer, to
     assert episode.parts["wrong"] == 0.0
 
 
-async def test_changed_messages_are_refused(renderer: Renderer, tokenizer: Any) -> None:
+async def test_changed_messages_are_refused(
+    renderer: Renderer, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(UserError, match="changes messages before the last answer"):
         await talk(renderer, tokenizer, "kind=rewriting", "5")
+    (error,) = [record.exc_info[1] for record in logged_by(caplog, rollouts) if record.exc_info]
+    assert repr(error) == "KeyError('stop_condition')", "the cleanup of this conversation fails, because it has no end"
 
 
 @pytest.mark.parametrize(
