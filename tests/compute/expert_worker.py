@@ -38,6 +38,7 @@ def main() -> None:
     cfg = load_config(folder)
     rng = np.random.default_rng(0)
     y_BTD = rng.normal(size=(4, 5, cfg.hidden)).astype(np.float32)
+    y_BTD[1:] = y_BTD[0, :3] = y_BTD[0, 0]  # one device's experts get most tokens, and more than it computes at once
     columns_B2 = jnp.asarray([[0, 0], [0, 3], [3, 4], [0, 3]], jnp.int32)
 
     def random_pair(name: str) -> LoraPair:

@@ -20,6 +20,7 @@ from tests.compute.conftest import build
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.layers import Experts, SoftmaxRouter
+from tinkerflow.backend.compute.models.layers.step import training_expert_axes
 from tinkerflow.backend.compute.models.lora_weights import from_peft, to_peft
 from tinkerflow.backend.compute.models.params import count, load_params
 from tinkerflow.backend.core.errors import UserError
@@ -187,6 +188,18 @@ def test_weights_and_names(moe, executor):
     again = to_peft(cfg, lora)
     assert sorted(again) == sorted(state.weights)
     assert all(np.array_equal(again[name], array) for name, array in state.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "numbers", "axes"),
+    [(4, 9215, ("expert", "fsdp")), (4, 9216, ("expert",)), (3, 1, ("expert",)), (1, 1, ("expert",))],
+)
+def test_devices_send_tokens_if_these_are_fewer_bytes_than_experts(fsdp, numbers, axes):
+    """A token and its result take eight bytes for each number. The experts take 8 x 9,216 bytes."""
+    mesh = type("Mesh", (), {"shape": {"fsdp": fsdp, "expert": 1, "tensor": 1}})()
+    sizes = {"gate": (8, 32, 24), "up": (8, 32, 24), "down": (8, 24, 32)}
+    experts = {name: np.zeros(shape, np.float32) for name, shape in sizes.items()}
+    assert training_expert_axes(mesh, numbers, experts) == axes
 
 
 def test_an_axis_that_does_not_divide_the_experts_is_refused(moe, qwen3):

@@ -7,11 +7,15 @@ Roofline: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Perf
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from tinkerflow.backend.compute.mesh import FSDP, expert_axes
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import projections
+from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES
 from tinkerflow.backend.compute.models.peft_names import matrix_rank, targets
+from tinkerflow.backend.compute.planning.array_sizes import abstract_mesh
 from tinkerflow.backend.compute.planning.topologies import Device
 from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 
@@ -94,8 +98,26 @@ def training_bound(
     if device.float32_flops:
         each += (each - useful_flops(cfg, None, 0)) * (device.flops / device.float32_flops - 1)
     flops = each * tokens / _devices(config)
-    sent = 2 * own * (config.fsdp - 1) / config.fsdp  # gathered for the forward and for the backward pass
+    gathered = own * (config.fsdp - 1) / config.fsdp
+    sent = 2 * (gathered + _of_experts(cfg, config, gathered, tokens))  # for the forward and for the backward pass
     return _bound(tokens, device, TRAINING_SHARE, flops=flops, moved=2 * own + 2 * kept, sent=sent)
+
+
+def _of_experts(cfg: ModelConfig, config: GroupConfig, gathered: float, tokens: int) -> float:
+    """The bytes that a mixture of experts adds to those that a device receives in one pass; negative if it saves some.
+
+    gathered: the bytes of all matrices that a device gathers over fsdp. tokens: of all devices. The device receives the
+    tokens along the expert axis. It gathers experts, too, or receives all tokens (`training_expert_axes`).
+    """
+    if not cfg.experts:
+        return 0.0
+    sizes = {name: math.prod(one.stack) * one.inputs * one.outputs for name, one in projections(cfg).items()}
+    experts = gathered * sum(sizes[name] for name in EXPERT_MATRICES) / sum(sizes.values())
+    exchanged = cfg.layers * tokens * cfg.hidden * ((4 if config.dtype == "float32" else 2) + 4)  # sums are float32
+    along = exchanged / config.fsdp * (1 - 1 / config.expert)
+    if FSDP not in expert_axes(abstract_mesh(config), cfg.experts):
+        return along
+    return min(along, exchanged * (1 - 1 / config.fsdp / config.expert) - experts)
 
 
 def decode_bound(

@@ -18,6 +18,7 @@ from tinkerflow.backend.compute.models import lora, lora_weights
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layers.delta_rule import chunk_tokens
+from tinkerflow.backend.compute.models.layers.step import SPARE_ROWS
 from tinkerflow.backend.compute.models.transformer import Keep
 from tinkerflow.backend.compute.models.vision_tower import tower_bytes
 from tinkerflow.backend.compute.planning.array_sizes import (
@@ -177,6 +178,8 @@ def _step(
     )
     some = 0 if full_parameters else tokens_at_a_time(keep)
     kept = kept_bytes(cfg, _ranks(cfg), tokens, config.dtype, keep)
+    if keep is Keep.RESULTS and cfg.experts and row_devices(config) > 1:
+        kept += tokens * result_width(cfg, experts=True) * item // SPARE_ROWS
     inside = share((attended_width(cfg) + result_width(cfg)) // cfg.layers, config.tensor)
     layer = min(tokens, some or tokens) * (3 * inside * item + 16 * cfg.hidden * max(1, cfg.experts_per_token))
     if some:  # attention sees all tokens: its arrays and gradients, and the gradients of the layer's input and result

@@ -68,10 +68,17 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any, keep: Keep
     return int(tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * len(cfg.attentions)))
 
 
-def result_width(cfg: ModelConfig, *, mixers: bool = False) -> int:
-    """The width of all kept results of matmuls, in numbers per token. mixers: only matmuls before mixers."""
+def result_width(cfg: ModelConfig, *, mixers: bool = False, experts: bool = False) -> int:
+    """The width of all kept results of matmuls, in numbers per token.
+
+    mixers: only matmuls before mixers. experts: only matmuls of experts.
+    """
     matrices, homes = projections(cfg), layers_with(cfg)
-    kept = [name for name, matrix in matrices.items() if matrix.kept and (matrix.before_mixing or not mixers)]
+    kept = [
+        name
+        for name, matrix in matrices.items()
+        if matrix.kept and (matrix.before_mixing or not mixers) and (matrix.of_experts or not experts)
+    ]
     return sum(matrices[name].outputs * matrices[name].per_token * len(homes[name]) for name in kept)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from tests.accelerators.models import config
 from tests.compute.shapes import QWEN3_4B, config_like
 
-from tinkerflow.backend.compute.planning.roofline import useful_flops
+from tinkerflow.backend.compute.planning.roofline import training_bound, useful_flops
 from tinkerflow.backend.compute.planning.topologies import DEVICES, parse_topology
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.spec.commands import LoraSpec
+from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec
 
 CFG = config_like(QWEN3_4B)
 
@@ -50,3 +53,23 @@ def test_a_token_of_qwen3_4b_has_17_gflop_at_rank_32() -> None:
     plain, adapted = useful_flops(CFG, None, 1024), useful_flops(CFG, LoraSpec(32), 1024)
     assert plain == pytest.approx(4 * 4.02e9 + 6 * 36 * 4096 * 1024, rel=0.001)
     assert adapted - plain == pytest.approx(6 * 71e6, rel=0.01)
+
+
+@pytest.mark.parametrize(("fsdp", "expert"), [(8, 1), (1, 8), (2, 4)])
+def test_devices_send_the_experts_or_the_tokens_of_a_mixture(fsdp: int, expert: int) -> None:
+    """Tokens move along the expert axis. Along fsdp, experts move if the tokens of all devices are more bytes."""
+    cfg, slow = config("30B-A3B"), replace(DEVICES["h100"], link=1e6)
+    group = GroupConfig("", "bfloat16", fsdp, 1, 1024, 0, 64, 8, "", expert=expert)
+    experts = 48 * 128 * 3 * 2048 * 768
+    weights = 2 * (experts + 48 * 2 * 2048 * (4096 + 512) + 151936 * 2048)
+
+    def sent(tokens: int) -> float:
+        bound = training_bound(cfg, group, slow, spec=LoraSpec(32), weights=weights, tokens=tokens, kept=0)
+        assert bound.limit == "links"
+        return bound.seconds * 1e6
+
+    split, token = (fsdp - 1) / fsdp, 48 * 2048 * 6
+    others = (weights - 2 * experts) / expert * split
+    assert sent(1024) == pytest.approx(2 * (others + 1024 * token * 7 / 8))
+    gathered = 2 * experts / expert * split
+    assert sent(2**20) == pytest.approx(2 * (others + gathered + 2**20 / fsdp * token * (1 - 1 / expert)))

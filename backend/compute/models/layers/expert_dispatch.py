@@ -1,11 +1,12 @@
 """Sends tokens to their experts, and computes the experts: one grouped matmul for each projection.
 
+In training, devices along the `expert` axis send each other their tokens. Those along the `fsdp` axis do so, too, if
+their tokens are fewer bytes than their experts (`training_expert_axes`). Each device gathers the tokens of all these
+devices, and computes the rows of its own experts. The results are summed on the devices that the tokens came from. For
+up to k devices, this moves no more data than sending each token to its k experts.
+
 Tokens are sorted by expert, so no token is dropped. Shapes do not depend on the routing, so no routing causes a
-recompilation. The experts are split over the mesh's `expert` axis, and so are the rows of a layer's other parts.
-Each device gathers the tokens of all devices along the axis, and computes the rows of its own experts. The results are
-summed on the devices that the tokens came from. If the axis is at most k, this moves no more data than sending each
-token to its k experts. A device has a row for each token along the axis and each of that token's experts, so it can
-hold any imbalance of the routing.
+recompilation. A device computes 1/SPARE_ROWS more rows than it gets on average, and the rest in a loop (`_with_rest`).
 
 Letters: B rows, T tokens, D hidden, E experts (of this device, inside `_local`), k experts of a token.
 M = B * T * k rows to compute, F the width of an expert.
@@ -17,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tinkerflow.backend.compute.kernels.grouped import Groups
 from tinkerflow.backend.compute.kernels.matmul import OfLayer
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts
-from tinkerflow.backend.compute.models.layers.step import Linear
+from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, row_parts
+from tinkerflow.backend.compute.models.layers.step import SPARE_ROWS, Linear, training_expert_axes
 from tinkerflow.backend.compute.models.lora import LoraApply, LoraPair
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
 Gated = Callable[[jax.Array, jax.Array], jax.Array]  # gated(gate_MF, up_MF) -> [M, F]
+Matrices = Mapping[str, Weight | OfLayer]
+_ALIGNED = 8  # the number of rows that a device computes at once is a multiple of it
 
 
 def mixture(
@@ -49,17 +52,20 @@ def mixture(
     mesh: its axes split the experts and the rows. linears: gate and up [E, D, F] and down [E, F, D], their biases
     [E, F] or [E, D] and their pairs [E, R, ...]; matrices and pairs may be `OfLayer`. gated: computes the input
     of `down`. y_BTD: normalized hidden states. chosen_BTk, shares_BTk: from the router. lora_apply: computes the
-    adapters' updates. owners: the axes of the mesh that split the experts: `expert`, and also `fsdp` where every
-    device has all rows, as in sampling.
+    adapters' updates. owners: the axes of the mesh that split the experts: `expert` in training, and also `fsdp` if
+    every device has all rows, as in sampling.
     """
     weights = {linear.name: linear.weight for linear in linears}
     biases = {linear.name: linear.bias for linear in linears if linear.bias is not None}
     pairs = {linear.name: linear.pair for linear in linears if linear.pair is not None}
     width = jax.tree.leaves(weights["gate"])[0].shape[-1]
     inner = TENSOR if math.gcd(width, _blocks(weights["down"])) % mesh.shape[TENSOR] == 0 else None
-    may_split = FSDP not in owners
-    moved = may_split and mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
-    split = may_split and y_BTD.shape[0] % mesh.shape[FSDP] == 0
+    moved: tuple[str, ...] = ()
+    trains = FSDP not in owners
+    if trains and y_BTD.shape[0] % row_parts(mesh) == 0:
+        owners = training_expert_axes(mesh, y_BTD.size, weights)
+        moved = tuple(axis for axis in ROWS if axis in owners and mesh.shape[axis] > 1)
+    split = trains and y_BTD.shape[0] % mesh.shape[FSDP] == 0
     rows = PartitionSpec(ROWS if moved else FSDP if split else None)
     local = jax.shard_map(
         functools.partial(_local, gated, lora_apply, split, moved, owners, (inner,) if inner else ()),
@@ -114,80 +120,219 @@ def _local(
     gated: Gated,
     lora_apply: LoraApply,
     rows_are_split: bool,
-    moved: bool,
+    moved: tuple[str, ...],
     owners: tuple[str, ...],
     inner: tuple[str, ...],
     y_BTD: jax.Array,
     chosen_BTk: jax.Array,
     shares_BTk: jax.Array,
-    weights: Mapping[str, Weight | OfLayer],
+    weights: Matrices,
     biases: Mapping[str, jax.Array],
     pairs: Mapping[str, LoraPair],
 ) -> jax.Array:
     """The results of this device's experts for its share of F, summed with those of the other devices.
 
-    moved: rows are split over the expert axis as well, and are gathered from all its devices.
+    moved: the axes whose devices send each other their tokens.
     """
+    parts = jax.lax.axis_size(moved) if moved else 1
     if moved:
-        everyone = functools.partial(jax.lax.all_gather, axis_name=EXPERT, tiled=True)
+        everyone = functools.partial(jax.lax.all_gather, axis_name=moved, tiled=True)
         y_BTD, chosen_BTk, shares_BTk = map(everyone, (y_BTD, chosen_BTk, shares_BTk))
     B, T, k = chosen_BTk.shape
     D, E = y_BTD.shape[-1], jax.tree.leaves(weights["gate"])[0].shape[-3]
+    M = B * T * k
     here_M = chosen_BTk.reshape(-1) - jax.lax.axis_index(owners) * E
-    mine_M = (here_M >= 0) & (here_M < E)
-    here_M = jnp.where(mine_M, here_M, E)  # rows of other devices are sorted to the end
+    here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # rows of other devices are sorted to the end
     order_M = jnp.argsort(here_M, stable=True)
-    place_M = jnp.argsort(order_M)
-    first = jax.lax.axis_index(FSDP) * B if rows_are_split else 0
-    groups = Groups(
-        sizes_E=jnp.sum(here_M[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32),
-        expert_M=jnp.minimum(here_M[order_M], E - 1),
-        batch_M=first + order_M // (T * k),
-    )
-    mine_M1 = mine_M[order_M][:, None]
+    sizes_E = jnp.sum(here_M[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+    routed = _Routed(here_M[order_M], order_M, jnp.argsort(order_M), sizes_E)
 
-    def project(x_Mi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
-        adapted = tuple(name for name in names if name in pairs)
-        updates = dict(zip(adapted, lora_apply(x_Mi, tuple(pairs[name] for name in adapted), groups), strict=True))
-        plain = {name: groups.dot(x_Mi, weights[name]) for name in names}
-        sums = {name: plain[name] + updates[name] if name in updates else plain[name] for name in names}
-        sums |= {
-            name: sums[name] + biases[name][groups.expert_M] for name in names if name in biases and name != "down"
-        }
-        # Rows of other devices' experts may hold anything: a grouped matmul need not write them.
-        return tuple(checkpoint_name(jnp.where(mine_M1, sums[name], 0), name) for name in names)
+    def some(routed: _Routed, first: jax.Array | int, count: int, given: _Given) -> jax.Array:
+        """The results of `count` of the sorted rows, from `first` on, summed by token: [B, T, D] float32."""
+        rows = routed.rows(first, count)
+        first_row = jax.lax.axis_index(FSDP) * B if rows_are_split and FSDP not in moved else 0
+        groups = Groups(
+            sizes_E=rows.sizes_E,
+            expert_M=jnp.minimum(rows.expert_M, E - 1),
+            batch_M=first_row + rows.order_M // (T * k),
+        )
+        mine_M1 = (rows.expert_M < E)[:, None]
 
-    copies_MD = jnp.broadcast_to(y_BTD.reshape(-1, 1, D), (B * T, k, D)).reshape(-1, D)
-    x_MD = jnp.where(mine_M1, _permuted(copies_MD, order_M, place_M), 0)
-    gate_MF, up_MF = project(x_MD, "gate", "up")
-    # A row's share is multiplied in before `down`, so that a backward pass does not need the output of `down`.
-    share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
-    (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
-    if "down" in biases:  # added on one device, because the results are summed over `inner`
-        here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
-        down_MD = down_MD + jnp.where(mine_M1 & here, biases["down"][groups.expert_M] * share_M1, 0)
-    parts_BTkD = _permuted(down_MD, place_M, order_M).reshape(B, T, k, D)
-    mixed_BTD = jnp.sum(parts_BTkD, axis=2, dtype=jnp.float32)
+        def project(x_Mi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+            pairs, biases = given.pairs, given.biases
+            adapted = tuple(name for name in names if name in pairs)
+            updates = dict(zip(adapted, lora_apply(x_Mi, tuple(pairs[name] for name in adapted), groups), strict=True))
+            plain = {name: groups.dot(x_Mi, given.weights[name]) for name in names}
+            sums = {name: plain[name] + updates[name] if name in updates else plain[name] for name in names}
+            sums |= {
+                name: sums[name] + biases[name][groups.expert_M] for name in names if name in biases and name != "down"
+            }
+            # Rows of other devices' experts may hold anything: a grouped matmul need not write them.
+            return tuple(checkpoint_name(jnp.where(mine_M1, sums[name], 0), name) for name in names)
+
+        copies_MD = jnp.broadcast_to(given.y_BTD.reshape(-1, 1, D), (B * T, k, D)).reshape(-1, D)
+        x_MD = jnp.where(mine_M1, _chosen(copies_MD, rows), 0)
+        gate_MF, up_MF = project(x_MD, "gate", "up")
+        # A row's share is multiplied in before `down`, so that a backward pass does not need the output of `down`.
+        share_M1 = _chosen(given.shares_BTk.reshape(-1, 1), rows).astype(y_BTD.dtype)
+        (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
+        if "down" in biases:  # added on one device, because the results are summed over `inner`
+            here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
+            down_MD = down_MD + jnp.where(mine_M1 & here, given.biases["down"][groups.expert_M] * share_M1, 0)
+        return jnp.sum(_placed(down_MD, rows).reshape(B, T, k, D), axis=2, dtype=jnp.float32)
+
+    given = _Given(y_BTD, shares_BTk, weights, biases, pairs)
+    count = _most_rows(M, parts)
+    mixed_BTD = some(routed, 0, count, given)
+    if count < M:
+        mixed_BTD = _with_rest(some, routed, count, given, mixed_BTD)
     if moved:
-        mixed_BTD = jax.lax.psum_scatter(mixed_BTD, EXPERT, tiled=True)
+        mixed_BTD = jax.lax.psum_scatter(mixed_BTD, moved, tiled=True)
         return (jax.lax.psum(mixed_BTD, inner) if inner else mixed_BTD).astype(y_BTD.dtype)
     return jax.lax.psum(mixed_BTD, (*owners, *inner)).astype(y_BTD.dtype)
 
 
+class _Given(NamedTuple):
+    """The arrays that a device's experts compute from: the tokens of all devices, and its own experts."""
+
+    y_BTD: jax.Array
+    shares_BTk: jax.Array
+    weights: Matrices
+    biases: Mapping[str, jax.Array]
+    pairs: Mapping[str, LoraPair]
+
+
+class _Routed(NamedTuple):
+    """The rows of all tokens, sorted by expert. All int32.
+
+    expert_M: the expert of each sorted row; E = an expert of another device. order_M: the row before sorting. place_M:
+    the sorted place of each row before sorting. sizes_E: how many rows each expert has.
+    """
+
+    expert_M: jax.Array
+    order_M: jax.Array
+    place_M: jax.Array
+    sizes_E: jax.Array
+
+    def rows(self, first: jax.Array | int, count: int) -> _Rows:
+        """`count` sorted rows, from `first` on. Rows after the last one have an expert of another device."""
+        if count == len(self.order_M):
+            return _Rows(self.expert_M, self.order_M, self.place_M, self.sizes_E, None)
+
+        def part(sorted_M: jax.Array, filling: int) -> jax.Array:
+            padded = jnp.pad(sorted_M, (0, count), constant_values=filling)
+            return jax.lax.dynamic_slice_in_dim(padded, first, count)
+
+        ends_E, place_M = jnp.cumsum(self.sizes_E), self.place_M - first
+        sizes_E = jnp.diff(jnp.clip(ends_E - first, 0, count), prepend=0)
+        there_M = (place_M >= 0) & (place_M < count)
+        expert_M, order_M = part(self.expert_M, len(sizes_E)), part(self.order_M, 0)
+        return _Rows(expert_M, order_M, jnp.where(there_M, place_M, 0), sizes_E, there_M)
+
+
+class _Rows(NamedTuple):
+    """Some of the sorted rows, with the fields of `_Routed`.
+
+    place_M: of all rows; 0 for those that are elsewhere. there_M: which of all rows are here; None = all.
+    """
+
+    expert_M: jax.Array
+    order_M: jax.Array
+    place_M: jax.Array
+    sizes_E: jax.Array
+    there_M: jax.Array | None
+
+
+def _most_rows(M: int, parts: int) -> int:
+    """How many of the M rows of `parts` devices a device computes at once."""
+    return M if parts == 1 else min(M, _multiple((SPARE_ROWS + 1) * M // (SPARE_ROWS * parts)))
+
+
+def _multiple(rows: int) -> int:
+    return -(-rows // _ALIGNED) * _ALIGNED
+
+
+def _with_rest(
+    some: Callable[[_Routed, Any, int, _Given], jax.Array],
+    routed: _Routed,
+    done: int,
+    given: _Given,
+    mixed_BTD: jax.Array,
+) -> jax.Array:
+    """mixed_BTD plus the results of the device's rows from `done` on: a loop that ends with its last row.
+
+    If few of the experts get most tokens, a device has more rows than were computed at once. The loop usually computes
+    nothing. Its backward pass computes rows once more, a few at a time.
+    """
+    count = _multiple(done // (SPARE_ROWS + 1))
+    trained = {name: weight for name, weight in given.weights.items() if isinstance(weight, jax.Array)}
+    frozen = {name: weight for name, weight in given.weights.items() if name not in trained}
+
+    def results(
+        routed: _Routed, number: jax.Array, frozen: Matrices, leaves: tuple[jax.Array, jax.Array, Any, Any, Any]
+    ) -> jax.Array:
+        y_BTD, shares_BTk, trained, biases, pairs = leaves
+        given = _Given(y_BTD, shares_BTk, {**frozen, **trained}, biases, pairs)
+        return some(routed, done + number * count, count, given)
+
+    def loops(routed: _Routed) -> jax.Array:
+        return -(-jnp.maximum(jnp.sum(routed.sizes_E) - done, 0) // count)
+
+    @jax.custom_vjp
+    def added(routed: _Routed, frozen: Matrices, leaves: Any, mixed_BTD: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(
+            0, loops(routed), lambda number, sums: sums + results(routed, number, frozen, leaves), mixed_BTD
+        )
+
+    def forward(routed: _Routed, frozen: Matrices, leaves: Any, mixed_BTD: jax.Array) -> tuple[jax.Array, Any]:
+        return added(routed, frozen, leaves, mixed_BTD), (routed, frozen, leaves)
+
+    def backward(kept: Any, d_BTD: jax.Array) -> tuple[None, None, Any, jax.Array]:
+        routed, frozen, leaves = kept
+
+        def add(number: jax.Array, sums: Any) -> Any:
+            _, pull = jax.vjp(functools.partial(results, routed, number, frozen), leaves)
+            return jax.tree.map(jnp.add, sums, *pull(d_BTD))
+
+        return None, None, jax.lax.fori_loop(0, loops(routed), add, jax.tree.map(jnp.zeros_like, leaves)), d_BTD
+
+    added.defvjp(forward, backward)
+    leaves = given.y_BTD, given.shares_BTk, trained, given.biases, given.pairs
+    made_BTD: jax.Array = added(routed, frozen, leaves, mixed_BTD)
+    return made_BTD
+
+
+def _gather(x_MD: jax.Array, index_M: jax.Array, there_M: jax.Array | None) -> jax.Array:
+    return x_MD[index_M] if there_M is None else jnp.where(there_M[:, None], x_MD[index_M], 0)
+
+
 @jax.custom_vjp
-def _permuted(x_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array) -> jax.Array:
-    """x_MD[order_M]. Its backward pass is a gather, because a scatter may add in any order."""
-    return x_MD[order_M]
+def _chosen(x_MD: jax.Array, rows: _Rows) -> jax.Array:
+    """These rows of x_MD. The backward pass is a gather, because a scatter may add in any order."""
+    return x_MD[rows.order_M]
 
 
-def _permuted_forward(
-    x_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return x_MD[order_M], (inverse_M,)
+def _chosen_forward(x_MD: jax.Array, rows: _Rows) -> tuple[jax.Array, _Rows]:
+    return _chosen(x_MD, rows), rows
 
 
-def _permuted_backward(kept: tuple[jax.Array, ...], d_MD: jax.Array) -> tuple[jax.Array, None, None]:
-    return d_MD[kept[0]], None, None
+def _chosen_backward(rows: _Rows, d_CD: jax.Array) -> tuple[jax.Array, None]:
+    return _gather(d_CD, rows.place_M, rows.there_M), None
 
 
-_permuted.defvjp(_permuted_forward, _permuted_backward)
+@jax.custom_vjp
+def _placed(x_CD: jax.Array, rows: _Rows) -> jax.Array:
+    """The rows in their order before sorting, with zeros for the rows that are elsewhere. Transposes `_chosen`."""
+    return _gather(x_CD, rows.place_M, rows.there_M)
+
+
+def _placed_forward(x_CD: jax.Array, rows: _Rows) -> tuple[jax.Array, _Rows]:
+    return _placed(x_CD, rows), rows
+
+
+def _placed_backward(rows: _Rows, d_MD: jax.Array) -> tuple[jax.Array, None]:
+    return d_MD[rows.order_M], None
+
+
+_chosen.defvjp(_chosen_forward, _chosen_backward)
+_placed.defvjp(_placed_forward, _placed_backward)

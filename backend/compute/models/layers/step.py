@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.kernels.adapter_gpu import Updates
 from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls
-from tinkerflow.backend.compute.mesh import EXPERT
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, expert_axes, row_parts
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.layers.norms import RMSNorm
 from tinkerflow.backend.compute.models.long_rows import gather_matrices, in_chunks
@@ -27,6 +27,7 @@ from tinkerflow.backend.compute.weights.quantized import Weight
 
 RopeTables = Mapping[Rope, tuple[CosSin, CosSin]]  # for queries, and for keys
 Weights = TypeVar("Weights")
+SPARE_ROWS = 4  # experts compute 1/4 more rows at once than a device gets on average, if devices send each other tokens
 
 # delta_rule(weights, qkv_BTC, decay_BTH, beta_BTH) -> o_BTHv: gated DeltaNet's recurrence over the tokens. The
 # function keeps the state. weights: the layer's `DeltaRuleWeights`.
@@ -193,6 +194,23 @@ class LayerStep:
         """
         tensors = self.tensors
         if self.tokens_at_once:
-            sums_inputs = {name: matrices[name].sums_inputs for name in tensors if name in matrices}
+            own = {name: tensor for name, tensor in tensors.items() if name in matrices}
+            experts = {name: tensor for name, tensor in own.items() if matrices[name].of_experts}
+            tokens = self.tokens_at_once * row_parts(self.mesh)
+            stay = experts and FSDP in training_expert_axes(self.mesh, tokens * matrices["gate"].inputs, experts)
+            sums_inputs = {name: matrices[name].sums_inputs for name in own if not (stay and name in experts)}
             tensors = {**tensors, **gather_matrices(self.mesh, tensors, sums_inputs)}
         return replace(self, tensors=tensors, matrices=matrices)
+
+
+def training_expert_axes(mesh: Mesh, numbers: int, experts: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes that split a layer's experts in training, so that devices send each other the fewest bytes.
+
+    Each device along the fsdp axis gathers either the experts of all of them, or their tokens. numbers: of the hidden
+    states of all tokens. experts: the matrices, maybe quantized.
+    """
+    matrices = jax.tree.leaves(experts)
+    exchanged = 2 * 4 * numbers  # a token and its result, in float32
+    if mesh.shape[FSDP] == 1 or sum(leaf.size * leaf.dtype.itemsize for leaf in matrices) <= exchanged:
+        return (EXPERT,)
+    return expert_axes(mesh, matrices[0].shape[-3])
