@@ -78,6 +78,9 @@ async def call_in_thread(function: Callable[..., T], *arguments: object) -> T:
     def call() -> None:
         try:
             value = context.run(function, *arguments)
+        except StopIteration as error:  # which no asyncio future takes, so its call would never end
+            found_nothing = RuntimeError("the function raised StopIteration: `next` found nothing")
+            future.set_exception(found_nothing.with_traceback(error.__traceback__))
         except BaseException as error:  # noqa: BLE001  raised where the call is awaited
             future.set_exception(error)
         else:

@@ -361,6 +361,18 @@ async def test_reward_error_names_its_place_and_the_answer(
         await rollouts.groups(Echo(tokenizer), [ROW], [1])
 
 
+def first_match(facts: Facts, text: str) -> float:
+    return next(1.0 for word in text.split() if word == "right")
+
+
+async def test_stop_iteration_of_a_plain_reward_fails_its_row(tokenizer: Any, renderer: Renderer) -> None:
+    place = re.escape(f"({__file__}:{first_match.__code__.co_firstlineno + 1})")
+    limits = {"environment_seconds": 5.0, "environment_retries": 0}
+    rollouts = Rollouts(renderer, **scored_by(first_match, **limits), group_size=2, max_tokens=4)
+    with pytest.raises(UserError, match=rf":first_match: RuntimeError: .* raised StopIteration.* {place}; answer: '0'$"):
+        await rollouts.groups(Echo(tokenizer), [ROW], [1])
+
+
 async def test_plain_rewards_are_called_in_threads_in_the_order_of_samples(tokenizer: Any, renderer: Renderer) -> None:
     threads, numbers = set(), iter(range(100))
 
