@@ -92,9 +92,19 @@ async def call_in_thread(function: Callable[..., T], *arguments: object) -> T:
 
 
 async def call_in_loop(function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function or an `async def` in the event loop. Returns its value. `blocking_reported` reports blocking."""
-    value = function(*arguments)
-    return await value if inspect.isawaitable(value) else value
+    """Call a function or an `async def` in the event loop. Returns its value. `blocking_reported` reports blocking.
+
+    RuntimeError: the code raised CancelledError, although nothing cancels the caller.
+    """
+    try:
+        value = function(*arguments)
+        return await value if inspect.isawaitable(value) else value
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        reason = "it awaited a task that was cancelled"
+        raise RuntimeError(reason).with_traceback(error.__traceback__) from error
 
 
 @contextmanager

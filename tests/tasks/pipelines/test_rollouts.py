@@ -373,6 +373,23 @@ async def test_stop_iteration_of_a_plain_reward_fails_its_row(tokenizer: Any, re
         await rollouts.groups(Echo(tokenizer), [ROW], [1])
 
 
+async def cancelling(facts: Facts, text: str) -> float:
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    return float(await task or 0.0)
+
+
+def cancelling_plainly(facts: Facts, text: str) -> float:
+    return asyncio.run(cancelling(facts, text))
+
+
+@pytest.mark.parametrize("reward", [cancelling, cancelling_plainly])
+async def test_cancelled_task_of_a_reward_fails_its_row(tokenizer: Any, renderer: Renderer, reward: Any) -> None:
+    rollouts = Rollouts(renderer, **scored_by(reward), group_size=2, max_tokens=4)
+    with pytest.raises(UserError, match=rf":{reward.__name__}: RuntimeError: it awaited a task that was cancelled"):
+        await rollouts.groups(Echo(tokenizer), [ROW], [1])
+
+
 async def test_plain_rewards_are_called_in_threads_in_the_order_of_samples(tokenizer: Any, renderer: Renderer) -> None:
     threads, numbers = set(), iter(range(100))
 
