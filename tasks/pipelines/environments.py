@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from typing import Any, Protocol, SupportsFloat
 import httpx
 
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.tasks.pipelines.row_errors import shorten, show
 from tinkerflow.tasks.pipelines.rows import Json, Message, Row
 from tinkerflow.tasks.pipelines.user_code import call_in_loop, call_in_thread, import_named
 
@@ -173,6 +174,16 @@ def called_tools(text: str) -> tuple[str, list[Json]]:
                 calls.append({"name": call["name"], "arguments": call["arguments"]})
                 text = text.replace(found[0], "")
     return text, calls
+
+
+def checked_messages(value: object) -> list[Message]:
+    """The messages of an environment. UserError: it is not a list, or one lacks its `role` or `content`."""
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        messages = [*value]
+        if all(isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one for one in messages):
+            return messages
+    rule = "must be a list of messages, each with `role` and `content`"
+    raise UserError(f"its messages are {shorten(show(value))}: {rule}")
 
 
 def checked_reward(value: object, what: str = "reward") -> float:

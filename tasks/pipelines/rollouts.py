@@ -24,6 +24,7 @@ from tinkerflow.tasks.pipelines.environments import (
     EnvironmentUnavailableError,
     Reply,
     check_methods,
+    checked_messages,
     checked_reward,
     facts_of,
 )
@@ -412,7 +413,7 @@ class Rollouts:
         async with self._asking(episode):
             episode.environment = await call_in_loop(self.make, facts_of(row))
             check_methods(episode.environment, type(episode.environment).__qualname__)
-            episode.messages += await call_in_loop(episode.environment.begin)
+            episode.messages += checked_messages(await call_in_loop(episode.environment.begin))
 
     async def _take(self, episode: Episode, turn: SampledTurn) -> None:
         assert episode.environment is not None, "only conversations that have begun have turns"
@@ -421,11 +422,12 @@ class Rollouts:
             reply = await call_in_loop(episode.environment.answered, text)
             if not isinstance(reply, Reply):
                 raise UserError(f"`answered` must return a Reply, got {type(reply).__name__} {shorten(show(reply))}")
+            messages = checked_messages(reply.messages)
             episode.add_reward(reply)
             episode.turns.append(turn)
             episode.answered.append(len(episode.messages))
-            episode.messages += [Message(role="assistant", content=text), *reply.messages]
-            episode.ended = not reply.messages
+            episode.messages += [Message(role="assistant", content=text), *messages]
+            episode.ended = not messages
 
     async def _stop(self, episode: Episode) -> None:
         """Add the last reward of an environment that did not end the conversation."""

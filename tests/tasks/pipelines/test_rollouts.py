@@ -248,7 +248,7 @@ class Failing(Counting):
             raise KeyError("answer")
 
     async def begin(self) -> Sequence[Message]:
-        return [{"role": "user"}] if self.fault == "message" else await super().begin()  # type: ignore[list-item]
+        return [] if self.fault == "message" else await super().begin()
 
     async def answered(self, text: str) -> Reply:
         if self.fault == "answered":
@@ -291,6 +291,23 @@ FAULTS: dict[Any, str] = {
     "exit": "SystemExit: bye",
     "message": "messages: ",
 } | dict.fromkeys(["1", None, float("nan"), float("inf")], "finite number")
+
+
+@pytest.mark.parametrize("wrong", ["Again", {"role": "user", "content": "Again"}, [{"content": "Again"}], None])
+async def test_wrong_messages_of_an_environment_are_named(tokenizer: Any, renderer: Renderer, wrong: Any) -> None:
+    class Last(Counting):
+        async def answered(self, text: str) -> Reply:
+            return Reply(1.0, wrong)
+
+    class First(Counting):
+        async def begin(self) -> Sequence[Message]:
+            return wrong  # type: ignore[no-any-return]
+
+    for make, answer in ((Last, "; answer: '0'"), (First, "")):
+        rollouts = Rollouts(renderer, make, 2, 4)
+        rule = f"must be a list of messages, each with `role` and `content`{answer}$"
+        with pytest.raises(UserError, match=rf"environment: its messages are .*: {rule}"):
+            await rollouts.groups(Echo(tokenizer), [ROW], [1])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
