@@ -32,7 +32,14 @@ from tinkerflow.tasks.pipelines.control import StoppedError, controlled, stoppab
 from tinkerflow.tasks.pipelines.outliers import OutlierWatch
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
 from tinkerflow.tasks.pipelines.preparation import PreparedRun, run_name
-from tinkerflow.tasks.pipelines.progress import LeftOutRow, RunProgress, Sample, SegmentRecord, StepMetrics
+from tinkerflow.tasks.pipelines.progress import (
+    LeftOutRow,
+    RecordedValues,
+    RunProgress,
+    Sample,
+    SegmentRecord,
+    StepMetrics,
+)
 from tinkerflow.tasks.pipelines.reported import ReportedMetrics
 from tinkerflow.tasks.pipelines.tracked import tracked
 from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, data_name, train_segment
@@ -65,9 +72,9 @@ class TrainingResult(BaseModel):
     state: str
     weights: str
     steps: int
-    first: dict[str, float]
-    last: dict[str, float]
-    held_out: dict[str, float]
+    first: RecordedValues
+    last: RecordedValues
+    held_out: RecordedValues
     samples: list[Sample]
     left_out: list[LeftOutRow] = []
     left_out_episodes: int | None = None

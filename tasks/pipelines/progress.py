@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated, TypeAlias
 
 import orjson
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 from tinkerflow.backend.catalog.champions import checked_name
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.tasks.pipelines.work import create_json, create_once, open_work, read_json
 
 
+# JSON has no NaN and no infinity, so a record contains null for both. Both are read as NaN.
+RecordedValues: TypeAlias = dict[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
+
+
 class StepMetrics(BaseModel):
     """An optimizer step, counted from 1. values: `loss`, `learning_rate`, `grad_norm` and the pipeline's metrics."""
 
     step: int
-    values: dict[str, float]
+    values: RecordedValues
 
 
 class Sample(BaseModel):
@@ -50,7 +56,7 @@ class SegmentRecord(BaseModel):
     last_step: int
     state: str
     steps: list[StepMetrics]
-    held_out: dict[str, float] = {}
+    held_out: RecordedValues = {}
     samples: list[Sample] = []
     left_out: list[LeftOutRow] = []
 

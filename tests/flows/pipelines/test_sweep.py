@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ async def test_resumed_sweep_compares_no_points_of_other_parameters_or_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained, names = list[int](), set[str]()
-    result = TrainingResult(run="r", data="rows 1", state="s", weights="w", steps=1, first={}, last={"loss": 0.5},
+    result = TrainingResult(run="r", data="rows 1", state="s", weights="w", steps=1, first={}, last={"loss": math.nan},
                             held_out={}, samples=[])  # fmt: skip
 
     async def sft(parameters: SftParameters, *, return_state: bool) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tinkerflow.backend.core.errors import ServerError, UserError
@@ -22,6 +24,17 @@ def test_segments_are_read_in_order_by_the_next_process(work: str, monkeypatch: 
             progress.add(one)
     assert RunProgress(work, "run", "plan").segments() == [segment(1, 9), segment(10, 10), segment(11, 110)]
     assert RunProgress(work, "other", "plan").segments() == []
+
+
+def test_run_whose_values_are_not_finite_can_be_resumed(work: str) -> None:
+    values = {"loss": math.inf, "reward": -math.inf, "grad_norm": 0.5}
+    last = segment(1, 1).model_copy(
+        update={"steps": [StepMetrics(step=1, values=values)], "held_out": {"held_out_loss": math.nan}}
+    )
+    RunProgress(work, "run", "plan").add(last)
+    (found,) = RunProgress(work, "run", "plan").segments()
+    assert found.steps[0].values == pytest.approx({"loss": math.nan, "reward": math.nan, "grad_norm": 0.5}, nan_ok=True)
+    assert math.isnan(found.held_out["held_out_loss"])
 
 
 def test_one_of_two_processes_continues_a_run(work: str) -> None:
