@@ -18,6 +18,7 @@ from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell, log_line
 from tinkerflow.tasks.pipelines.champions import Champion, champion, check_readable, promote
 from tinkerflow.tasks.pipelines.data import DataCheckError
 from tinkerflow.tasks.pipelines.parameters import NightlyParameters
+from tinkerflow.tasks.pipelines.preparation import run_name
 from tinkerflow.tasks.pipelines.scoring import Scores
 
 
@@ -35,11 +36,14 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     """Train, and promote the result if it beats the champion, or the base model if there is no champion.
 
     Data that fails its check fails the run before training. The champion stays, and the artifact `report` contains the
-    reason. A champion that the key cannot read also fails the run before training.
+    reason. A champion that the key cannot read also fails the run before training. If a process of this run promoted
+    the champion and was then killed, the result is that champion, and no one is asked again.
     """
     work_url = parameters.work_url
     artifacts = RunArtifacts(f"nightly-{parameters.name}")
-    before = champion(work_url, parameters.champion)
+    promoted, before = None, champion(work_url, parameters.champion)
+    if before is not None and before.run == run_name(parameters):
+        promoted, before = before, champion(work_url, parameters.champion, before.number - 1)
     if before is not None:
         await check_readable(parameters.champion, before, parameters.connection)
     try:
@@ -49,32 +53,33 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
         page = _page(parameters.champion, f"data check failed: {error}", before, before)
         await artifacts.text("report", page, "report")
         raise
-    candidates = {"new": trained.weights} | ({"champion": before.weights} if before else {}) | {BASE: ""}
+    weights = promoted.weights if promoted else trained.weights
+    candidates = {"new": weights} | ({"champion": before.weights} if before else {}) | {BASE: ""}
     scores = await score_all(on_held_out(parameters), candidates)
     await show_scores(artifacts, scores)
     new, old = scores["new"], scores.get("champion", scores[BASE])
     metric = parameters.metric
     compared = f"{metric} {new.value(metric):.4g} against {old.value(metric):.4g}"
-    better, answered = new.beats(old, metric, parameters.margin), ""
-    if better and parameters.approval_hours:
+    better, answered = promoted is not None or new.beats(old, metric, parameters.margin), ""
+    if better and promoted is None and parameters.approval_hours:
         question = f"Promote to champion `{parameters.champion}`: {cell(compared)}?"
         better, answered = await _approved(question, scores, parameters.approval_hours)
     if better:
-        after = Champion(
+        promoted = promoted or Champion(
             number=before.number + 1 if before else 1,
-            weights=trained.weights,
+            weights=weights,
             state=trained.state,
             run=trained.run,
             data=trained.data,
             scores=new,
             promoted_at=SystemClock().now(),
         )
-        promote(work_url, parameters.champion, after)
+        promote(work_url, parameters.champion, promoted)  # again after a kill, which may have lost its event
     verdict = f"{'promoted' if better else 'kept the champion'}: {compared}, margin {parameters.margin:g}{answered}"
     log_line(verdict)
-    page = _page(parameters.champion, verdict, before, after if better else before)
+    page = _page(parameters.champion, verdict, before, promoted or before)
     await artifacts.text("report", page, "report")
-    return NightlyResult(outcome="promoted" if better else "kept", weights=trained.weights, scores=scores)
+    return NightlyResult(outcome="promoted" if better else "kept", weights=weights, scores=scores)
 
 
 async def _approved(question: str, scores: Mapping[str, Scores], hours: float) -> tuple[bool, str]:

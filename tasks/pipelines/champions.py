@@ -29,10 +29,11 @@ class Champion(BaseModel):
     promoted_at: datetime
 
 
-def champion(work_url: str, name: str) -> Champion | None:
-    """The champion of `name`, or None if no weights have been promoted yet."""
-    newest = newest_champion(open_work(work_url), name)
-    return None if newest is None else Champion.model_validate(newest)
+def champion(work_url: str, name: str, number: int | None = None) -> Champion | None:
+    """The champion of `name`, or the one with this number. Returns None if there is none."""
+    work = open_work(work_url)
+    found = newest_champion(work, name) if number is None else read_json(work, champion_key(name, number))
+    return None if found is None else Champion.model_validate(found)
 
 
 async def check_readable(name: str, best: Champion, connection: str) -> None:
