@@ -22,7 +22,7 @@ from tinkerflow.tasks.pipelines.adapters import environment_maker
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, log_line, training_runs
 from tinkerflow.tasks.pipelines.champions import champion, check_readable
 from tinkerflow.tasks.pipelines.connection import connect
-from tinkerflow.tasks.pipelines.data import load_examples, load_rows
+from tinkerflow.tasks.pipelines.data import FIRST_ROWS, load_examples, load_rows, read_source
 from tinkerflow.tasks.pipelines.parameters import ComparedParameters, EvaluateParameters, JudgeParameters
 from tinkerflow.tasks.pipelines.preparation import check_data
 from tinkerflow.tasks.pipelines.render import Renderer
@@ -71,6 +71,14 @@ def on_held_out(parameters: ComparedParameters) -> EvaluateParameters:
         max_tokens=parameters.samples.max_tokens,
         **{field: getattr(parameters, field) for field in JudgeParameters.model_fields},
     )
+
+
+def refuse_unscorable(parameters: ComparedParameters) -> None:
+    """Raise UserError before training if `score_all` would refuse the reward, the environment or the held-out rows."""
+    if parameters.judge:
+        environment_maker(parameters.reward, parameters.environment)
+    source, use = parameters.held_out, on_held_out(parameters).use()
+    read_source(source, use, min(source.limit or FIRST_ROWS, FIRST_ROWS)).refuse_schema(source, use)
 
 
 async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str]) -> dict[str, Scores]:

@@ -9,7 +9,14 @@ from prefect import flow
 from pydantic import BaseModel
 
 from tinkerflow.backend.core.clock import SystemClock
-from tinkerflow.flows.pipelines.evaluate import BASE, answers_by_prompt, on_held_out, score_all, show_scores
+from tinkerflow.flows.pipelines.evaluate import (
+    BASE,
+    answers_by_prompt,
+    on_held_out,
+    refuse_unscorable,
+    score_all,
+    show_scores,
+)
 from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import fine_tune
@@ -36,9 +43,11 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     """Train, and promote the result if it beats the champion, or the base model if there is no champion.
 
     Data that fails its check fails the run before training. The champion stays, and the artifact `report` contains the
-    reason. A champion that the key cannot read also fails the run before training. If a process of this run promoted
-    the champion and was then killed, the result is that champion, and no one is asked again.
+    reason. A champion that the key cannot read also fails the run before training, and so does a reward that cannot be
+    imported. If a process of this run promoted the champion and was then killed, the result is that champion, and no
+    one is asked again.
     """
+    refuse_unscorable(parameters)
     work_url = parameters.work_url
     artifacts = RunArtifacts(f"nightly-{parameters.name}")
     promoted, before = None, champion(work_url, parameters.champion)

@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import State
 from pydantic import BaseModel
 
 from tinkerflow.backend.core.errors import ServerError, UserError
-from tinkerflow.flows.pipelines.evaluate import BASE, figures, on_held_out, score_all
+from tinkerflow.flows.pipelines.evaluate import BASE, figures, on_held_out, refuse_unscorable, score_all
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, decisive_parameters, flat
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import sft
@@ -103,8 +103,10 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
     """Fine-tune with every combination of the grid's values, score all on the held-out rows, and report the best.
 
     Each point is a separate flow run `sft`. A retry, or a run with the same `resume`, trains only unfinished points.
-    UserError: finished points were trained with other parameters or data.
+    UserError: finished points were trained with other parameters or data, or no evaluation accepts the reward or the
+    held-out rows.
     """
+    refuse_unscorable(parameters)
     work_url = parameters.work_url
     grid = points(parameters)
     places = asyncio.Semaphore(parameters.at_once)

@@ -23,7 +23,7 @@ from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
 
 _SHOWN_ERRORS = 20
 _QUARANTINED = 20_000  # characters of a bad row in the quarantine
-_GUESSED_FROM = 100  # rows
+FIRST_ROWS = 100  # by which the form of a data set is chosen
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
     if use.extra is not None:
         refuse_unknown_fields(f"{source.parameter}.columns.", source.columns, use.extra)
     items = islice(read_rows(source), most or source.limit or None)
-    first = list(islice(items, _GUESSED_FROM))
+    first = list(islice(items, FIRST_ROWS))
     form, guessed = _form(source, first, use)
     forms = () if guessed else forms_of(use.schemas)
     reader = RowReader(form, source.columns, frozenset(source.ignore), use.extra, use.name, forms, source.parameter)

@@ -57,10 +57,11 @@ async def test_a_champion_of_another_project_fails_the_run_before_it_begins(
     best = champions.Champion.model_validate(facts | {"promoted_at": ManualClock().now()})
     values: dict[str, Any] = {"name": "p", "champion": "plants", "connection": "theirs", "work": f"file://{tmp_path}"}
     values["data"] = {"url": "a.jsonl"}
+    (rows := tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     if name == "evaluate":
         run = evaluate.fn(EvaluateParameters.model_validate(values))
     else:
-        run = nightly.fn(NightlyParameters.model_validate(values | {"held_out": {"url": "b.jsonl"}}))
+        run = nightly.fn(NightlyParameters.model_validate(values | {"held_out": {"url": str(rows)}}))
     champions.promote.fn(values["work"], "plants", best)
     reason = (
         r"champion 'plants' belongs to another project than this key, or tinker://other/.* was deleted: use its project"

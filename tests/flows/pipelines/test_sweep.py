@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,23 @@ from prefect.states import Completed
 from pydantic import ValidationError
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.flows.pipelines import nightly as nightly_module
 from tinkerflow.flows.pipelines import sweep as sweep_module
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, decisive_parameters, flat
 from tinkerflow.flows.pipelines.sweep import SweepParameters, points
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
-from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, SftParameters
+from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, NightlyParameters, SftParameters
 from tinkerflow.tasks.pipelines.progress import RunProgress
 from tinkerflow.tasks.pipelines.scoring import Scores
+
+
+IS_ANSWER = "tinkerflow.tasks.pipelines.rewards:is_answer"
+
+
+def rows_in(folder: Path) -> str:
+    """The path of a file with a row."""
+    (file := folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    return str(file)
 
 
 def parameters(**grid: Any) -> SweepParameters:
@@ -69,7 +80,7 @@ def test_invalid_grid_is_refused(grid: dict[str, Any], message: str) -> None:
     [
         ({}, "loss", "seed 1"),
         ({"metric": "exact_match"}, "exact match", "seed 0"),
-        ({"metric": "reward", "reward": "rewards:right", "group_size": 3}, "reward", "seed 2"),
+        ({"metric": "reward", "reward": IS_ANSWER, "group_size": 3}, "reward", "seed 2"),
     ],
 )
 async def test_best_sweep_point_is_chosen_by_the_metric(
@@ -102,7 +113,7 @@ async def test_best_sweep_point_is_chosen_by_the_metric(
     monkeypatch.setattr(sweep_module, "score_all", score_all)
     for kind in ("table", "pictures", "text"):
         monkeypatch.setattr(RunArtifacts, kind, show)
-    rows = {"url": "rows.jsonl", "ignore": ["id"]}
+    rows = {"url": rows_in(tmp_path), "ignore": ["id"]}
     values = {"data": rows, "held_out": rows, "grid": {"seed": [0, 1, 2]}, "work": tmp_path.as_uri(), "resume": "x"}
     found = await sweep_module.sweep.fn(SweepParameters.model_validate(values | given))
     assert found.best == best and found.weights == best.replace("seed", "weights")
@@ -114,6 +125,26 @@ async def test_best_sweep_point_is_chosen_by_the_metric(
     assert [(one.pipeline, one.data.ignore, one.held_out and one.held_out.ignore) for one in trained] == [
         ("sft", ignored, ignored)
     ] * 3
+
+
+@pytest.mark.parametrize(
+    ("held_out", "given", "error"),
+    [
+        ({"text": "a"}, {}, "held_out .*: schema text: evaluate needs chat or prompt_completion"),
+        ({"prompt": "a", "completion": "b"}, {"metric": "reward", "reward": "no_rewards:f"}, "no module 'no_rewards'"),
+    ],
+)
+async def test_comparison_that_would_fail_is_refused_before_training(
+    held_out: dict[str, str], given: dict[str, str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, begin in ((sweep_module, "sft"), (nightly_module, "fine_tune")):
+        monkeypatch.setattr(module, begin, lambda *_, **__: pytest.fail("training began"))
+    (file := tmp_path / "held-out.jsonl").write_text(json.dumps(held_out))
+    values = {"data": {"url": rows_in(tmp_path)}, "held_out": {"url": str(file)}, "work": tmp_path.as_uri()} | given
+    with pytest.raises(UserError, match=error):
+        await sweep_module.sweep.fn(SweepParameters.model_validate(values | {"grid": {"seed": [0]}}))
+    with pytest.raises(UserError, match=error):
+        await nightly_module.nightly.fn(NightlyParameters.model_validate(values | {"champion": "best"}))
 
 
 async def test_resumed_sweep_compares_no_points_of_other_parameters_or_data(
@@ -133,7 +164,7 @@ async def test_resumed_sweep_compares_no_points_of_other_parameters_or_data(
         return {name: Scores(rows=1, samples=[], loss=1.0, exact_match=0.0) for name in candidates}
 
     async def sweep(seeds: list[int], resume: str = "x", **training: Any) -> None:
-        rows = {"url": "rows.jsonl"}
+        rows = {"url": rows_in(tmp_path)}
         values = {"data": rows, "held_out": rows, "grid": {"seed": seeds}, "work": tmp_path.as_uri(), "resume": resume}
         await sweep_module.sweep.fn(SweepParameters.model_validate(values | {"training": training}))
 
