@@ -13,6 +13,7 @@ from typing import TypeGuard
 LINES = 8  # classes `line-0` to `line-7`; further lines start again at `line-0`
 _TICKS = 4
 _DOTS = 40  # a line of at most this many points gets dots
+_LEAST, _MOST = 1e-300, 1e300  # of a range and of a value, so that no difference is rounded to zero or to infinity
 
 Point = tuple[float, float]
 Box = tuple[int, int, int, int]  # left, top, right and bottom in pixels; numbers are drawn left of it and below it
@@ -20,7 +21,7 @@ Box = tuple[int, int, int, int]  # left, top, right and bottom in pixels; number
 
 @dataclass(frozen=True)
 class Line:
-    """One line. points: (x, y) from left to right; a y that is None or not finite makes a gap.
+    """One line. points: (x, y) from left to right; a y that is None, not finite or beyond 1e300 makes a gap.
 
     band: (x, low, high), the ranges of the values whose means are the points; drawn behind the line. faint: further
     points, drawn behind it as a faint line.
@@ -100,7 +101,7 @@ def plot(
 
 
 def _is_known(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
+    return value is not None and abs(value) <= _MOST
 
 
 def _pieces(points: Sequence[tuple[float, float | None]]) -> Iterator[list[Point]]:
@@ -119,7 +120,8 @@ def _pieces(points: Sequence[tuple[float, float | None]]) -> Iterator[list[Point
 def _apart(values: Sequence[float]) -> Point:
     """The lowest and the highest value, moved apart if they are equal."""
     low, high = min(values), max(values)
-    return (low, high) if high > low else (low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5))
+    half = abs(low) / 2 if abs(low) > _LEAST else 0.5
+    return (low, high) if high - low > _LEAST else (low - half, high + half)
 
 
 def _ticks(low: float, high: float, *, whole: bool = False) -> Iterator[float]:

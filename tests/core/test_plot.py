@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+import pytest
+
 from tinkerflow.backend.core.plot import Line, plot
 
 BOX = (10, 0, 110, 100)
@@ -28,6 +30,17 @@ def test_lines_have_gaps_where_no_finite_value_is() -> None:
     (path,) = re.findall('class="line line-0" d="(.*?)"', svg)
     assert path.count("M") == 3 and path.count("L") == 1
     assert plot([Line("a", [(0, None), (1, math.inf)])], BOX, str) is None
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 5e-324), (2e-323, 2e-323), (-1e300, 1e300)])
+def test_smallest_and_largest_values_are_inside_the_box(low: float, high: float) -> None:
+    heights = [float(y) for y in re.findall(r'cy="(.*?)"', drawn(Line("a", [(0, low), (1, high)])))]
+    assert len(heights) == 2 and all(0.0 <= y <= 100.0 for y in heights)
+
+
+def test_values_whose_differences_overflow_are_gaps() -> None:
+    assert plot([Line("a", [(0, 1.7e308), (1, -1.7e308)])], BOX, str) is None
+    assert drawn(Line("a", [(0, 1.7e308), (1, 2.0)])).count("<circle") == 1
 
 
 def test_axes_have_round_numbers_whole_ones_where_all_are() -> None:
