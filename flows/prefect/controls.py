@@ -1,7 +1,7 @@
 """The buttons of Prefect's UI for training runs: Cancel, Suspend, Resume, Retry.
 
-Prefect itself does not act on the buttons for runs that our engine executes. One request every POLL_SECONDS finds all
-runs of this engine whose state a person has changed.
+Prefect itself does not act on the buttons for runs that our engine executes. Requests every POLL_SECONDS find all runs
+of this engine whose state a person has changed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class ControlsWatch:
     async def obey_all(self, client: PrefectClient) -> None:
         """Apply all changes that people have made since the last call."""
         ours = {"tags": {"all_": [self._connection.mark]}, "state": {"type": {"any_": _ASKED}}}
-        found = await client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))
+        asked, found = FlowRunFilter.model_validate(ours), list[FlowRun]()
+        while page := await client.read_flow_runs(flow_run_filter=asked, offset=len(found)):
+            found += page
         seen = {run.id for run in found}
         self._retried = {run: state for run, state in self._retried.items() if run in seen}
         for run in found:

@@ -16,12 +16,16 @@ from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.controls import ControlsWatch
 
 
-class Server:
-    """A fake of Prefect's client with one flow run."""
+def run_of(model_id: str, state: State[Any]) -> Any:
+    return SimpleNamespace(id=uuid4(), name="run", state=state, parameters={"model_id": model_id})
 
-    def __init__(self, state: State[Any]) -> None:
-        self.run = SimpleNamespace(id=uuid4(), name="run", state=state, parameters={"model_id": "model"})
-        self.exists = True
+
+class Server:
+    """A fake of Prefect's client with flow runs, whose list has pages of two. `run` is the first one."""
+
+    def __init__(self, state: State[Any], *others: State[Any]) -> None:
+        self.runs = [run_of("model", state), *(run_of(f"model {i}", one) for i, one in enumerate(others))]
+        self.run, self.exists = self.runs[0], True
 
     async def __aenter__(self) -> Server:
         return self
@@ -29,14 +33,15 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def read_flow_runs(self, **_: object) -> list[Any]:
-        return [self.run] if self.exists else []
+    async def read_flow_runs(self, offset: int = 0, **_: object) -> list[Any]:
+        asked = [run for run in self.runs if self.exists and not run.state.is_final()]
+        return asked[offset : offset + 2]
 
     async def read_flow_run(self, _: UUID) -> Any:
         raise ObjectNotFound(Exception("deleted"))
 
-    async def set_flow_run_state(self, _: UUID, state: State[Any], **__: object) -> None:
-        self.run.state = state
+    async def set_flow_run_state(self, changed: UUID, state: State[Any], **_: object) -> None:
+        next(run for run in self.runs if run.id == changed).state = state
 
 
 class Controls:
@@ -81,6 +86,12 @@ async def test_repeated_retry_state_is_applied_once() -> None:
         server.run.state = state
         await watch.obey_all(server)  # type: ignore[arg-type]
     assert len(asked.asked) == 2
+
+
+async def test_buttons_of_all_pages_of_runs_have_an_effect() -> None:
+    server, asked = Server(*[Paused(timeout_seconds=3600)] * 4, Cancelling()), Controls()
+    await ControlsWatch(PrefectConnection("http://prefect/api"), asked).obey_all(server)  # type: ignore[arg-type]
+    assert [what for what, _ in asked.asked] == ["cancel"] and server.runs[-1].state.is_cancelled()
 
 
 async def test_model_continues_after_its_paused_flow_run_was_deleted() -> None:
