@@ -48,7 +48,7 @@ class Admission:
             ActiveSequence(
                 parent,
                 index,
-                StopDetector(stops, request.stop_strings, decoder),
+                StopDetector(stops, request.stop_strings, decoder, request.prompt_T),
                 UniformStream(request.seed, index),
                 matcher=None if matcher is None else matcher.copy(),
             )

@@ -15,24 +15,33 @@ Decode = Callable[[Sequence[int]], str]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
 _MOST_PENDING = 64  # the most tokens of one unfinished character, so that garbage stays cheap
+_CONTEXT = 5  # tokens of the prompt before the sequence, as in the API's texts
 
 
 class StopDetector:
     """Finds the end of one sequence in its tokens as they are decoded."""
 
-    def __init__(self, tokens: frozenset[int], strings: tuple[str, ...], decode: Decode | None) -> None:
-        """decode: turns tokens into text, including special tokens; may be None without `strings`."""
+    def __init__(
+        self, tokens: frozenset[int], strings: tuple[str, ...], decode: Decode | None, prompt: Sequence[int] = ()
+    ) -> None:
+        """decode: turns tokens into text, including special tokens; may be None without `strings`.
+
+        prompt: the tokens before the sequence. SentencePiece's decoders drop the space before the first word of any
+        text, which is part of a sequence that continues another one.
+        """
         self._tokens = tokens
         self._strings = strings
         self._decode = decode
+        self._prompt = [*map(int, prompt[-_CONTEXT:])] if strings and decode else []
         self._window = max((len(string) for string in strings), default=1) - 1
-        self._settled: list[int] = []  # tokens whose text is in _text; the context in which later tokens are decoded
+        # Tokens whose text is in _text or before the sequence; the context in which later tokens are decoded.
+        self._settled = [] if decode and decode(self._prompt).endswith(_UNFINISHED) else self._prompt
         self._pending: list[int] = []  # later tokens, which may end within a character
         self._text = ""  # the end of the text of all settled tokens, as far as a match may reach back
 
     def fresh(self) -> StopDetector:
         """A detector for the same stops that has read no tokens."""
-        return StopDetector(self._tokens, self._strings, self._decode)
+        return StopDetector(self._tokens, self._strings, self._decode, self._prompt)
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
         """Read the next tokens up to one that ends the sequence. Returns how many were read; None if none ends it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +54,19 @@ def test_a_character_spread_over_tokens_is_seen_whole() -> None:
 
 def test_text_before_a_partial_stop_string_is_counted_once() -> None:
     assert ended_at(spell(b"a", b"b", b"a", b"bc"), frozenset(), ("abc",)) == 4
+
+
+def test_space_before_the_first_word_continues_the_prompt() -> None:
+    def sentence_piece(tokens: Sequence[int]) -> str:
+        return decode(tokens).removeprefix(" ")
+
+    said, (first, second) = spell(b"ENDx"), spell(b" a", b" a")
+    watch = StopDetector(frozenset(), (" a",), sentence_piece, np.array(said))
+    assert watch.end_of([first]) == watch.fresh().end_of([first]) == 1
+    assert StopDetector(frozenset(), (" a",), sentence_piece).end_of([first, second]) == 2
+    unfinished = StopDetector(frozenset(), ("a\u20ac",), decode, spell(b"\xe2"))
+    assert unfinished.end_of(spell(b"a", b"\xe2\x82", b"\xac")) == 3
+    assert StopDetector(frozenset(), ("ENDxa",), decode, said).end_of(spell(b"a", b"b")) is None
 
 
 @given(
