@@ -185,7 +185,8 @@ class Episode:
         """Add a reply's reward and its parts. UserError: one of them is not a finite number."""
         self.reward += checked_reward(reply.reward)
         for name, part in reply.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + checked_reward(part, f"part {name!r} of the reward")
+            shown = str(name)  # a record has texts as names
+            self.parts[shown] = self.parts.get(shown, 0.0) + checked_reward(part, f"part {name!r} of the reward")
 
     def trajectories(self) -> list[Trajectory]:
         """The turns in order, as few sequences as possible.

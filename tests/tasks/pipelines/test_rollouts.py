@@ -32,6 +32,7 @@ from tinkerflow.tasks.pipelines.environments import (
     unrewarded,
 )
 from tinkerflow.tasks.pipelines.rewards import holds_answer, is_answer
+from tinkerflow.tasks.pipelines.rollout_record import group_of
 from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, SampledTurn, Trajectory
 
 ROW = parse({"prompt": "Which colour is grass?", "answer": "Green"})
@@ -291,6 +292,16 @@ FAULTS: dict[Any, str] = {
     "exit": "SystemExit: bye",
     "message": "messages: ",
 } | dict.fromkeys(["1", None, float("nan"), float("inf")], "finite number")
+
+
+async def test_names_of_parts_become_texts(tokenizer: Any, renderer: Renderer) -> None:
+    class Numbered(Counting):
+        async def answered(self, text: str) -> Reply:
+            return Reply(1.0, parts={1: 0.5, "1": 0.25})  # type: ignore[dict-item]
+
+    (group,) = await Rollouts(renderer, Numbered, 2, 4).groups(Echo(tokenizer), [ROW], [1])
+    record = group_of(group, np.zeros(2), rewarded=True)
+    assert [sample.parts for sample in record.samples] == [{"1": 0.75}] * 2
 
 
 @pytest.mark.parametrize("wrong", ["Again", {"role": "user", "content": "Again"}, [{"content": "Again"}], None])
