@@ -162,4 +162,4 @@ def _sample(episode: Episode) -> Sample:
     """The prompt and the last answer of a conversation."""
     first, last = episode.answered[0], episode.answered[-1]
     prompt, answer = episode.messages[first - 1]["content"], episode.messages[last]["content"]
-    return Sample(prompt=prompt, answer=answer, reward=episode.reward)
+    return Sample(prompt=str(prompt), answer=answer, reward=episode.reward)  # some templates take lists of parts

@@ -102,6 +102,18 @@ async def test_reward_has_the_standard_error_of_row_means(tokenizer: Any, render
         scores.beats(scores, "loss", 0.0)
 
 
+async def test_prompt_that_is_a_list_of_parts_is_shown(tokenizer: Any, renderer: Renderer) -> None:
+    class Parts(Graded):
+        async def begin(self) -> Any:
+            return [{"role": "user", "content": ["Colour?"]}]
+
+    rollouts = Rollouts(renderer, Parts, 2, 4)
+    sampler: Any = Varied(tokenizer)
+    row = parse({"prompt": "Colour of coal?", "colour": "black"})
+    scores, _ = await score_reward.fn("mine", sampler, rollouts, [row], 0, shown=1)
+    assert [one.prompt for one in scores.samples] == ["['Colour?']"]
+
+
 def test_champion_is_beaten_only_beyond_the_margin_of_reward_or_if_its_loss_is_no_number() -> None:
     low, high = (Scores(rows=2, reward=mean, samples=[]) for mean in (0.25, 0.5))
     spoiled, good = (Scores(rows=1, loss=loss, exact_match=0.0, samples=[]) for loss in (math.nan, 9.0))
