@@ -13,9 +13,9 @@ from tinkerflow.backend.catalog.champions import checked_name
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.tasks.pipelines.work import create_json, create_once, open_work, read_json
 
-
 # JSON has no NaN and no infinity, so a record contains null for both. Both are read as NaN.
-RecordedValues: TypeAlias = dict[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
+_Value: TypeAlias = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+RecordedValues: TypeAlias = dict[str, _Value]
 
 
 class StepMetrics(BaseModel):

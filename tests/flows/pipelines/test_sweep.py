@@ -21,7 +21,6 @@ from tinkerflow.tasks.pipelines.parameters import EvaluateParameters, NightlyPar
 from tinkerflow.tasks.pipelines.progress import RunProgress
 from tinkerflow.tasks.pipelines.scoring import Scores
 
-
 IS_ANSWER = "tinkerflow.tasks.pipelines.rewards:is_answer"
 
 

@@ -397,7 +397,7 @@ async def test_stop_iteration_of_a_plain_reward_fails_its_row(tokenizer: Any, re
     place = re.escape(f"({__file__}:{first_match.__code__.co_firstlineno + 1})")
     limits = {"environment_seconds": 5.0, "environment_retries": 0}
     rollouts = Rollouts(renderer, **scored_by(first_match, **limits), group_size=2, max_tokens=4)
-    with pytest.raises(UserError, match=rf":first_match: RuntimeError: .* raised StopIteration.* {place}; answer: '0'$"):
+    with pytest.raises(UserError, match=rf":first_match: RuntimeError: .*StopIteration.* {place}; answer: '0'$"):
         await rollouts.groups(Echo(tokenizer), [ROW], [1])
 
 
