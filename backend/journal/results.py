@@ -27,6 +27,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import Category
+from tinkerflow.backend.journal.checkpoints import CheckpointSaved
 from tinkerflow.backend.journal.database import (
     Aggregate,
     get_owned,
@@ -42,6 +43,7 @@ from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     UNMADE,
+    Checkpoint,
     Model,
     ModelState,
     PayloadType,
@@ -107,6 +109,12 @@ _LOCK_WAITING = (
     sa.select(col(Request.id), col(Request.sampler_id))
     .where(col(Request.id).in_(sa.bindparam("ids", expanding=True)), IS_PENDING)
     .order_by(col(Request.id))
+    .with_for_update()
+)
+_LOCK_CHECKPOINTS = (
+    sa.select(col(Checkpoint.path))
+    .where(col(Checkpoint.path).in_(sa.bindparam("paths", expanding=True)))
+    .order_by(col(Checkpoint.path))
     .with_for_update()
 )
 _ADD_USAGE = sa.text(
@@ -489,6 +497,9 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
     ids = [outcome.request_id for outcome in winners]
     topics = [f"done:{request_id}" for request_id in ids]
     topics += {answered(one.sampler_id, one.seq_id): None for one in winners if one.sampler_id is not None}
+    saved = [effect.path for one in winners for effect in one.effects if isinstance(effect, CheckpointSaved)]
+    if len(saved) > 1:  # in the order of their paths, as deletions
+        connection.execute(_LOCK_CHECKPOINTS, {"paths": saved})
     used: list[Used] = []
     for outcome in winners:
         for effect in outcome.effects:

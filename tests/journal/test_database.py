@@ -17,6 +17,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.engine import make_url
+from tests.journal.conftest import checkpoint
 
 from tinkerflow.backend.core.disk import sqlite_url
 from tinkerflow.backend.core.errors import JournalBusyError, ServerError
@@ -169,13 +170,20 @@ def test_readers_do_not_wait_for_a_writer(scene, url):
 
 
 @pytest.mark.parametrize("url", ["postgres"], indirect=True)
-@pytest.mark.parametrize("change", ["expire", "retire", "delete run", "archive"])
+@pytest.mark.parametrize("change", ["expire", "retire", "delete run", "archive", "overwrite"])
 def test_changes_of_several_rows_lock_them_in_the_order_of_their_keys(scene, save, clock, url, change):
     """Otherwise two changes of the same rows may wait for each other until Postgres ends one of them."""
     session = scene.session()
     last, first = scene.model(session, 1), scene.model(session)
     paths = [save(first, name, ttl=ttl if change == "expire" else None) for name, ttl in (("b", 1), ("a", 9), ("z", 9))]
     clock.advance(10)
+    if change == "overwrite":
+        for seq in (4, 5):
+            scene.submit(first, seq)
+    saves = [
+        one.done(b"{}", "json", checkpoint(path, attempt="later"))
+        for one, path in zip(scene.journal.requests.ready(first), paths, strict=False)
+    ]
     if change == "delete run":
         scene.journal.sessions.finish(session, "local")
         scene.journal.models.end(first, ModelState.UNLOADED, "over")
@@ -184,6 +192,7 @@ def test_changes_of_several_rows_lock_them_in_the_order_of_their_keys(scene, sav
         "retire": lambda: scene.journal.upkeep.delete_retired(Retention(1)),
         "delete run": lambda: scene.journal.run_deletions.delete([first], "local"),
         "archive": lambda: scene.journal.run_table.archive([last, first], "local"),
+        "overwrite": lambda: scene.journal.results.finish(saves),
     }[change]
     row, keys = ("model WHERE id", (first, last)) if change == "archive" else ("checkpoint WHERE path", paths[1::-1])
     waiting = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
