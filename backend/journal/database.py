@@ -445,9 +445,13 @@ def missing(table: type[Table], row_id: str) -> NotFoundError:
 
 
 def locked_ids(connection: sa.Connection, table: Owned, *where: sa.ColumnElement[bool]) -> list[str]:
-    """The ids of the rows `where`, locked in the order of their ids. SQLite locks the whole database instead."""
+    """The ids of the rows `where`, locked in the order of their ids. SQLite locks the whole database instead.
+
+    Other transactions may still insert rows that refer to the locked rows.
+    """
     column = col(table.id)
-    return list(connection.execute(sa.select(column).where(*where).order_by(column).with_for_update()).scalars())
+    locked = sa.select(column).where(*where).order_by(column).with_for_update(key_share=True)
+    return list(connection.execute(locked).scalars())
 
 
 def in_id_order(table: type[Table], *where: sa.SQLColumnExpression[bool]) -> sa.ColumnElement[bool]:

@@ -210,6 +210,27 @@ def test_changes_of_several_rows_lock_them_in_the_order_of_their_keys(scene, sav
         changed.result()
 
 
+@pytest.mark.parametrize("url", ["postgres"], indirect=True)
+def test_the_end_of_a_silent_session_blocks_no_rows_that_refer_to_it(scene, clock, url):
+    """A sample locks its sampler before its rows refer to the session, and the end of a session locks both in turn."""
+    session = scene.session()
+    scene.sampler(session)
+    clock.advance(100)
+    waiting = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with (
+        ThreadPoolExecutor(1) as threads,
+        psycopg.connect(url) as sample,
+        psycopg.connect(url, autocommit=True) as other,
+    ):
+        sample.execute("SELECT 1 FROM sampler FOR NO KEY UPDATE")
+        ended = threads.submit(scene.journal.sessions.expire, 10)
+        while other.execute(waiting).fetchone() is None:
+            assert not ended.done()
+        sample.execute("SELECT 1 FROM session FOR KEY SHARE")  # as a foreign key of a new request or of its usage
+        sample.rollback()
+        assert ended.result() == [session]
+
+
 def test_an_exception_rolls_back(url):
     opened = Database(url)
     with pytest.raises(RuntimeError), opened.write() as connection:
