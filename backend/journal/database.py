@@ -30,7 +30,11 @@ from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFou
 
 BUSY_SECONDS = 30.0
 AWAY = (sa.exc.OperationalError, JournalBusyError)  # errors while the database is unavailable: retry
-_UNWRITABLE = ("25006", "25P03", "25P04")  # SQLSTATEs: read-only, as after a failover; or a transaction took too long
+_UNWRITABLE = {  # by SQLSTATE; a server is read-only after a failover, for example
+    "25006": "takes no writes at present",
+    "25P03": "ended a transaction that paused for too long",
+    "25P04": "ended a transaction that took too long",
+}
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -292,11 +296,11 @@ def check_lease(connection: sa.Connection, epoch: int) -> None:
 
 
 def _leave_unwritable(context: sa.engine.ExceptionContext) -> JournalBusyError | None:
-    """Replace the error of a Postgres server that takes no writes, and close all connections to it."""
-    if getattr(context.original_exception, "sqlstate", None) not in _UNWRITABLE:
+    """Replace the error of a Postgres server that takes no writes or ended a transaction, and close its connections."""
+    if (why := _UNWRITABLE.get(getattr(context.original_exception, "sqlstate", None) or "")) is None:
         return None
     context.is_disconnect = True  # after a failover, the same address may lead to a server that takes writes
-    return JournalBusyError(f"the journal's database takes no writes at present ({context.original_exception})")
+    return JournalBusyError(f"the journal's database {why} ({context.original_exception})")
 
 
 def _make_private_file(file: Path) -> None:
