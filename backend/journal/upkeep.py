@@ -1,7 +1,7 @@
 """Upkeep of checkpoints: expiry, files to remove, and commits that differ from their rows.
 
-The sweep of the store uses these lists. Nothing here removes a file. A list of things to remove begins with the latest,
-because some of the earlier ones may be impossible to remove, such as files of another user, and must not delay others.
+The sweep of the store uses these lists. Nothing here removes a file. A list begins with the latest, because some of the
+earlier files may be impossible to change or remove, such as files of another user, and must not delay others.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class Upkeep(Aggregate):
             connection.execute(sa.update(Checkpoint).where(*which).values(purged_at=self._now()))
 
     def unnoted(self, limit: int = 100) -> list[CheckpointView]:
-        """Checkpoints whose commit in the store does not yet contain their publication or time of expiry."""
+        """The newest checkpoints whose commit in the store does not yet contain their publication or expiry."""
         # The condition of the partial index, word for word.
         changed = sa.text("deleted_at IS NULL AND NOT noted")
-        found = sa.select(Checkpoint).where(changed).order_by(col(Checkpoint.path)).limit(limit)
-        return self._views(CheckpointView, found)
+        newest = (col(Checkpoint.created_at).desc(), col(Checkpoint.path))
+        return self._views(CheckpointView, sa.select(Checkpoint).where(changed).order_by(*newest).limit(limit))
 
     def noted(self, seen: CheckpointView) -> None:
         """Record that the store's commit agrees with `seen`. A row that has changed since stays in `unnoted`."""

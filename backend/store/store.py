@@ -236,11 +236,15 @@ class Store:
             return self.blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
 
     def amend(self, path: str, attempt: str, *, public: bool, expires_at: datetime | None) -> bool:
-        """Change `public` and `expires_at` in the commit of `path`. False: missing, or of another attempt."""
+        """Change `public` and `expires_at` in the commit of `path`. False: missing, damaged, or of another attempt."""
         where = CheckpointPath.parse(path)
         with self._errors(f"amend {where}"):
             while (data := find(self.blobs, where.commit)) is not None:
-                saved = commit.from_json(data, where)
+                try:
+                    saved = commit.from_json(data, where)
+                except StoreError as error:
+                    _log.warning("not amended: %s", error)
+                    return False
                 if saved.attempt != attempt:
                     return False
                 now = commit.to_json(replace(saved, meta=replace(saved.meta, public=public, expires_at=expires_at)))

@@ -107,6 +107,14 @@ def test_a_later_save_or_a_deletion_is_not_amended(store: Store, meta: Checkpoin
     assert not store.exists(new.path)
 
 
+def test_a_damaged_commit_is_not_amended(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+    saved = store.save(RUN, "weights", "x", make_state(1), meta)
+    commit = store.blobs.read(f"{FOLDER}/x/commit.json")
+    store.blobs.replace(f"{FOLDER}/x/commit.json", commit, commit[:-9])
+    assert not store.amend(saved.path, saved.attempt, public=True, expires_at=None), "no sweep has to try again"
+    assert store.blobs.read(f"{FOLDER}/x/commit.json") == commit[:-9]
+
+
 def test_copy_of_a_public_checkpoint_is_private(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     meta = dataclasses.replace(meta, run_metadata={"renderer": "qwen3"})
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
