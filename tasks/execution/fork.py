@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from tinkerflow.backend.core.errors import NotFoundError, ServerError, StoreError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, CheckpointView, Kind, Limits, ModelView
@@ -37,21 +37,29 @@ class _Start:
 async def make_fork(context: ExecutionContext, row: CheckpointView, execute: Mapping[Kind, Execute]) -> None:
     """Save the checkpoint that `row` describes. Return once it is in the journal and the store.
 
-    context: bound to a worker group. execute: the operations that change a model. Concurrent callers share the work.
+    context: bound to a worker group. execute: the operations that change a model. Concurrent callers share the work. If
+    the run makes the step again meanwhile, the work begins again.
     GroupFailedError: the group ended. NotFoundError: the history ends before the step. StoreError: the history is
     damaged. UserError: the project's storage quota is used up.
     """
-    await context.forks.run(row.path, lambda: _make(context, row, execute))
+    while await context.forks.run(row.path, lambda: _make(context, row, execute)) != await _last(context, row):
+        log.info("%s is created again: its run has made the step again", row.path)
 
 
-async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping[Kind, Execute]) -> None:
+async def _last(context: ExecutionContext, row: CheckpointView) -> int:
+    """The seq_id of the last request in the state that `row` describes."""
+    steps = await context.read(context.journal.histories.steps, row.run_id)
+    return last_request(steps, row.step) or 0
+
+
+async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping[Kind, Execute]) -> int:
+    """Save the checkpoint. Returns the seq_id of the last request in it."""
     began = context.clock.monotonic()
     setting = Limits(stored_bytes=context.max_stored_bytes)
     quota = await context.read(context.journal.project_limits.of, row.owner, setting)
     await context.read(context.journal.checkpoints.check_storage, row.owner, quota)
     model = await context.read(context.journal.models.get, row.run_id, None)
-    steps = await context.read(context.journal.histories.steps, row.run_id)
-    last, adapter_id = last_request(steps, row.step) or 0, f"{row.run_id}@{row.step}"
+    as_of, last, adapter_id = context.clock.now(), await _last(context, row), f"{row.run_id}@{row.step}"
     replay = HistoryReplay(context, model, adapter_id, execute)
     try:
         start = await _load(context, row, replay, last)
@@ -68,10 +76,11 @@ async def _make(context: ExecutionContext, row: CheckpointView, execute: Mapping
     if (differs := replay.differs) is not None:
         text = "%s: the result of %s (seq_id %d) is not the recorded one: this worker group computes different bits"
         log.warning(text, row.path, differs.kind, differs.seq_id)
-    await _save(context, row, state, model)
+    await _save(context, row, state, model, as_of)
     seconds = context.clock.monotonic() - began
     text = "created %s: %d requests executed again after request %d, in %.2f s"
     log.info(text, row.path, replay.requests, start, seconds)
+    return last
 
 
 async def _load(context: ExecutionContext, row: CheckpointView, replay: HistoryReplay, last: int) -> int:
@@ -101,7 +110,10 @@ async def _starts(context: ExecutionContext, row: CheckpointView, last: int) -> 
     return sorted(starts, key=lambda start: -start.seq_id)
 
 
-async def _save(context: ExecutionContext, row: CheckpointView, state: AdapterState, model: ModelView) -> None:
+async def _save(
+    context: ExecutionContext, row: CheckpointView, state: AdapterState, model: ModelView, as_of: datetime
+) -> None:
+    """Save the state. as_of: before it was chosen. A step that is made again after this time makes the row outdated."""
     meta = replace(
         meta_of(context, row.owner),
         expires_at=context.clock.now() + timedelta(seconds=KEPT_SECONDS),
@@ -109,4 +121,5 @@ async def _save(context: ExecutionContext, row: CheckpointView, state: AdapterSt
     )
     save = context.store.save
     saved = await context.in_store(save, row.run_id, str(row.kind), row.name, state, meta, overwrite=True)
-    await context.read(context.journal.checkpoints.record_fork, CheckpointSaved.of(saved))
+    made = replace(CheckpointSaved.of(saved), created_at=as_of)
+    await context.read(context.journal.checkpoints.record_fork, made)

@@ -88,7 +88,7 @@ class ExecutionContext:
     project that requests a fork, 0 for none. inflight_kv_cache, prefill_answers, routing_replay, support_replay: see
     the settings.
     image_memory: quotas for images in operations of models. full_models: the queue of samples of full-parameter models.
-    forks: the forks in progress, by path.
+    forks: the forks in progress, by path. Each returns the last request in it.
     """
 
     journal: Journal
@@ -110,7 +110,7 @@ class ExecutionContext:
     support_replay: bool = False
     image_memory: MemoryQuota = field(default_factory=MemoryQuota)
     full_models: FullModelQueue = field(default_factory=FullModelQueue)
-    forks: SingleFlight[None] = field(default_factory=SingleFlight)
+    forks: SingleFlight[int] = field(default_factory=SingleFlight)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
     storing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32, thread_name_prefix="store"))
     decoders: FairThreads = field(default_factory=lambda: FairThreads("decode", _DECODERS))

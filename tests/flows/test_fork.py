@@ -21,6 +21,7 @@ from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.flows.snapshots import SnapshotPolicy
 from tinkerflow.flows.sweeps import delete_histories, write_histories
 from tinkerflow.tasks.execution.fork import make_fork
+from tinkerflow.tasks.execution.history_replay import HistoryReplay
 from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.operations import CHANGES
 
@@ -144,6 +145,25 @@ async def test_a_step_that_was_made_again_is_forked_again(run: str, client: Any,
     assert client.journal.checkpoints.get(steps[0], "local").attempt == attempts[0]
     assert (await loaded(client, serve, 3, steps[1])).error is None
     assert files(context, run, "@4") == files(context, run, "again") != before
+
+
+async def test_a_step_that_is_made_again_during_its_fork_is_forked_again(
+    run: str, client: Any, serve: Any, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, drop, pending = f"tinker://{run}/weights/@4", HistoryReplay.drop, iter((True,))
+
+    async def make_again(replay: HistoryReplay) -> None:
+        await drop(replay)
+        if next(pending, False):
+            load = client.submit(run, Kind.LOAD_WEIGHTS, {"path": f"tinker://{run}/weights/saved-3", "optimizer": True})
+            again = [load, client.forward_backward(run, [1, 3]), client.optim_step(run)]
+            again.append(client.submit(run, Kind.SAVE_WEIGHTS, {"path": "again"}))
+            assert [result.error for result in await client.results(*again)] == [None] * 4
+
+    monkeypatch.setattr(HistoryReplay, "drop", make_again)
+    assert (await loaded(client, serve, 1, path)).error is None
+    assert files(context, run, "@4") == files(context, run, "again") != files(context, run, "saved-4")
+    assert client.journal.checkpoints.get(path, "local").attempt == context.store.find(path).attempt
 
 
 async def test_fork_is_created_once_and_sampled(run: str, sampling: Any, client: Any, context: Any) -> None:
