@@ -154,7 +154,7 @@ def bounded(rollouts: StepRollouts) -> StepRollouts:
     kept, room = [], MOST_BYTES
     for group in rollouts.groups:
         for one in (group, _without_tokens(group)):
-            if (size := len(one.model_dump_json(exclude_defaults=True))) <= room:
+            if (size := len(one.model_dump_json(exclude_defaults=True).encode())) <= room:
                 kept.append(one)
                 room -= size
                 break

@@ -92,3 +92,11 @@ def test_oversized_step_drops_probabilities_first_and_then_groups(tmp_path):
     assert (first.text, second.text, second.tokens, second.logprobs) == ("a" * most, "b", [], [])
     assert (found.left_off, len(found.dropped), found.more_dropped) == (1, MOST_DROPPED, 1000 - MOST_DROPPED)
     assert work.size("rollouts/sess-1.train.0/00000001.json") < 1.1 * MOST_BYTES
+
+
+def test_letters_count_as_their_stored_bytes(tmp_path):
+    work = open_blobs(tmp_path.as_uri())
+    write_rollouts(work, RUN, step_of(1, *[group_of("思" * (MOST_BYTES // 8))] * 8))
+    found = read_rollouts(work, "rollouts", RUN, 1)
+    assert (len(found.groups), found.left_off) == (2, 6), "each letter takes three bytes"
+    assert work.size("rollouts/sess-1.train.0/00000001.json") < 1.1 * MOST_BYTES
