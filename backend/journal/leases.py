@@ -72,14 +72,17 @@ class Leases(Aggregate):
             connection.execute(sa.update(Process).where(*ours).values(holder=""))
 
     def beat(self, *, starts: bool = False) -> None:
-        """Record a heartbeat of the API. After a pause, `began_at` is reset. starts: the API has just been started."""
+        """Record a heartbeat of the API. starts: the API has just been started.
+
+        `began_at` is reset after a pause, and if it is in the future because the clock was set back.
+        """
         now = self._now()
         row = {"name": API, "holder": "", "epoch": int(starts), "began_at": now, "beat_at": now}
         with self._write(lasting=False) as connection:
             if insert_if_absent(connection, Process, row):
                 return
             paused = col(Process.beat_at) < now - timedelta(seconds=PAUSE_SECONDS)
-            began = sa.case((paused, now), else_=col(Process.began_at))
+            began = sa.case((sa.or_(paused, col(Process.began_at) > now), now), else_=col(Process.began_at))
             values = {"began_at": began, "beat_at": now, "epoch": col(Process.epoch) + int(starts)}
             connection.execute(sa.update(Process).where(col(Process.name) == API).values(**values))
 

@@ -62,6 +62,16 @@ def test_sessions_do_not_expire_during_a_server_outage(scene, clock):
     assert scene.journal.sessions.expire(300) == [session]
 
 
+def test_sessions_expire_after_the_clock_was_set_back(scene, clock):
+    scene.journal.leases.beat()
+    clock.advance(-86400)
+    session = scene.session()
+    for _ in range(32):
+        scene.journal.leases.beat()
+        clock.advance(10)
+    assert scene.journal.sessions.expire(300) == [session], "and not a day later"
+
+
 def test_results_do_not_expire_before_clients_could_read_them_after_an_outage(scene, clock):
     scene.execute(scene.model())
     scene.journal.leases.beat()
