@@ -196,8 +196,12 @@ class SavedCheckpoints(Aggregate):
         return found
 
     def record_fork(self, saved: CheckpointSaved) -> None:
-        """Record a checkpoint made from a history. FencedError if another engine has taken the lease."""
+        """Record a checkpoint made from a history. FencedError if another engine has taken the lease.
+
+        NotFoundError: its run was deleted. The caller must then delete the checkpoint from the store.
+        """
         with self._write(fenced=True) as connection:
+            get_owned(connection, Model, saved.run_id, None, lock="share")
             saved.apply(connection, self._now())
 
     def page(

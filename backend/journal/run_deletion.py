@@ -19,7 +19,7 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import exists, mark_deleted
-from tinkerflow.backend.journal.database import Aggregate, get_owned, in_id_order, insert_if_absent
+from tinkerflow.backend.journal.database import Aggregate, RowLock, get_owned, in_id_order, insert_if_absent
 from tinkerflow.backend.journal.history import HistorySegment
 from tinkerflow.backend.journal.quotas import lock_project, uncount_kept
 from tinkerflow.backend.journal.results import EXPIRED, dropped_values
@@ -70,7 +70,8 @@ class RunDeletions(Aggregate):
         for run_id in run_ids:
             with self._write() as connection:
                 lock_project(connection, owner)
-                _delete(connection, _ended_run(connection, run_id, owner), audit.actor_of_key(key_id), self._now())
+                run = _ended_run(connection, run_id, owner, lock="change")
+                _delete(connection, run, audit.actor_of_key(key_id), self._now())
 
     def _contents(self, connection: sa.Connection, run_id: str, owner: str) -> RunContents:
         _ended_run(connection, run_id, owner)
@@ -80,9 +81,9 @@ class RunDeletions(Aggregate):
         return RunContents(run_id, paths, sum(sizes), sum(row.public for row in rows))
 
 
-def _ended_run(connection: sa.Connection, run_id: str, owner: str) -> sa.Row[Any]:
-    """The row of a run that may be deleted; errors as in `RunDeletions.contents`."""
-    run = get_owned(connection, Model, run_id, owner)
+def _ended_run(connection: sa.Connection, run_id: str, owner: str, lock: RowLock | None = None) -> sa.Row[Any]:
+    """The row of a run that may be deleted; errors as in `RunDeletions.contents`. lock: as in `get_owned`."""
+    run = get_owned(connection, Model, run_id, owner, lock=lock)
     if run.state in TAKES_WORK:
         raise UserError(f"run {run_id} is {run.state}: only runs that have ended can be deleted")
     if get_owned(connection, Session, run.session_id, None).state == SessionState.ACTIVE:

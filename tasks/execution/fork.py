@@ -122,4 +122,8 @@ async def _save(
     save = context.store.save
     saved = await context.in_store(save, row.run_id, str(row.kind), row.name, state, meta, overwrite=True)
     made = replace(CheckpointSaved.of(saved), created_at=as_of)
-    await context.read(context.journal.checkpoints.record_fork, made)
+    try:
+        await context.read(context.journal.checkpoints.record_fork, made)
+    except NotFoundError:  # the run was deleted meanwhile
+        await context.in_store(context.store.delete, saved.path, saved.attempt)
+        raise

@@ -13,7 +13,7 @@ import pytest
 from tinkerflow.backend.catalog.card import card, trained_data
 from tinkerflow.backend.catalog.history import past_requests
 from tinkerflow.backend.core.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import HistoryRules, Kind
+from tinkerflow.backend.journal import HistoryRules, Kind, ModelState
 from tinkerflow.backend.journal import history as journal_history
 from tinkerflow.backend.store.history import HistoryStore
 from tinkerflow.flows.runner import ModelRunner
@@ -164,6 +164,25 @@ async def test_a_step_that_is_made_again_during_its_fork_is_forked_again(
     assert (await loaded(client, serve, 1, path)).error is None
     assert files(context, run, "@4") == files(context, run, "again") != files(context, run, "saved-4")
     assert client.journal.checkpoints.get(path, "local").attempt == context.store.find(path).attempt
+
+
+async def test_a_fork_of_a_run_that_is_deleted_meanwhile_leaves_nothing(
+    run: str, client: Any, serve: Any, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop = HistoryReplay.drop
+
+    async def delete(replay: HistoryReplay) -> None:
+        await drop(replay)
+        client.journal.run_deletions.delete([run], "local")
+
+    path, row = f"tinker://{run}/weights/@4", client.journal.checkpoints.get(f"tinker://{run}/weights/@4", "local")
+    client.journal.sessions.finish(client.session, "local")
+    client.journal.models.end(run, ModelState.UNLOADED, "over")
+    monkeypatch.setattr(HistoryReplay, "drop", delete)
+    with pytest.raises(NotFoundError, match=f"model '{run}' does not exist"):
+        await make_fork(context.bound_to(context.pool.generation), row, CHANGES)
+    assert client.journal.checkpoints.page("local").rows == ()
+    assert not context.store.exists(path)
 
 
 async def test_fork_is_created_once_and_sampled(run: str, sampling: Any, client: Any, context: Any) -> None:
