@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Literal
 
 from fastapi.responses import Response
@@ -13,7 +14,7 @@ from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Wire
 from tinkerflow.api.submit import base_model_card, checked, prompt_body, response, submit_sample
 from tinkerflow.backend.catalog.model_card import alias_of
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import NewSampler
 from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse
@@ -86,15 +87,21 @@ async def create_sampling_session(call: Authorized) -> SamplingSessionCreated:
 
 def _open(call: Call, body: CreateSamplingSession) -> str:
     journal, owner, base_model = call.journal, call.owner, body.base_model
+    new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
     if body.model_path is not None:
-        saved = journal.checkpoints.get(body.model_path, owner)
+        try:
+            saved = journal.checkpoints.get(body.model_path, owner)
+        except NotFoundError:
+            with suppress(NotFoundError):  # the client repeats a request from before the checkpoint was deleted
+                if journal.samplers.get(new_id, owner).model_path == body.model_path:
+                    return new_id
+            raise
         if saved.unsampled:
             raise UserError(f"model_path is {body.model_path!r}: {saved.unsampled}")
         base_model = base_model or saved.base_model
         if base_model not in (saved.base_model, alias_of(saved.base_model)):
             raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, as in {body.model_path}")
     card = base_model_card(journal, base_model)
-    new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
     new = NewSampler(new_id, body.session_id, owner, card.name, body.model_path)
     return journal.samplers.open(new, call.limits)
 

@@ -195,6 +195,19 @@ def test_12_replays_get_the_first_answer(server: Any, engine: Any) -> None:
     assert server.post("create_model", {**create, "base_model": "else"}).status_code == 422
 
 
+def test_12_a_replayed_sampler_of_a_deleted_checkpoint_is_the_same_sampler(server: Any, engine: Any) -> None:
+    model = server.model()
+    saved = server.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"}).json()["request_id"]
+    path, session = server.result(saved).json()["path"], model.split(":")[0]
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    opened = server.post("create_sampling_session", sampler)
+    assert opened.status_code == 200
+    server.journal.checkpoints.delete(path, "local")
+    assert server.post("create_sampling_session", sampler).json() == opened.json()
+    for other in ({"sampling_session_seq_id": 1}, {"model_path": f"{path}b"}):
+        assert server.post("create_sampling_session", {**sampler, **other}).status_code == 404
+
+
 def test_12_a_replayed_sample_without_a_seed_is_the_same_sample(server: Any, engine: Any) -> None:
     session = server.session()
     sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/bigram"}
