@@ -10,30 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from heapq import heappop, heappush
+from operator import itemgetter
 
 import orjson
 
 from tinkerflow.backend.journal import Timed
 
-Event = dict[str, object]
-
 
 class _Process:
-    """A process in the trace. Its slices use as few threads as possible without overlaps."""
+    """A process in the trace. Its slices use as few threads as possible without overlaps.
+
+    events: start and JSON of each. They are encoded one by one, because a session may have 600,000, and encoding all at
+    once would block the other threads of the API.
+    """
 
     def __init__(self, pid: int, name: str) -> None:
         self._pid = pid
-        self._busy_until: list[int] = []
-        self.events: list[Event] = [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}]
+        self._busy: list[tuple[int, int]] = []  # a heap of the ends of the last slices, and their threads
+        self._free: list[int] = []  # a heap of threads
+        named = {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        self.events: list[tuple[int, bytes]] = [(-1, orjson.dumps(named))]
 
     def add(self, spans: Sequence[tuple[str, int, int]], args: dict[str, object]) -> None:
-        """Add slices (name, start, end in microseconds); the first contains the others."""
+        """Add slices (name, start, end in microseconds), in order of starts. The first contains the others."""
         _, start, end = spans[0]
-        thread = next((i for i, until in enumerate(self._busy_until) if until <= start), len(self._busy_until))
-        self._busy_until[thread : thread + 1] = [end]
+        while self._busy and self._busy[0][0] <= start:
+            heappush(self._free, heappop(self._busy)[1])
+        thread = heappop(self._free) if self._free else len(self._busy) + 1
+        heappush(self._busy, (end, thread))
         for name, begin, stop in spans:
-            timed = {"ts": begin, "dur": stop - begin, "pid": self._pid, "tid": thread + 1}
-            self.events.append({"ph": "X", "name": name, "cat": "tinkerflow", **timed, "args": args})
+            timed = {"ts": begin, "dur": stop - begin, "pid": self._pid, "tid": thread}
+            event = orjson.dumps({"ph": "X", "name": name, "cat": "tinkerflow", **timed, "args": args})
+            self.events.append((begin, event))
 
 
 def trace(requests: Sequence[Timed], now: datetime) -> bytes:
@@ -63,6 +72,6 @@ def trace(requests: Sequence[Timed], now: datetime) -> bytes:
         owner = str(request.model_id or request.sampler_id)
         args = {"request_id": request.id, "of": owner}
         process(f"worker group of {request.base_model}").add([(request.kind.value, began, end)], args)
-    events = [event for one in processes.values() for event in one.events]
-    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
-    return orjson.dumps({"displayTimeUnit": "ms", "otherData": {"start": zero}, "traceEvents": events})
+    events = sorted((event for one in processes.values() for event in one.events), key=itemgetter(0))
+    about, listed = orjson.dumps({"start": zero}), b",".join(event for _, event in events)
+    return b'{"displayTimeUnit":"ms","otherData":' + about + b',"traceEvents":[' + listed + b"]}"

@@ -9,7 +9,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-from tinkerflow.api.trace import trace
+from tinkerflow.api.trace import _Process, trace
 from tinkerflow.backend.journal import Kind, Timed
 
 BASE = "tiny/bigram"
@@ -68,3 +68,26 @@ def test_trace_separates_waiting_from_executing_and_overlaps_by_thread() -> None
         (1, 2, "optim_step 2", 0, 7), (1, 2, "queued", 0, 4), (1, 2, "executing", 4, 3),
         (2, 1, "optim_step", 2, 2), (2, 1, "optim_step", 4, 3),
     }  # fmt: skip
+
+
+def test_overlapping_requests_are_not_compared_with_each_other() -> None:
+    compared = 0
+
+    class Moment(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) < int(other)
+
+        def __le__(self, other: int) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) <= int(other)
+
+    process = _Process(1, "m")
+    for n in range(1000):
+        process.add([("sample", Moment(n), Moment(n + 1000))], {})
+    process.add([("sample", Moment(1001), Moment(1002))], {})
+    threads = [json.loads(event)["tid"] for _, event in process.events]
+    assert threads == [0, *range(1, 1001), 1], "two threads are free again, and the lower one is used"
+    assert compared < 20_000
