@@ -18,7 +18,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from tinkerflow.backend.store import BLOCK
 
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _TAR_BLOCK = tarfile.BLOCKSIZE
 
 

@@ -42,6 +42,13 @@ async def test_part_equals_its_range_of_the_whole_file(parts: list[bytes], start
         assert await content(send(asked, segments, {}, "tag")) == whole[start : start + length + 1]
 
 
+@pytest.mark.parametrize("asked", ["bytes={}-", "bytes=1-{}", "bytes=-{}"])
+async def test_a_range_with_too_many_digits_is_ignored(asked: str) -> None:
+    asked = asked.format("9" * 5000)  # Python converts at most 4,300 digits
+    answer = send(request(range=asked), [ByteSource.of(b"abc")], {}, "tag")
+    assert (answer.status_code, await content(answer)) == (200, b"abc")
+
+
 async def test_large_file_is_never_read_as_a_whole() -> None:
     size, reads = 5 * BLOCK + 3, []
 
