@@ -316,7 +316,7 @@ def _refuse_used(host: str, port: int) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline or _accepts(host, port):
                 fix = "choose another with --host and --port (0 = any free port)"
-                is_lookup = isinstance(error, socket.gaierror)  # its error numbers are not the system's
-                why = str(error.strerror) if is_lookup else os.strerror(error.errno or 0)
+                number = error.errno or 0  # negative after a failed lookup, which `create_server` raises as an OSError
+                why = os.strerror(number) if number > 0 else str(error.strerror).partition(" (while")[0]
                 raise UserError(f"port {port} of {host}: {why.lower()}; {fix}") from error
         time.sleep(0.1)

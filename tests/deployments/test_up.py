@@ -74,6 +74,16 @@ def test_occupied_port_is_refused_without_a_wait(tmp_path: Path, monkeypatch: py
             Stack(settings, report=print)
 
 
+def test_the_reason_of_a_failed_lookup_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_server(address: tuple[str, int], **_: object) -> None:
+        reason = f"Name or service not known (while attempting to bind on address {address!r})"
+        raise OSError(socket.EAI_NONAME, reason)  # as Python raises it
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    with pytest.raises(UserError, match=r"^port 1 of gpubox: name or service not known; choose another with --host"):
+        Stack(Settings(data_dir=tmp_path, host="gpubox", port=1), report=print)
+
+
 def test_importing_up_loads_no_large_library() -> None:
     code = "import sys; import tinkerflow.deployments.up; print({'sqlalchemy', 'jax', 'prefect'} & {*sys.modules})"
     loaded = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout
