@@ -283,6 +283,13 @@ class Settings(BaseSettings):
         except ValueError as error:
             raise ValueError(f"must be {_FORMS[kind]}") from error
 
+    @field_validator("data_dir", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        if value == "":  # as of `--data-dir "$UNSET"`; it would be the current folder, whose files become private
+            raise ValueError("must name a folder; . is the current one")
+        return value
+
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:

@@ -6,6 +6,7 @@ The help of every command imports this module, so it imports pydantic and rich o
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ import typer
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.deployments.setting_help import describe
+from tinkerflow.deployments.usage import value_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tinkerflow.backend.settings import Settings
+
+
+def _named(param: typer.CallbackParam, value: Any) -> Any:
+    """The path of an option. Typer makes the current folder of an empty path, as of `--data-dir "$UNSET"`."""
+    if not isinstance(value, Path) or value_of(param, sys.argv[1:]) != "":
+        return value
+    if param.name == "data_dir":
+        raise typer.BadParameter("must name a folder; . is the current one")
+    return None
 
 
 def setting(name: str, remark: str = "", *, default: str = "") -> Any:
@@ -35,7 +46,7 @@ def setting(name: str, remark: str = "", *, default: str = "") -> Any:
     description, usual = describe(name)
     default = default or ("" if usual in ("", ()) else str(usual))
     shown = f" (default: {default})" if default else ""
-    return typer.Option(help="; ".join(filter(None, (description, remark))) + shown)
+    return typer.Option(help="; ".join(filter(None, (description, remark))) + shown, callback=_named)
 
 
 DataDir = Annotated[Path | None, setting("data_dir")]

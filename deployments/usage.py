@@ -6,6 +6,7 @@ The errors are those of click, or of the copy of click in typer, so they are dis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from tinkerflow.backend.core.suggest import did_you_mean
@@ -44,7 +45,7 @@ def usage_line(error: Any, words: Sequence[str]) -> str:
         return _with_fix(f"{command}: no option {name}{did_you_mean(name, known)}", command)
     if param is not None and error.message:
         place = param.opts[-1] if param.param_type_name == "option" else param.name.upper()
-        given = _value(param, words)
+        given = value_of(param, words)
         rule = " ".join(error.message.removeprefix("Value error, ").rstrip(".").split())
         if rule.endswith("is not readable"):
             rule += ": run as its owner"
@@ -57,9 +58,9 @@ def _with_fix(line: str, command: str) -> str:
     return f"{line}; `{command} --help` explains it"
 
 
-def _value(param: Any, words: Sequence[str]) -> str | None:
+def value_of(param: Any, words: Sequence[str]) -> str | None:
     """The value of an option on the command line; None for an argument."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in pairwise([*words, ""]):
         name, given, value = word.partition("=")
         if param.param_type_name == "option" and name in param.opts:
             return value if given else after

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from tests.docs.generate import command_line, parameters
 
 from tinkerflow.backend.core.errors import UserError
@@ -78,6 +79,17 @@ def test_a_data_dir_that_does_not_exist(command: str, tmp_path: Path, monkeypatc
 
 def test_a_store_outside_of_a_missing_data_dir_is_accepted(tmp_path: Path) -> None:
     missing = Settings(data_dir=tmp_path / "data")
+@pytest.mark.parametrize("words", [("--data-dir", ""), ("--data-dir=",)])
+def test_an_empty_data_dir_is_not_the_current_folder(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert line_of(["key", "list", *words], monkeypatch) == "2"
+    line = "tinkerflow key list: --data-dir '': must name a folder; . is the current one\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(ValidationError, match="must name a folder"):
+        Settings(data_dir="")
+
+
     neighbor = (tmp_path / "data2").as_uri()
     assert existing(missing, neighbor) == neighbor
     for inside in (missing.data_dir.as_uri(), f"{missing.data_dir.as_uri()}/store"):

@@ -277,7 +277,12 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     (["up", "--group", "nowhere"], {}, "group: 'nowhere' must be HOST:PORT"),
     (["worker", "--group", "127.0.0.1"], {}, "--group '127.0.0.1' must be HOST:PORT"),
     (["worker", "--group", "127.0.0.1:7000"], {}, "group.secret'): copy the file from the driver's host"),
-    (["key", "revoke", "key-nope"], {}, "key 'key-nope': no usable key has this id or name"),
+    (
+        ["worker", "--group", "127.0.0.1:7000", "--secret-file", ""],
+        {},
+        "group.secret'): copy the file from the driver's host",
+    ),
+    (["key", "revoke", "key-nope"], {}, "data: does not exist"),
     (["champion", "list"], {}, "data: does not exist"),
     (["key", "create", " "], {}, "name is '': must have 1 to"),
     (["key", "create", "me", "--project", ""], {}, "project is '': must have 1 to"),
