@@ -31,7 +31,7 @@ from tinkerflow.backend.spec.checkpoint import RUNS
 from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.deployments.data_dir import NEEDED_BYTES, open_to_others
-from tinkerflow.deployments.options import database_of, minute
+from tinkerflow.deployments.options import database_of, is_in_missing_data_dir, minute
 from tinkerflow.deployments.status import ended
 
 _PLUGINS = {"cuda": ("gpu", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "tpu": ("tpu", ("libtpu",))}  # by platform
@@ -155,8 +155,11 @@ def check_recovery(settings: Settings) -> str:
 def check_store(settings: Settings) -> str:
     """Write, read and remove objects, also in the folder of checkpoints, through the code that saves checkpoints.
 
-    StoreError: other bytes come back. UserError and OSError: the store cannot be opened or written.
+    A store in a data dir that does not exist is not made. StoreError: other bytes come back. UserError and OSError:
+    the store cannot be opened or written.
     """
+    if is_in_missing_data_dir(settings, settings.store_url):
+        return f"{settings.store_url}: `tinkerflow up` creates it"
     blobs, name, content = open_blobs(settings.store_url), f".doctor-{uuid.uuid4().hex}", b"tinkerflow"
     for probe in (name, f"{RUNS}/{name}"):
         blobs.create(probe, content)

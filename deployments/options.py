@@ -112,9 +112,14 @@ def write_output(file: Path, text: str) -> None:
 
 def existing(settings: Settings, url: str) -> str:
     """The URL of a store. UserError: the store is a folder of a data dir that does not exist."""
-    if f"{url}/".startswith(f"{settings.data_dir.as_uri()}/") and not settings.data_dir.is_dir():
+    if is_in_missing_data_dir(settings, url):
         raise UserError(f"data dir {settings.data_dir}: does not exist")
     return url
+
+
+def is_in_missing_data_dir(settings: Settings, url: str) -> bool:
+    """Whether the store at `url` is a folder of a data dir that does not exist."""
+    return f"{url}/".startswith(f"{settings.data_dir.as_uri()}/") and not settings.data_dir.is_dir()
 
 
 def database_of(settings: Settings) -> str:

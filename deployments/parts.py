@@ -24,6 +24,7 @@ from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import die_with_parent
 from tinkerflow.deployments.data_dir import make_data_dir
+from tinkerflow.deployments.options import existing
 from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
 
@@ -139,6 +140,13 @@ def open_journal(settings: Settings) -> AbstractContextManager[Journal]:
     make_data_dir(settings.data_dir)
     migrate(settings.journal_url)
     return closing(Journal.open(settings.journal_url))
+
+
+def open_existing_journal(settings: Settings) -> AbstractContextManager[Journal]:
+    """Like `open_journal`. UserError: the database and its data dir do not exist."""
+    if not settings.has_journal:
+        existing(settings, settings.data_dir.as_uri())
+    return open_journal(settings)
 
 
 def _until_signal(work: Callable[[], Coroutine[None, None, None]], log: Callable[[str], None]) -> None:

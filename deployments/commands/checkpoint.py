@@ -171,8 +171,9 @@ def rebuild_index(
     from tinkerflow.deployments.parts import open_journal
 
     settings = settings_with(data_dir=data_dir, store=store)
+    opened = Store.open(existing(settings, settings.store_url))
     with open_journal(settings) as journal:
-        done = rebuild(journal, Store.open(settings.store_url), project)
+        done = rebuild(journal, opened, project)
     for path in done.restored:
         print(path)
     print(f"restored {len(done.restored)}, known {done.known}, damaged {len(done.damaged)}")
@@ -339,10 +340,10 @@ def share(
 ) -> None:
     """Make a weights_access_token for a checkpoint in its current state. The token is shown only once."""
     from tinkerflow.backend.journal import command_line_actor
-    from tinkerflow.deployments.parts import open_journal
+    from tinkerflow.deployments.parts import open_existing_journal
 
     settings = settings_with(data_dir=data_dir)
-    with open_journal(settings) as journal, _named_database(settings):
+    with open_existing_journal(settings) as journal, _named_database(settings):
         made, token = journal.shares.create(path, None, ttl, actor=command_line_actor())
         print(f"{made.id}: {token}")
 
@@ -365,10 +366,10 @@ def shares(
     """List the tokens that were made: their ids and checkpoints, not the tokens themselves."""
     from rich.table import Table
 
-    from tinkerflow.deployments.parts import open_journal
+    from tinkerflow.deployments.parts import open_existing_journal
 
     table = Table("id", "checkpoint", "made", "expires", "revoked")
-    with open_journal(settings_with(data_dir=data_dir)) as journal:
+    with open_existing_journal(settings_with(data_dir=data_dir)) as journal:
         found = journal.shares.all(path)
     for shared in found:
         times = (shared.created_at, shared.expires_at, shared.revoked_at)
@@ -382,7 +383,7 @@ def unshare(
 ) -> None:
     """Revoke a token."""
     from tinkerflow.backend.journal import command_line_actor
-    from tinkerflow.deployments.parts import open_journal
+    from tinkerflow.deployments.parts import open_existing_journal
 
-    with open_journal(settings_with(data_dir=data_dir)) as journal:
+    with open_existing_journal(settings_with(data_dir=data_dir)) as journal:
         print(f"revoked the token for {journal.shares.revoke(share_id, actor=command_line_actor()).path}")

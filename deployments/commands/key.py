@@ -54,10 +54,10 @@ def list_keys(
     """List the API keys, without their secrets."""
     from rich.table import Table
 
-    from tinkerflow.deployments.parts import open_journal
+    from tinkerflow.deployments.parts import open_existing_journal
 
     table = Table("id", "name", "project", "admin", "starts with", "made", "last used", "revoked")
-    with open_journal(settings_with(data_dir=data_dir)) as journal:
+    with open_existing_journal(settings_with(data_dir=data_dir)) as journal:
         keys = journal.keys.all()
     for key in (key for key in keys if project in (None, key.project)):
         times = (key.created_at, key.last_used_at, key.revoked_at)
@@ -71,9 +71,9 @@ def revoke_key(
 ) -> None:
     """Revoke an API key."""
     from tinkerflow.backend.journal import command_line_actor
-    from tinkerflow.deployments.parts import open_journal
+    from tinkerflow.deployments.parts import open_existing_journal
 
-    with open_journal(settings_with(data_dir=data_dir)) as journal:
+    with open_existing_journal(settings_with(data_dir=data_dir)) as journal:
         key_id = _id_of(key, journal.keys.all())
         print(f"revoked {journal.keys.revoke(key_id, actor=command_line_actor()).name}")
 

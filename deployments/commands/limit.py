@@ -48,10 +48,10 @@ def list_limits(data_dir: DataDir = None) -> None:
     """List the projects that have limits of their own."""
     from rich.table import Table
 
-    from tinkerflow.deployments.parts import open_journal
+    from tinkerflow.deployments.parts import open_existing_journal
 
     table = Table("project", "limits")
-    with open_journal(settings_with(data_dir=data_dir)) as journal:
+    with open_existing_journal(settings_with(data_dir=data_dir)) as journal:
         known = {key.project for key in journal.keys.all()}
         for project, own in journal.project_limits.all().items():
             table.add_row(project if project in known else f"{project} (no such project yet)", _shown(own))

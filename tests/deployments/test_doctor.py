@@ -71,6 +71,12 @@ def test_doctor_shows_waiting_parts_and_groups(tmp_path: Path) -> None:
 OF_THE_JOURNAL = (doctor.check_journal, doctor.check_processes, doctor.check_recovery, doctor.check_compiled)
 
 
+def test_doctor_does_not_create_a_missing_data_dir(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path / "none")
+    assert doctor.check_store(settings) == f"file://{tmp_path}/none/store: `tinkerflow up` creates it"
+    assert not settings.data_dir.exists()
+
+
 @pytest.mark.parametrize("check", OF_THE_JOURNAL)
 def test_doctor_does_not_create_a_missing_database(tmp_path: Path, check: Callable[[Settings], str]) -> None:
     folder = tmp_path / "none"

@@ -36,9 +36,11 @@ WITH_DATA_DIR = {  # `verify` needs a receipt first
 }
 READ_IT = (
     *("champion list", "champion show best", "checkpoint list", "checkpoint verify", "checkpoint gc"),
-    *(f"checkpoint export {GIVEN['path']} --to x", "backup x.tar"),
+    *(f"checkpoint export {GIVEN['path']} --to x", "backup x.tar", "checkpoint rebuild-index"),
+    *("key list", "key revoke me", "limit list", "checkpoint shares", "checkpoint unshare share-1"),
+    f"checkpoint share {GIVEN['path']}",
 )
-MAKE_IT = ("key create me", "key list", "checkpoint shares", "checkpoint rebuild-index", "models fetch", "up")
+MAKE_IT = ("key create me", "limit set team max_sessions=1", "models fetch", "up")
 
 
 def line_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -77,8 +79,6 @@ def test_a_data_dir_that_does_not_exist(command: str, tmp_path: Path, monkeypatc
     assert not missing.exists()
 
 
-def test_a_store_outside_of_a_missing_data_dir_is_accepted(tmp_path: Path) -> None:
-    missing = Settings(data_dir=tmp_path / "data")
 @pytest.mark.parametrize("words", [("--data-dir", ""), ("--data-dir=",)])
 def test_an_empty_data_dir_is_not_the_current_folder(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,6 +90,8 @@ def test_an_empty_data_dir_is_not_the_current_folder(
         Settings(data_dir="")
 
 
+def test_a_store_outside_of_a_missing_data_dir_is_accepted(tmp_path: Path) -> None:
+    missing = Settings(data_dir=tmp_path / "data")
     neighbor = (tmp_path / "data2").as_uri()
     assert existing(missing, neighbor) == neighbor
     for inside in (missing.data_dir.as_uri(), f"{missing.data_dir.as_uri()}/store"):
