@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import orjson
@@ -22,7 +22,8 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, EXPERT
 _EXACT = {"peft_type": "LORA", "bias": "none"}
 # Fields that do not change the adapter's function, or that its tensors determine.
 _READ = {
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "init_lora_weights", "qalora_group_size"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "init_lora_weights"),
+    *("eva_config", "qalora_group_size"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type", "auto_mapping"),
     *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "megatron_config", "megatron_core"),
 }
@@ -52,27 +53,30 @@ def read_fields(config: bytes) -> Mapping[str, Any]:
     for field, value in values.items():
         if field not in _READ and field not in _EXACT and value:
             raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be left out, it is not supported here")
-    rank = values.get("r")
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise wrong_file(ADAPTER_CONFIG, f"r is {shown(rank)}: must be a whole number from 1 to {MAX_RANK}")
+    if not isinstance(rslora := values.get("use_rslora"), bool | None):
+        raise wrong_file(ADAPTER_CONFIG, f"use_rslora is {shown(rslora)}: must be true or false")
+    _rank("r", values.get("r"))
     return values
 
 
 class Scales:
-    """rank_pattern and alpha_pattern of a config. The first key that is the end of a module's name applies."""
+    """The rank and the alpha of each module. The first key of a pattern that is the end of a module's name applies."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         """values: of the config. UserError: a key is not the end of a module's name, or lora_alpha is invalid."""
         self._rank, self._alpha = values["r"], _alpha("lora_alpha", values.get("lora_alpha", 8))
         self._ranks, self._alphas = (_pattern(values, field) for field in ("rank_pattern", "alpha_pattern"))
+        self._rslora = bool(values.get("use_rslora"))
 
-    def alpha(self, module: str, own: int) -> float:
-        """The alpha of a module whose tensors have the rank `own`. UserError: the config gives another rank."""
-        if (rank := _of(self._ranks, module, self._rank)) != own:
-            raise wrong_file(
-                ADAPTER_CONFIG, f"the rank of {module!r} is {rank!r}: must be {own}, as for all of its kind"
-            )
-        return _alpha(f"alpha_pattern of {module!r}", _of(self._alphas, module, self._alpha))
+    def rank(self, module: str) -> int:
+        """The rank of a module. UserError: it is out of range."""
+        return _rank(f"rank_pattern of {module!r}", _of(self._ranks, module, self._rank))
+
+    def alpha(self, module: str, rank: int) -> float:
+        """The alpha with which alpha / `rank` is the scale of a module's update in PEFT."""
+        own = _alpha(f"alpha_pattern of {module!r}", _of(self._alphas, module, self._alpha))
+        divisor = self.rank(module)
+        return own * (rank / (math.sqrt(divisor) if self._rslora else divisor))
 
 
 def _pattern(values: Mapping[str, Any], field: str) -> Mapping[str, tuple[int, Any]]:
@@ -98,6 +102,12 @@ def _of(pattern: Mapping[str, tuple[int, Any]], module: str, default: Any) -> An
         parts = name.split(".")
         keys += (".".join(parts[n:]) for n in range(len(parts)))
     return min((pattern[key] for key in keys if key in pattern), default=(0, default))[1]
+
+
+def _rank(field: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be a whole number from 1 to {MAX_RANK}")
+    return value
 
 
 def _alpha(field: str, value: Any) -> float:
@@ -128,21 +138,29 @@ class Targets:
             raise wrong_file(ADAPTER_CONFIG, f"layers_to_transform is {shown(layers)}: {rule}")
         self._layers = frozenset([layers] if type(layers) is int else layers or ())
 
+    def include(self, module: str) -> bool:
+        """Whether the config targets a module. UserError: a field is a pattern that cannot be used."""
+        return all(is_kept(module) for is_kept in self._rules.values())
+
     def check(self, modules: Collection[str]) -> None:
         """Raise UserError for the first module that the config does not target. modules: with tensors in the file."""
-        rules = {
+        for field, is_kept in self._rules.items():
+            if (left_out := next((module for module in modules if not is_kept(module)), None)) is not None:
+                value = shown(self._values[field])
+                raise wrong_file(
+                    ADAPTER_CONFIG,
+                    f"{field} is {value}, which excludes {left_out!r}: must include it, as {ADAPTER} does",
+                )
+
+    @property
+    def _rules(self) -> Mapping[str, Callable[[str], bool]]:
+        """Whether a field keeps a module, for each field that is set."""
+        rules: dict[str, Callable[[str], bool]] = {
             "exclude_modules": lambda module: not self._fits("exclude_modules", module),
             "target_modules": self._is_targeted,
             "layers_to_transform": self._is_in_layers,
         }
-        for field, is_kept in rules.items():
-            value = self._values.get(field)
-            left_out = None if value in (None, [], "") else next((m for m in modules if not is_kept(m)), None)
-            if left_out is not None:
-                raise wrong_file(
-                    ADAPTER_CONFIG,
-                    f"{field} is {shown(value)}, which excludes {left_out!r}: must include it, as {ADAPTER} does",
-                )
+        return {field: rule for field, rule in rules.items() if self._values.get(field) not in (None, [], "")}
 
     def _is_targeted(self, module: str) -> bool:
         if self._values["target_modules"] == _ALL_LINEAR:
@@ -156,7 +174,7 @@ class Targets:
         parts = module.split(".")
         names = {patterns} if isinstance(patterns, str) else self._names["layers_pattern"]
         places = [n for n in range(1, len(parts) - 1) if parts[n].isdecimal() and (not names or parts[n - 1] in names)]
-        return bool(places) and int(parts[places[-1]]) in self._layers
+        return bool(places) and int(parts[places[0]]) in self._layers
 
     def _fits(self, field: str, module: str) -> bool:
         """Whether a field matches a module by its full name, by an end of it, or by a pattern of the full name."""

@@ -1,14 +1,14 @@
 """Imports PEFT adapters: checks them against the base model, and converts them to checkpoints for further training.
 
-PEFT scales the update of a module by lora_alpha / r. Our adapters share one alpha, so B is multiplied by the quotient
-of the two scales. A power of two causes no rounding.
+PEFT scales the update of a module by lora_alpha / r, or by lora_alpha / sqrt(r) with rsLoRA (arXiv 2312.03732). Our
+adapters share one alpha and one rank, so B is multiplied by the quotient of the two scales. A power of two causes no
+rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from tinkerflow.backend.catalog.peft_config import Scales, Targets, read_fields,
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import family_of, projections
 from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, TEXT_MODEL
-from tinkerflow.backend.compute.models.peft_names import PEFT, matrix_rank, modules, pair_names, targets
+from tinkerflow.backend.compute.models.layers.matrices import Projection
+from tinkerflow.backend.compute.models.peft_names import PEFT, matrix_rank, modules, pair_names
 from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.core.ids import IMPORTED, CheckpointKind, model_id
 from tinkerflow.backend.spec.commands import LORA_ALPHA, AdapterState, LoraSpec
@@ -32,6 +33,9 @@ _SWITCHES = ("train_attn", "train_mlp", "train_unembed")  # of a LoraSpec
 def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraSpec | None = None) -> AdapterState:
     """Convert an adapter in PEFT's files to a state to save. The optimizer starts fresh.
 
+    The rank is r, or the largest rank of a module if that is larger. Modules of a smaller rank, and those that the
+    config leaves out, are filled with zeros. Both A and B are zero there, so training does not change them, either.
+
     cfg: the base model. config, adapter: the bytes of adapter_config.json and adapter_model.safetensors, of float32,
     float16 or bfloat16. asked: the requested rank and targets; None: those of the files. If the base model also takes
     images, the modules may have the names that they have in its text model alone. UserError: this service cannot
@@ -43,20 +47,23 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
     except StoreError as error:
         raise wrong_file(ADAPTER, f"it is {error}") from error
     prefixes = family_of(cfg).names.model, _prefix(cfg, tensors)
-    spec = _spec(cfg, values, tensors, asked, prefixes)
-    scales = Scales(values)
+    scales, targets = Scales(values), Targets(values, projections(cfg)["unembed"].module)
+    all_ = {_stored(module, prefixes): projection for module, projection in modules(cfg, LoraSpec(values["r"])).items()}
+    present = {stored: each for stored, each in all_.items() if not tensors.keys().isdisjoint(pair_names(stored))}
+    spec = _spec(values["r"], scales, present, asked, next(iter(all_)))
+    parts = {projection.switch for projection in present.values()}
     weights: dict[str, Floats] = {}
     adapted = {_stored(module, prefixes): (module, each) for module, each in modules(cfg, spec).items()}
     for stored, (module, projection) in adapted.items():
         own = matrix_rank(spec, projection)
-        factor = scales.alpha(stored, own) / LORA_ALPHA * peft_factor(spec.rank, own)
-        shapes = (own, projection.inputs), (projection.outputs, own)
-        for name, there, shape, scale in zip(
-            pair_names(module), pair_names(stored), shapes, (1.0, factor), strict=True
-        ):
-            weights[name] = _scaled(_checked(tensors, there, shape, cfg, spec), scale, there)
-    unembed = projections(cfg)["unembed"].module
-    Targets(values, unembed).check(adapted)
+        pair = np.zeros((own, projection.inputs), np.float32), np.zeros((projection.outputs, own), np.float32)
+        if stored in present or projection.switch not in parts or targets.include(stored):
+            A, B = _read(tensors, stored, projection, scales.rank(stored), _called(cfg, spec))
+            factor = scales.alpha(stored, own) / LORA_ALPHA * peft_factor(spec.rank, own)
+            pair[0][: len(A)] = _scaled(A, 1.0, pair_names(stored)[0])
+            pair[1][:, : len(A)] = _scaled(B, factor, pair_names(stored)[1])
+        weights |= zip(pair_names(module), pair, strict=True)
+    targets.check([stored for stored in adapted if stored in present])
     known = {name for stored in adapted for name in (*pair_names(stored), f"{PEFT}{stored}{_COPY}")}
     if surplus := sorted(set(tensors) - known):
         raise wrong_file(ADAPTER, f"tensor {surplus[0]!r} is not part of {_called(cfg, spec)}: must be absent")
@@ -110,51 +117,43 @@ def _stored(module: str, prefixes: tuple[str, str]) -> str:
     return there + module.removeprefix(ours) if module.startswith(ours) else module
 
 
-def _spec(
-    cfg: ModelConfig,
-    values: Mapping[str, Any],
-    tensors: Mapping[str, Floats],
-    asked: LoraSpec | None,
-    prefixes: tuple[str, str],
-) -> LoraSpec:
-    """The adapter's shape: as requested, or else as in the files. The rank of experts comes from the files."""
-    rank = values["r"]
+def _spec(r: int, scales: Scales, present: Mapping[str, Projection], asked: LoraSpec | None, example: str) -> LoraSpec:
+    """The adapter's shape: as requested, or else as in the files. The rank of experts comes from the files.
+
+    r: of the config. scales: its ranks. present: the modules with tensors in the files. example: a module of the base
+    model.
+    """
+    ranks = {stored: scales.rank(stored) for stored in present}
+    rank = max([r, *ranks.values()])
     if asked is None:
-        none = LoraSpec(rank, **dict.fromkeys(_SWITCHES, False))
-        each = {switch: replace(none, **{switch: True}) for switch in _SWITCHES}
-        there = {
-            switch: any(
-                name in tensors for module in modules(cfg, spec) for name in pair_names(_stored(module, prefixes))
-            )
-            for switch, spec in each.items()
-        }
-        if not any(there.values()):
-            example = next(iter(modules(cfg, LoraSpec(rank))))
-            raise wrong_file(
-                ADAPTER, f"no tensor belongs to a matrix of this base model, such as {pair_names(example)[0]!r}"
-            )
-        asked = replace(none, **there)
+        if not present:
+            names = pair_names(example)
+            raise wrong_file(ADAPTER, f"no tensor belongs to a matrix of this base model, such as {names[0]!r}")
+        switches = {projection.switch for projection in present.values()}
+        asked = LoraSpec(rank, **{switch: switch in switches for switch in _SWITCHES})
     elif asked.rank != rank:
-        raise wrong_file(ADAPTER_CONFIG, f"r is {rank}: must be {asked.rank}, lora_config.rank")
-    of_experts = [name for name in targets(cfg, asked) if projections(cfg)[name].of_experts]
-    if not of_experts:
-        return asked
-    projection = projections(cfg)[of_experts[0]]
-    first = pair_names(_stored(projection.name((0, 0)), prefixes))[0]
-    own = next(iter(tensors[first].shape), 0) if first in tensors else rank
-    if not 1 <= own <= rank:
-        raise wrong_file(ADAPTER, f"tensor {first!r} has rank {own}: must be 1 to r, {rank}")
+        field = "r" if rank == r else "the largest rank in rank_pattern"
+        raise wrong_file(ADAPTER_CONFIG, f"{field} is {rank}: must be {asked.rank}, lora_config.rank")
+    own = max((ranks[stored] for stored, projection in present.items() if projection.of_experts), default=rank)
     return replace(asked, expert_rank=None if own == rank else own)
 
 
-def _checked(
-    tensors: Mapping[str, Floats], name: str, shape: tuple[int, int], cfg: ModelConfig, spec: LoraSpec
-) -> Floats:
-    array = tensors.get(name)
-    if array is None or array.shape != shape:
-        found = "is missing" if array is None else f"has shape {array.shape}"
-        raise wrong_file(ADAPTER, f"tensor {name!r} {found}: must exist with shape {shape}, for {_called(cfg, spec)}")
-    return array
+def _read(
+    tensors: Mapping[str, Floats], module: str, projection: Projection, rank: int, called: str
+) -> tuple[Floats, Floats]:
+    """A and B of a module in the files. rank: in the config. called: the adapter, for errors."""
+    names, (inputs, outputs) = pair_names(module), (projection.inputs, projection.outputs)
+    found = [tensors.get(name) for name in names]
+    A, B = found
+    if A is not None and B is not None and A.ndim == B.ndim == 2 and len(A) == B.shape[1] != rank:
+        rule = f"must be {len(A)}, as in {ADAPTER}"
+        raise wrong_file(ADAPTER_CONFIG, f"the rank of {module!r} is {rank}: {rule}")
+    for name, array, shape in zip(names, found, ((rank, inputs), (outputs, rank)), strict=True):
+        if array is None or array.shape != shape:
+            wrong = "is missing" if array is None else f"has shape {array.shape}"
+            raise wrong_file(ADAPTER, f"tensor {name!r} {wrong}: must exist with shape {shape}, for {called}")
+    assert A is not None and B is not None
+    return A, B
 
 
 def _scaled(array: Floats, scale: float, name: str) -> Floats:

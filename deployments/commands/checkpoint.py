@@ -194,7 +194,7 @@ def import_folder(
 ) -> None:
     """Make a checkpoint from a PEFT adapter, to train it further or sample from it; print its tinker:// path.
 
-    An adapter is refused, with the reason, if tensors are missing or unknown, or if it uses DoRA, rsLoRA, biases,
+    An adapter is refused, with the reason, if tensors are missing or unknown, or if it uses DoRA, biases,
     modules_to_save, or another feature that changes the computation of an adapter.
     """
     from tinkerflow.backend.catalog.model_source import find_model

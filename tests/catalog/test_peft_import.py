@@ -154,11 +154,31 @@ def test_experts_have_the_rank_of_their_tensors(own: int | None, experts: dict[s
         np.testing.assert_array_equal(state.weights[name], array)
 
 
-def test_experts_without_a_common_rank_are_refused() -> None:
+def test_experts_without_a_rank_are_refused() -> None:
     cfg = parse_config({**CONFIG, **EXPERTS}, name="tiny")
     arrays = {name: np.zeros((), np.float32) if ".experts." in name else array for name, array in tensors(cfg).items()}
-    with pytest.raises(UserError, match=r"experts\.0\.gate_proj\.lora_A\.weight' has rank 0: must be 1 to r, 4"):
+    with pytest.raises(UserError, match=r"0\.gate_proj\.lora_A\.weight' has shape \(\): must exist with"):
         taken(arrays, cfg=cfg)
+
+
+def test_experts_of_different_ranks_are_filled_with_zeros() -> None:
+    cfg = parse_config({**CONFIG, **EXPERTS}, name="tiny")
+    arrays, ranks = {}, {"experts.0.up_proj": 3, "experts.1.up_proj": 1}
+    for name, array in tensors(cfg, LoraSpec(4, train_unembed=False)).items():
+        rank = next((rank for end, rank in ranks.items() if end in name), 2 if ".experts." in name else 4)
+        if ".layers.1." in name and ".experts.3." not in name:
+            arrays[name] = array[:rank] if "lora_A" in name else np.ascontiguousarray(array[:, :rank])
+    ends = sorted({name.split(".")[-3] for name in arrays})
+    fields = {"target_modules": ends, "exclude_modules": r".*\.experts\.3\..*", "layers_to_transform": [1]}
+    patterns = {"rank_pattern": {**ranks, **{rf"experts.\d+.{end}_proj": 2 for end in ("gate", "up", "down")}}}
+    state = taken(arrays, None, cfg, use_rslora=True, **fields, **patterns)
+    assert state.spec == LoraSpec(4, train_unembed=False, expert_rank=3)
+    for module in modules(cfg, state.spec):
+        A, B = pair_names(module)
+        own = arrays[B] @ arrays[A] * np.float32(32 / np.sqrt(len(arrays[A]))) if A in arrays else np.float32(0)
+        scale = 32 / (3 if ".experts." in A else 4)
+        update = state.weights[B] @ state.weights[A] * np.float32(scale)
+        np.testing.assert_allclose(update, own + np.zeros_like(update), rtol=1e-5, atol=1e-5)
 
 
 def test_size_bound_is_at_least_the_file_size() -> None:
@@ -172,7 +192,9 @@ def test_size_bound_is_at_least_the_file_size() -> None:
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA': must be 'LORA'"),
         ({"bias": "all"}, "bias is 'all': must be 'none'"),
         ({"use_dora": True}, "use_dora is True: must be left out"),
-        ({"use_rslora": True}, "use_rslora is True: must be left out"),
+        ({"use_rslora": 1}, "use_rslora is 1: must be true or false"),
+        ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern of '.*q_proj' is 0: must be a whole number from 1 to"),
+        ({"rank_pattern": {"q_proj": 8}}, r"the largest rank in rank_pattern is 8: must be 4, lora_config\.rank"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]: must be left out"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True: must be left out"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters is"),
@@ -224,6 +246,16 @@ def test_tensors_that_are_refused(change: Any, message: str) -> None:
     change(arrays)
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: .*" + message):
         taken(arrays)
+
+
+def test_tensors_that_the_config_names_or_a_requested_part_needs_are_not_filled_with_zeros() -> None:
+    some = {name: array for name, array in tensors().items() if "q_proj" in name}
+    attention = LoraSpec(4, train_mlp=False, train_unembed=False)
+    assert taken(some, attention, target_modules=["q_proj"]).spec == attention
+    with pytest.raises(UserError, match=r"k_proj\.lora_A\.weight' is missing: must exist with shape"):
+        taken(some, attention, target_modules=["q_proj", "k_proj"])
+    with pytest.raises(UserError, match=r"gate_proj\.lora_A\.weight' is missing: must exist with shape"):
+        taken(some, SPEC, target_modules=["q_proj"])
 
 
 def test_files_without_an_adapter_of_this_model_are_refused() -> None:
