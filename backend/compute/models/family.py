@@ -12,7 +12,7 @@ from tinkerflow.backend.compute.weights.files import Tensor, open_tensors
 from tinkerflow.backend.core.errors import UserError
 
 Tensors = Mapping[str, Tensor]  # by Hugging Face's names
-FP8, MXFP4 = "fp8", "mxfp4"  # of `quantization_config.quant_method`
+FP8, COMPRESSED, MXFP4 = "fp8", "compressed-tensors", "mxfp4"  # of `quantization_config.quant_method`
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Family:
     unpack: Callable[[ModelConfig, Tensors], Tensors] = lambda _, tensors: tensors
     plain: Callable[[ModelConfig, Tensors], Tensors] = lambda _, tensors: tensors
     skipped: tuple[str, ...] = ()
-    quantizations: tuple[str, ...] = (FP8,)
+    quantizations: tuple[str, ...] = (FP8, COMPRESSED)
 
 
 def open_unpacked(family: Family, cfg: ModelConfig, folder: Path, name: str) -> Tensors:

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
-from tinkerflow.backend.compute.weights.fp8 import BLOCK, dequantized, scales_shape
+from tinkerflow.backend.compute.weights.fp8 import BLOCK, dequantized, scales_shapes
 from tinkerflow.backend.core.errors import UserError
 
 Read = TypeVar("Read")
 WEIGHTS = "model.safetensors"
-_FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of a matrix in blocks; the tensor named `key` + _SCALES holds its scales
+_FP8, _SCALES = "F8_E4M3", ("_scale_inv", "_scale")  # the tensor named `key` + one of _SCALES holds a matrix's scales
+_OF_INPUTS = ("input_scale", "activation_scale")  # scales with which others round a matrix's inputs to FP8
 INDEX = "model.safetensors.index.json"
 # The supported dtypes of weights, by safetensors' names.
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
@@ -79,7 +80,7 @@ def read_object(path: Path, name: str) -> Mapping[str, Any]:
 def open_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     """Every tensor of the base model `name`, by Hugging Face's name. Files stay mapped while a tensor is referenced.
 
-    Matrices in FP8 blocks (`fp8`) appear as float32 matrices.
+    Matrices in FP8 (`fp8`) appear as float32 matrices.
     UserError: a file is missing, or is not a safetensors file.
     """
     tensors: dict[str, Tensor] = {}
@@ -88,7 +89,7 @@ def open_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         if twice := sorted(tensors.keys() & stored.keys()):
             raise _broken(name, f"tensor {twice[0]!r} is in {file} and in another file")
         tensors |= stored
-    return _without_blocks(tensors, name)
+    return _without_fp8(tensors, name)
 
 
 def stored_names(folder: Path, name: str) -> Collection[str]:
@@ -113,30 +114,31 @@ def _read(path: Path, name: str, read: Callable[[Path], Read]) -> Read:
         raise _broken(name, f"{path} is not a safetensors file ({error})") from error
 
 
-def _without_blocks(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def _without_fp8(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The tensors with plain matrices instead of FP8 matrices and their scales."""
     found = dict(tensors)
-    for scaled in [key for key in tensors if key.endswith(_SCALES)]:
-        key = scaled.removesuffix(_SCALES)
-        scales, blocks = tensors[scaled], tensors.get(key)
-        if blocks is None or blocks.dtype != _FP8:
+    for key, matrix in tensors.items():
+        scaled = next((key + end for end in _SCALES if key + end in tensors), None)
+        if matrix.dtype != _FP8 or len(matrix.shape) != 2 or scaled is None:
             continue  # reported later, as a tensor that the model does not use
-        if scales.shape != scales_shape(blocks.shape) or scales.dtype not in ("F32", "BF16"):
+        scales, shapes = tensors[scaled], scales_shapes(matrix.shape)
+        if scales.shape not in shapes or scales.dtype not in ("F32", "BF16"):
             raise _broken(
                 name,
                 f"tensor {scaled!r} is {scales.dtype} of shape {scales.shape}; must be F32 or BF16 of shape "
-                f"{scales_shape(blocks.shape)}, a scale for each {BLOCK} x {BLOCK} of {key!r}",
+                f"{shapes[0]}, a scale for each {BLOCK} x {BLOCK} of {key!r}, {shapes[-1]} for each row, or () for all",
             )
-        del found[scaled]
-        found[key] = MadeTensor(blocks.shape, "F32", partial(_of_blocks, blocks, scales))
+        for other in (scaled, *(key.removesuffix("weight") + end for end in _OF_INPUTS)):
+            found.pop(other, None)
+        found[key] = MadeTensor(matrix.shape, "F32", partial(_widened, matrix, scales))
     return found
 
 
-def _of_blocks(blocks: Tensor, scales: Tensor, _: Any) -> npt.NDArray[Any]:
+def _widened(matrix: Tensor, scales: Tensor, _: Any) -> npt.NDArray[Any]:
     if scales.dtype == "F32":
-        return dequantized(blocks.view(np.uint8), scales.view(np.float32))
+        return dequantized(matrix.view(np.uint8), scales.view(np.float32))
     wide = scales.view(np.uint16).astype(np.uint32) << 16  # BF16 is the first half of F32
-    return dequantized(blocks.view(np.uint8), wide.view(np.float32))
+    return dequantized(matrix.view(np.uint8), wide.view(np.float32))
 
 
 def _open_file(path: Path) -> dict[str, StoredTensor]:

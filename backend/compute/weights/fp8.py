@@ -1,7 +1,8 @@
-"""FP8 in blocks, as DeepSeek V3 publishes its matrices: e4m3 numbers, one scale for each block of 128 x 128. No JAX.
+"""Matrices in FP8: e4m3 numbers, and scales that multiply them. No JAX.
 
-DeepSeek V3's report, arXiv 2412.19437, section 3.3.2. The scales are called `weight_scale_inv`, but multiply
-the numbers. A number is a sign, an exponent of four bits with a bias of 7, and a fraction of three (arXiv 2209.05433).
+DeepSeek V3's files have a scale for each block of 128 x 128 (arXiv 2412.19437, section 3.3.2); others have one for
+each matrix or row. The scales are called `weight_scale_inv` or `weight_scale`, and multiply the numbers in both cases.
+A number is a sign, an exponent of four bits with a bias of 7, and a fraction of three (arXiv 2209.05433).
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ _MAGNITUDES = [*_SMALL, *_LARGE[:-1], np.nan]
 _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
 
 
-def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How many blocks a matrix of this shape has along each side. The last blocks may be smaller."""
-    return tuple(-(-size // BLOCK) for size in shape)
+def scales_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The supported shapes of the scales of a matrix of this shape, by blocks first. The last blocks may be smaller."""
+    return tuple(-(-size // BLOCK) for size in shape), (), (1,), (1, 1), (*shape[:1], 1)
 
 
 def dequantized(bits: npt.NDArray[np.uint8], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """The matrix [rows, columns] in float32. bits: the e4m3 numbers, of that shape. scales: [blocks, blocks]."""
-    whole = np.empty(bits.shape, np.float32)
-    for place, scales_of_row in enumerate(np.asarray(scales, np.float32)):
+    """The matrix [rows, columns] in float32. bits: the e4m3 numbers. scales: of a shape in `scales_shapes`."""
+    whole, wide = np.empty(bits.shape, np.float32), np.asarray(scales, np.float32)
+    by_block = wide.size > 1 and wide.shape != (len(bits), 1)
+    for place in range(-(-len(bits) // BLOCK)):
         rows = slice(place * BLOCK, (place + 1) * BLOCK)
-        np.multiply(_VALUES[bits[rows]], np.repeat(scales_of_row, BLOCK)[: bits.shape[1]], out=whole[rows])
+        factors = np.repeat(wide[place], BLOCK)[: bits.shape[1]] if by_block else wide[rows] if wide.size > 1 else wide
+        np.multiply(_VALUES[bits[rows]], factors, out=whole[rows])
     return whole

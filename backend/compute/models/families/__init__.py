@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tinkerflow.backend.compute.models.config import ModelConfig
-from tinkerflow.backend.compute.models.family import FP8, Family
+from tinkerflow.backend.compute.models.family import COMPRESSED, FP8, Family
 from tinkerflow.backend.compute.models.fields import ConfigFields
 from tinkerflow.backend.compute.models.layers.matrices import LayerTensor, Projection
 from tinkerflow.backend.compute.models.tied_head import is_tied
@@ -108,6 +108,23 @@ def _check_quantization(fields: ConfigFields, family: Family) -> None:
             raise fields.error(
                 f"quantization_config.weight_block_size {block!r} is not supported; must be {[BLOCK, BLOCK]}"
             )
+        if method == COMPRESSED:
+            _check_compressed(own)
+
+
+def _check_compressed(fields: ConfigFields) -> None:
+    """Check the object of compressed-tensors. UserError: weights are not in FP8 with a scale for each matrix or row."""
+    groups = fields.inner("config_groups")
+    for group in groups.values:
+        weights = groups.inner(group).inner("weights")
+        kind = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+        if kind not in (("float", 8, "tensor"), ("float", 8, "channel")):
+            rule = "must be float, 8 and tensor or channel"
+            raise fields.error(
+                f"quantization_config: type, num_bits and strategy of {group}'s weights are {kind}; {rule}"
+            )
+    if transformed := fields.get("transform_config"):
+        raise fields.error(f"quantization_config.transform_config {transformed!r} is not supported; must be empty")
 
 
 def load_config(folder: str | Path, *, name: str = "") -> ModelConfig:
