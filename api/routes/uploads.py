@@ -157,7 +157,7 @@ def _finish(call: Call, upload_id: str) -> str:
     card = base_model_card(journal, upload.base_model)
     spec = LoraSpec(upload.rank, upload.train_attn, upload.train_mlp, upload.train_unembed)
     config, adapter = (_whole(call, upload, file) for file in _FILES)
-    state = import_adapter(load_config(card.path, name=card.name), config, adapter, spec)
+    state = import_adapter(load_config(card.path, name=card.name), config, adapter, spec, card.path)
     del adapter
     sent = " ".join([upload.id, *(name for name, _ in upload.files.values())])
     save = partial(save_import, store, upload.id, state, base_model=card.name, owner=upload.owner, request_id=sent)

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from tinkerflow.backend.catalog.peft_config import Scales, Targets, read_fields, wrong_file
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import family_of, projections
-from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, TEXT_MODEL
+from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, TEXT_MODEL, open_unpacked
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.peft_names import PEFT, matrix_rank, modules, pair_names
+from tinkerflow.backend.compute.models.tied_head import HEAD
+from tinkerflow.backend.compute.weights.files import DTYPES
 from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.core.ids import IMPORTED, CheckpointKind, model_id
 from tinkerflow.backend.spec.commands import LORA_ALPHA, AdapterState, LoraSpec
@@ -27,10 +31,15 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, decod
 
 _HEADER_BYTES = 512  # of a tensor: its name, dtype, shape and place
 _COPY = ".base_layer.weight"  # PEFT adds the base model's own unembedding to files with an adapter of it
+_COPIED = (np.float32, ml_dtypes.bfloat16, np.float16)  # dtypes in which the copy may have been rounded
+_ROWS = 4096  # compared at a time
+_B = ".lora_B.weight"
 _SWITCHES = ("train_attn", "train_mlp", "train_unembed")  # of a LoraSpec
 
 
-def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraSpec | None = None) -> AdapterState:
+def import_adapter(
+    cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraSpec | None = None, folder: str | Path | None = None
+) -> AdapterState:
     """Convert an adapter in PEFT's files to a state to save. The optimizer starts fresh.
 
     The rank is r, or the largest rank of a module if that is larger. Modules of a smaller rank, and those that the
@@ -38,8 +47,9 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
 
     cfg: the base model. config, adapter: the bytes of adapter_config.json and adapter_model.safetensors, of float32,
     float16 or bfloat16. asked: the requested rank and targets; None: those of the files. If the base model also takes
-    images, the modules may have the names that they have in its text model alone. UserError: this service cannot
-    compute or train a field or tensor; the error names it, its value and the rule.
+    images, the modules may have the names that they have in its text model alone. folder: of the base model, whose
+    unembedding is compared with a copy in the files; None = it is not. UserError: this service cannot compute or train
+    a field or tensor; the error names it, its value and the rule.
     """
     values = read_fields(config)
     try:
@@ -65,16 +75,23 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
         weights |= zip(pair_names(module), pair, strict=True)
     targets.check([stored for stored in adapted if stored in present])
     known = {name for stored in adapted for name in (*pair_names(stored), f"{PEFT}{stored}{_COPY}")}
-    if surplus := sorted(set(tensors) - known):
+    if surplus := sorted(set(tensors) - known - _without_effect(tensors, all_)):
         raise wrong_file(ADAPTER, f"tensor {surplus[0]!r} is not part of {_called(cfg, spec)}: must be absent")
+    if folder and any(Path(folder).glob("*.safetensors")):  # a host of the API may have only the other files
+        for name in {f"{PEFT}{stored}{_COPY}" for stored in adapted} & tensors.keys():
+            _check_copy(cfg, Path(folder), name, tensors[name])
     return AdapterState(spec, 0, weights)
 
 
 def largest_size(cfg: ModelConfig, spec: LoraSpec) -> int:
-    """The largest possible size of adapter_model.safetensors in bytes: in float32, with experts of full rank."""
+    """The largest possible size of adapter_model.safetensors in bytes: in float32, with experts of full rank.
+
+    Files with an adapter of the unembedding also have a copy of the base model's own.
+    """
     each = [(projection, spec.rank) for projection in modules(cfg, replace(spec, expert_rank=None)).values()]
     numbers = sum(rank * (projection.inputs + projection.outputs) for projection, rank in each)
-    return 4 * numbers + _HEADER_BYTES * (2 * len(each) + 8)
+    copy = cfg.vocab * cfg.hidden if spec.train_unembed else 0
+    return 4 * (numbers + copy) + _HEADER_BYTES * (2 * len(each) + 8)
 
 
 def save_import(
@@ -99,6 +116,30 @@ def save_import(
 
 def import_path(session_id: str, name: str = IMPORTED) -> CheckpointPath:
     return CheckpointPath(model_id(session_id, 0), CheckpointKind.WEIGHTS, name)
+
+
+def _without_effect(tensors: Mapping[str, Floats], modules: Collection[str]) -> set[str]:
+    """The names of A and B of other modules than `modules` whose B is zero.
+
+    If PEFT adapts a model that takes images and trains it on text, the adapter of its vision tower stays zero.
+    """
+    others = {name.removesuffix(_B) for name in tensors if name.endswith(_B)} - {f"{PEFT}{each}" for each in modules}
+    pairs = [pair_names(name.removeprefix(PEFT)) for name in others if name.startswith(PEFT)]
+    return {name for A, B in pairs if A in tensors and not tensors[B].any() for name in (A, B)}
+
+
+def _check_copy(cfg: ModelConfig, folder: Path, name: str, copy: Floats) -> None:
+    """Raise UserError if a copy of the unembedding differs from that of the base model, which the service computes."""
+    family = family_of(cfg)
+    own = open_unpacked(family, cfg, folder, str(folder))[family.names.embed if cfg.tied else HEAD]
+    numbers = own.view(DTYPES[own.dtype])
+
+    def is_copied(rows: slice) -> bool:
+        each = (numbers[rows].astype(dtype).astype(np.float32) for dtype in _COPIED)
+        return any(np.array_equal(copy[rows], rounded) for rounded in each)
+
+    if copy.shape != own.shape or not all(is_copied(slice(row, row + _ROWS)) for row in range(0, len(copy), _ROWS)):
+        raise wrong_file(ADAPTER, f"tensor {name!r} differs from the base model's unembedding: must be a copy of it")
 
 
 def _prefix(cfg: ModelConfig, tensors: Collection[str]) -> str:

@@ -208,7 +208,8 @@ def import_folder(
     settings = settings_with(data_dir=data_dir, store=store)
     adapter = _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER)
     base_model = resolve_base_model(settings, base_model)
-    state = import_adapter(load_config(find_model(base_model), name=base_model), *adapter)
+    model = find_model(base_model)
+    state = import_adapter(load_config(model, name=base_model), *adapter, folder=model)
     session_id = new_id("import")
     opened = Store.open(settings.store_url)
     with open_journal(settings) as journal:

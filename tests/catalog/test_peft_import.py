@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -124,6 +126,30 @@ def test_the_copy_of_the_unembedding_that_peft_saves_is_left_out() -> None:
         taken(tensors(spec=attention) | head, attention)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_that_is_not_the_base_model_s_unembedding_is_refused(tmp_path: Path, tied: bool) -> None:
+    """PEFT would compute with the unembedding of the file."""
+    head, cfg = np.random.default_rng(3).normal(size=(24, 16)).astype(np.float32), replace(DENSE, tied=tied)
+    weights = {"model.embed_tokens.weight" if tied else "lm_head.weight": head}
+    safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
+    config, name = b'{"r": 4, "lora_alpha": 32}', "base_model.model.lm_head.base_layer.weight"
+    for copy in (head, head.astype(ml_dtypes.bfloat16), head.astype(np.float16)):
+        import_adapter(cfg, config, safetensors.numpy.save(tensors() | {name: copy}), SPEC, tmp_path)
+    head[23, 15] += 0.1
+    for copy in (head, head[:-1]):
+        with pytest.raises(UserError, match=r"lm_head\.base_layer\.weight' differs from the base model's unembedding"):
+            import_adapter(cfg, config, safetensors.numpy.save(tensors() | {name: copy}), SPEC, tmp_path)
+
+
+def test_pairs_of_other_modules_without_effect_are_left_out() -> None:
+    A, B = pair_names("model.visual.blocks.0.attn.qkv")
+    pair = {A: np.ones((4, 8), np.float32), B: np.zeros((24, 4), np.float32)}
+    assert taken(tensors() | pair).weights.keys() == tensors().keys()
+    pair[B][23, 3] = 1e-30
+    with pytest.raises(UserError, match=r"tensor 'base_model\.model\.model\.visual.* is not part of"):
+        taken(tensors() | pair)
+
+
 def test_an_adapter_of_the_text_model_alone_fits_the_whole_model() -> None:
     text = CONFIG | {"model_type": "gemma3_text", "sliding_window": 4}
     cfg = parse_config({"model_type": "gemma3", "text_config": text}, name="sees")
@@ -182,7 +208,8 @@ def test_experts_of_different_ranks_are_filled_with_zeros() -> None:
 
 
 def test_size_bound_is_at_least_the_file_size() -> None:
-    size = len(safetensors.numpy.save(tensors()))
+    copy = {"base_model.model.lm_head.base_layer.weight": np.ones((24, 16), np.float32)}
+    size = len(safetensors.numpy.save(tensors() | copy))
     assert size <= largest_size(DENSE, SPEC) < 2 * size + 2**15
 
 
