@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import waiting
 
 from tinkerflow.backend.pool import Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.spec.commands import GroupConfig
@@ -24,11 +25,6 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
-
-
-@pytest.fixture
-def alive() -> Callable[[int], bool]:
-    return is_alive
 
 
 @pytest.fixture
@@ -51,11 +47,6 @@ def make_config(model_path: str = "none", fsdp: int = 1) -> GroupConfig:
 
 
 @pytest.fixture
-def group_config() -> Callable[..., GroupConfig]:
-    return make_config
-
-
-@pytest.fixture
 async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[StartPool]:
     """Start pools. After the test they are stopped, and none of their processes may remain."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
@@ -67,21 +58,15 @@ async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIt
         *,
         processes: int = 1,
         config: GroupConfig | None = None,
-        command_deadline: float = 60.0,
-        start_deadline: float = 60.0,
-        heartbeat_timeout: float = 30.0,
         on_progress: Callable[[str], None] = lambda text: None,
         on_demand: bool = False,
         **patience: Any,
     ) -> Pool:
         settings = PoolConfig(
             config or make_config(fsdp=processes),
-            processes=processes,
-            command_deadline=command_deadline,
-            start_deadline=start_deadline,
-            heartbeat_timeout=heartbeat_timeout,
+            processes,
             executor=executor if ":" in executor else f"pool_executors:{executor}",
-            **patience,
+            **{"command_deadline": 60.0, "start_deadline": 60.0} | patience,
         )
         site = ThisMachine(tmp_path / "logs")
         pool = await Pool.start(settings, site, on_progress=on_progress, on_demand=on_demand)
@@ -94,11 +79,11 @@ async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIt
         pids.update(pool.pids)
         await pool.stop()
     assert not [pid for pid in pids if is_alive(pid)]
-    assert not children()
+    assert not worker_pids()
 
 
-def children() -> list[int]:
-    """Worker processes of this test process that still run."""
+def worker_pids() -> list[int]:
+    """The worker processes that this test process started and that still run."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -112,11 +97,13 @@ def children() -> list[int]:
     return found
 
 
-@pytest.fixture
-def workers() -> Callable[[], list[int]]:
-    return children
-
-
-@pytest.fixture
-def wait_until() -> Callable[..., Awaitable[None]]:
-    return waiting.until
+async def start_driver(executor: str, processes: int, *joined: str) -> asyncio.subprocess.Process:
+    """Start pool_driver.py. joined: the port and the secret, if hosts join it."""
+    path = os.pathsep.join((str(HERE), str(HERE.parents[1] / ".package")))
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, str(HERE / "pool_driver.py"), executor, str(processes), *joined),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )

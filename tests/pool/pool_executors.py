@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -141,7 +142,7 @@ class Echo:
                 threading.Thread(target=self.fail_in_thread).start()
                 threading.Event().wait()
             case "garbage":
-                self.send_garbage()
+                os.write(self.connection(), b"\x00" * 64)
             case "cut":  # simulates a network that cuts the connection to the driver
                 with socket.socket(fileno=self.connection()) as kept:
                     kept.shutdown(socket.SHUT_RDWR)
@@ -153,9 +154,6 @@ class Echo:
 
     def fail_in_thread(self) -> None:
         raise ZeroDivisionError("in a thread")
-
-    def send_garbage(self) -> None:
-        os.write(self.connection(), b"\x00" * 64)
 
     def send_frame(self, generation: int) -> None:
         body = codec.encode(Done() if self.rank == 0 else Ack(None))
@@ -209,8 +207,8 @@ class Ahead(Echo):
     user, 2 is an error of the devices. A SampleStep with wait has one active request, any other SampleStep has none.
     """
 
-    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
-        super().__init__(config, progress, processes, rank)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.begun = 0
         self.another = threading.Condition()
 
@@ -265,21 +263,21 @@ class Bystander(Echo):
 class Refusing(Echo):
     """Cannot be created, because the configuration is wrong."""
 
-    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+    def __init__(self, config: GroupConfig, *_: Any) -> None:
         raise UserError(f"model_path {config.model_path!r}: there is no config.json in it")
 
 
 class Broken(Echo):
     """Cannot be created, because it has a bug."""
 
-    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+    def __init__(self, *_: Any) -> None:
         raise ZeroDivisionError("while loading")
 
 
 class Sleepy(Echo):
     """Never becomes ready."""
 
-    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+    def __init__(self, *_: Any) -> None:
         time.sleep(600)
 
 
@@ -296,48 +294,43 @@ class Lagging(Echo):
 class Taken(Echo):
     """Gets SIGTERM during its first start. model_path names a file that marks the first start."""
 
-    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+    def __init__(self, config: GroupConfig, *args: Any) -> None:
         path = Path(config.model_path)
         if not path.exists():
             path.touch()
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(600)
-        super().__init__(config, progress, processes, rank)
+        super().__init__(config, *args)
 
 
 class Flaky(Echo):
     """Dies at its second and third start. The file at model_path has a line for each start."""
 
-    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+    def __init__(self, config: GroupConfig, *args: Any) -> None:
         path = Path(config.model_path)
         starts = path.read_text().count("\n") if path.exists() else 0
         with path.open("a") as file:
             file.write("start\n")
         if starts in (1, 2):
             os._exit(5)
-        super().__init__(config, progress, processes, rank)
+        super().__init__(config, *args)
 
 
-class Collective:
+class Collective(Echo):
     """Uses JAX: Forward sums weights over all devices of the group."""
+
+    uses_jax = True
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
         spec: Callable[..., PartitionSpec] = PartitionSpec
-        progress("making the mesh")
+        super().__init__(config, progress, processes, rank)
         mesh = Mesh(np.array(jax.devices()), ("fsdp",))
         self.devices = tuple(str(d) for d in jax.devices())
         self.parameters = jax.process_count()
-        self.microbatch_tokens = config.microbatch_tokens
         self.fsdp = len(self.devices)
-        self.attention_tokens = 1024
-        self.few_shapes = False
-        self.branch_tokens = 0
-        self.context, self.context_rule = config.max_context, "the model's context"
-        self.memory: dict[str, int] = {}
-        self.programs = "NumPy"
         self.sharded = NamedSharding(mesh, spec("fsdp"))
         self.total = jax.jit(lambda x_D: x_D.sum(), out_shardings=NamedSharding(mesh, spec()))
 
@@ -349,9 +342,6 @@ class Collective:
         values_D = command.examples[0].weights_TK[:, 0]
         x_D = jax.make_array_from_callback(values_D.shape, self.sharded, lambda index: values_D[index])
         return ForwardResult((), float(self.total(x_D)))
-
-    def clear(self) -> None:
-        """Do nothing, because no command leaves state."""
 
 
 class Counting(Collective):
@@ -374,8 +364,8 @@ class Counting(Collective):
 class Keeper(Echo):
     """Keeps one tensor for each adapter and rank, and none on rank 3. Rank 1 loses its part of the adapter "fail"."""
 
-    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
-        super().__init__(config, progress, processes, rank)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.kept: dict[str, dict[str, np.ndarray]] = {}
         self.held: dict[str, Mapping[str, np.ndarray]] = {}
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import http.server
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.logged import logged_by
+from tests.pool.conftest import StartPool
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.pool import Pool, jax_setup
+from tinkerflow.backend.pool import jax_setup
 from tinkerflow.backend.pool.host import devices
 from tinkerflow.backend.pool.host.devices import accelerator, gpu_count, place_in_pod, seen, share
 from tinkerflow.backend.pool.jax_setup import check_platform, join_jax, share_of_host
 from tinkerflow.backend.pool.protocol.messages import Start
 from tinkerflow.backend.spec.commands import GroupConfig
-
-StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 
 
 def machine(root: Path, *, gpus: int = 0, tpus: int = 0) -> Path:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.pool.conftest import StartPool
 
+from tinkerflow.backend.pool.host import places
 from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink, header
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, connect, next_connection
@@ -199,10 +201,8 @@ async def test_garbage_raises_a_value_error_at_both_ends(raw: bytes, named: str)
 
 
 async def test_group_starts_despite_foreign_connections(
-    start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tinkerflow.backend.pool.host import places
-
     worker = places.LocalWorker
 
     def probe_then_spawn(spec: LaunchSpec, coordinator: str, **options: Any) -> places.LocalWorker:
@@ -211,16 +211,14 @@ async def test_group_starts_despite_foreign_connections(
         return worker(spec, coordinator, **options)
 
     monkeypatch.setattr(places, "LocalWorker", probe_then_spawn)
-    pool = await start_pool(processes=2)  # type: ignore[misc]
+    pool = await start_pool(processes=2)
     assert pool.ready
     assert caplog.text.count("an unknown peer connected to worker group 1") == 2
 
 
 async def test_silent_connections_do_not_delay_a_rank(
-    start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tinkerflow.backend.pool.host import places
-
     worker, silent = places.LocalWorker, []
 
     def connect_then_spawn(spec: LaunchSpec, coordinator: str, **options: Any) -> places.LocalWorker:
@@ -230,7 +228,7 @@ async def test_silent_connections_do_not_delay_a_rank(
     monkeypatch.setattr(places, "LocalWorker", connect_then_spawn)
     monkeypatch.setattr("tinkerflow.backend.pool.rendezvous.HANDSHAKE_SECONDS", 3600.0)
     try:
-        pool = await start_pool(processes=2)  # type: ignore[misc]
+        pool = await start_pool(processes=2)
         assert pool.ready and len(silent) == 8
         await pool.stop()
         assert [stranger.recv(1) for stranger in silent] == [b""] * 8

@@ -7,13 +7,14 @@ import contextlib
 import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.pool.conftest import is_alive, make_config, start_driver, worker_pids
+from tests.waiting import until
 
 from tinkerflow.backend.core import errors
 from tinkerflow.backend.pool import HostConfig, Hosts, Pool, PoolConfig, rendezvous, serve_group
@@ -31,7 +32,6 @@ from tinkerflow.backend.spec.commands import (
     Example,
     Forward,
     ForwardResult,
-    GroupConfig,
     LoraSpec,
     OptimResult,
     OptimStep,
@@ -40,147 +40,6 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 HERE = Path(__file__).parent
 SECRET = b"the secret of the group"
-WaitUntil = Callable[..., Awaitable[None]]
-
-
-class Bench:
-    """Hosts at a free port, agents that join them, and pools. All of them end after the test."""
-
-    def __init__(self, hosts: Hosts, tmp_path: Path, group_config: Callable[..., GroupConfig]) -> None:
-        self.hosts = hosts
-        self.tmp_path = tmp_path
-        self.group_config = group_config
-        self.pools: list[Pool] = []
-        self.agents: list[asyncio.Task[None]] = []
-        self.said: list[str] = []  # by agents
-        self.waits: list[str] = []
-
-    def join(
-        self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET, **patience: Any
-    ) -> asyncio.Task[None]:
-        """Start an agent. Its workers log to a folder with its name."""
-        post = HostConfig("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "", **patience)
-        task = asyncio.create_task(serve_group(post, self.said.append))
-        self.agents.append(task)
-        return task
-
-    async def start(self, processes: int, executor: str = "Echo", *, on_demand: bool = False, **patience: Any) -> Pool:
-        async def waits(text: str) -> None:
-            self.waits.append(text)
-
-        config = PoolConfig(
-            self.group_config(fsdp=processes),
-            processes,
-            command_deadline=60.0,
-            start_deadline=60.0,
-            executor=f"pool_executors:{executor}",
-            **patience,
-        )
-        pool = await Pool.start(
-            config, self.hosts, on_progress=lambda text: None, on_waiting=waits, on_demand=on_demand
-        )
-        self.pools.append(pool)
-        return pool
-
-    async def close(self) -> None:
-        for pool in self.pools:
-            await pool.stop()
-        await self.hosts.close()
-        for task in self.agents:
-            if not task.cancelling():  # a second cancellation would interrupt the end
-                task.cancel()
-        await asyncio.gather(*self.agents, return_exceptions=True)
-
-
-@pytest.fixture
-async def bench(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    group_config: Callable[..., GroupConfig],
-    workers: Callable[[], list[int]],
-) -> AsyncIterator[Bench]:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
-    made = Bench(await Hosts.listen("127.0.0.1", 0, SECRET, 3.0), tmp_path, group_config)
-    yield made
-    await made.close()
-    assert not workers()
-
-
-def step(number: float = 0.0) -> OptimStep:
-    return OptimStep("a", AdamParams(learning_rate=number))
-
-
-async def serves(pool: Pool, generation: int) -> None:
-    assert await pool.submit(step(2)) == OptimResult(2.0, 1)  # a new executor counts from 1
-    assert pool.generation == generation
-
-
-async def busy(pool: Pool) -> asyncio.Task[object]:
-    """Submit a long command, and let its task begin."""
-    task = asyncio.create_task(pool.submit(CreateAdapter("a", LoraSpec(1), 60_000)))
-    await asyncio.sleep(0)
-    return task
-
-
-async def test_a_group_starts_when_enough_hosts_have_joined(bench: Bench, wait_until: WaitUntil) -> None:
-    starting = asyncio.create_task(bench.start(3))
-    await wait_until(lambda: bench.waits)
-    bench.join("two", 2)
-    await wait_until(lambda: len(bench.waits) == 2)
-    bench.join("one")
-    pool = await starting
-    assert bench.waits[0] == "waiting for hosts: 0 of 3 processes (none has joined)"
-    assert bench.waits[1].startswith("waiting for hosts: 2 of 3 processes (")
-    assert bench.waits[2:] == ["worker group 1 is being started"]
-    assert len(set(pool.pids)) == 3
-    replies = await asyncio.gather(*(asyncio.create_task(pool.submit(step(i))) for i in range(50)))
-    assert replies == [OptimResult(float(i), i + 1) for i in range(50)]
-    logs = {path.relative_to(bench.tmp_path).parts for path in bench.tmp_path.glob("*/worker-*.log")}
-    assert sorted(name for _, name in logs) == ["worker-0.log", "worker-1.log", "worker-2.log"]
-    assert sorted(host for host, _ in logs) == ["one", "two", "two"]
-
-
-async def test_group_without_room_on_any_host_reports_it(bench: Bench, wait_until: WaitUntil) -> None:
-    starting = asyncio.create_task(bench.start(1))
-    await wait_until(lambda: bench.waits)
-    bench.join("one")
-    first = await starting
-    second = await bench.start(1, on_demand=True)
-    second.begin()
-    await wait_until(lambda: second.lacks_capacity)
-    assert not second.resting and not second.ready
-    await first.stop()
-    await second.serving()
-    assert not second.lacks_capacity
-
-
-async def test_a_killed_process_is_named_with_its_host(bench: Bench) -> None:
-    bench.join("a", 2)
-    pool = await bench.start(2)
-    executing = await busy(pool)
-    os.kill(pool.pids[1], signal.SIGKILL)
-    with pytest.raises(errors.SuspectError, match=r"rank 1 was killed by SIGKILL \(on host .+\)") as suspect:
-        await executing
-    assert not suspect.value.crashed
-    await serves(pool, 2)
-    assert "joined" in bench.said[0]
-    assert len(bench.said) == 1  # the host itself stayed
-
-
-async def test_group_continues_after_a_lost_host_is_replaced(bench: Bench, wait_until: WaitUntil) -> None:
-    bench.join("a")
-    lost = bench.join("b")
-    pool = await bench.start(2)
-    executing = await busy(pool)
-    lost.cancel()
-    with pytest.raises(errors.SuspectError, match=r"worker group 1 ended: rank \d .*") as suspect:
-        await executing
-    assert not suspect.value.crashed
-    await wait_until(lambda: any(text.startswith("waiting for hosts: 1 of 2") for text in bench.waits))
-    assert not pool.ready
-    bench.join("c")
-    await serves(pool, 2)
-    assert (bench.tmp_path / "c").exists()
 
 
 class Driver:
@@ -203,71 +62,182 @@ class Driver:
         await self.process.communicate()
 
 
-@pytest.fixture
-async def drive(bench: Bench) -> AsyncIterator[Callable[..., Awaitable[tuple[Driver, set[int]]]]]:
-    """Let another process drive the hosts instead of the bench. Returns the process and the PIDs of its workers."""
-    drivers: list[Driver] = []
+class Bench:
+    """Hosts at a free port, agents that join them, and pools. All of them end after the test."""
 
-    async def started(processes: int, executor: str = "Echo") -> tuple[Driver, set[int]]:
-        port = bench.hosts.port
-        await bench.hosts.close()
-        words = (str(HERE / "pool_driver.py"), executor, str(processes), str(port), SECRET.decode())
-        path = os.pathsep.join((str(HERE), str(HERE.parents[1] / ".package")))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *words,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+    def __init__(self, hosts: Hosts, tmp_path: Path) -> None:
+        self.hosts = hosts
+        self.tmp_path = tmp_path
+        self.pools: list[Pool] = []
+        self.agents: list[asyncio.Task[None]] = []
+        self.drivers: list[Driver] = []
+        self.said: list[str] = []  # by agents
+        self.waits: list[str] = []
+
+    def join(
+        self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET, **patience: Any
+    ) -> asyncio.Task[None]:
+        """Start an agent. Its workers log to a folder with its name."""
+        post = HostConfig("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "", **patience)
+        task = asyncio.create_task(serve_group(post, self.said.append))
+        self.agents.append(task)
+        return task
+
+    async def start(self, processes: int, executor: str = "Echo", *, on_demand: bool = False, **patience: Any) -> Pool:
+        async def waits(text: str) -> None:
+            self.waits.append(text)
+
+        config = PoolConfig(
+            make_config(fsdp=processes),
+            processes,
+            command_deadline=60.0,
+            start_deadline=60.0,
+            executor=f"pool_executors:{executor}",
+            **patience,
         )
-        drivers.append(Driver(process))
-        return drivers[0], {int(word) for word in await drivers[0].line()}
+        pool = await Pool.start(
+            config, self.hosts, on_progress=lambda text: None, on_waiting=waits, on_demand=on_demand
+        )
+        self.pools.append(pool)
+        return pool
 
-    yield started
-    for driver in drivers:
-        await driver.kill()
+    async def drive(self, processes: int, executor: str = "Echo") -> tuple[Driver, set[int]]:
+        """Let another process drive the hosts. Returns it, and the PIDs of its workers."""
+        await self.hosts.close()
+        driver = Driver(await start_driver(executor, processes, str(self.hosts.port), SECRET.decode()))
+        self.drivers.append(driver)
+        return driver, {int(word) for word in await driver.line()}
+
+    async def drive_again(self) -> None:
+        """Drive the hosts after another process."""
+        self.hosts = await Hosts.listen("127.0.0.1", self.hosts.port, SECRET, 3.0)
+
+    async def close(self) -> None:
+        for driver in self.drivers:
+            await driver.kill()
+        for pool in self.pools:
+            await pool.stop()
+        await self.hosts.close()
+        for task in self.agents:
+            if not task.cancelling():  # a second cancellation would interrupt the end
+                task.cancel()
+        await asyncio.gather(*self.agents, return_exceptions=True)
 
 
 @pytest.fixture
-def next_driver(bench: Bench) -> Callable[[], Awaitable[None]]:
-    """Let the bench drive the hosts again."""
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    made = Bench(await Hosts.listen("127.0.0.1", 0, SECRET, 3.0), tmp_path)
+    yield made
+    await made.close()
+    assert not worker_pids()
 
-    async def listen() -> None:
-        bench.hosts = await Hosts.listen("127.0.0.1", bench.hosts.port, SECRET, 3.0)
 
-    return listen
+def step(number: float = 0.0) -> OptimStep:
+    return OptimStep("a", AdamParams(learning_rate=number))
 
 
-async def test_next_driver_takes_over_a_group(
-    bench: Bench, drive: Any, next_driver: Any, wait_until: WaitUntil
-) -> None:
+async def serves(pool: Pool, generation: int) -> None:
+    assert await pool.submit(step(2)) == OptimResult(2.0, 1)  # a new executor counts from 1
+    assert pool.generation == generation
+
+
+async def busy(pool: Pool) -> asyncio.Task[object]:
+    """Submit a long command, and let its task begin."""
+    task = asyncio.create_task(pool.submit(CreateAdapter("a", LoraSpec(1), 60_000)))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_a_group_starts_when_enough_hosts_have_joined(bench: Bench) -> None:
+    starting = asyncio.create_task(bench.start(3))
+    await until(lambda: bench.waits)
+    bench.join("two", 2)
+    await until(lambda: len(bench.waits) == 2)
+    bench.join("one")
+    pool = await starting
+    assert bench.waits[0] == "waiting for hosts: 0 of 3 processes (none has joined)"
+    assert bench.waits[1].startswith("waiting for hosts: 2 of 3 processes (")
+    assert bench.waits[2:] == ["worker group 1 is being started"]
+    assert len(set(pool.pids)) == 3
+    replies = await asyncio.gather(*(asyncio.create_task(pool.submit(step(i))) for i in range(50)))
+    assert replies == [OptimResult(float(i), i + 1) for i in range(50)]
+    logs = {path.relative_to(bench.tmp_path).parts for path in bench.tmp_path.glob("*/worker-*.log")}
+    assert sorted(name for _, name in logs) == ["worker-0.log", "worker-1.log", "worker-2.log"]
+    assert sorted(host for host, _ in logs) == ["one", "two", "two"]
+
+
+async def test_group_without_room_on_any_host_reports_it(bench: Bench) -> None:
+    starting = asyncio.create_task(bench.start(1))
+    await until(lambda: bench.waits)
+    bench.join("one")
+    first = await starting
+    second = await bench.start(1, on_demand=True)
+    second.begin()
+    await until(lambda: second.lacks_capacity)
+    assert not second.resting and not second.ready
+    await first.stop()
+    await second.serving()
+    assert not second.lacks_capacity
+
+
+async def test_a_killed_process_is_named_with_its_host(bench: Bench) -> None:
+    bench.join("a", 2)
+    pool = await bench.start(2)
+    executing = await busy(pool)
+    os.kill(pool.pids[1], signal.SIGKILL)
+    with pytest.raises(errors.SuspectError, match=r"rank 1 was killed by SIGKILL \(on host .+\)") as suspect:
+        await executing
+    assert not suspect.value.crashed
+    await serves(pool, 2)
+    assert "joined" in bench.said[0]
+    assert len(bench.said) == 1  # the host itself stayed
+
+
+async def test_group_continues_after_a_lost_host_is_replaced(bench: Bench) -> None:
+    bench.join("a")
+    lost = bench.join("b")
+    pool = await bench.start(2)
+    executing = await busy(pool)
+    lost.cancel()
+    with pytest.raises(errors.SuspectError, match=r"worker group 1 ended: rank \d .*") as suspect:
+        await executing
+    assert not suspect.value.crashed
+    await until(lambda: any(text.startswith("waiting for hosts: 1 of 2") for text in bench.waits))
+    assert not pool.ready
+    bench.join("c")
+    await serves(pool, 2)
+    assert (bench.tmp_path / "c").exists()
+
+
+async def test_next_driver_takes_over_a_group(bench: Bench) -> None:
     bench.join("a", 2)
     bench.join("b", 1)
-    driver, pids = await drive(3)
+    driver, pids = await bench.drive(3)
     driver.do("steps")
     assert [await driver.line() for _ in range(3)][-1][-1] == "step=3)"
     driver.do("brief")
     assert await driver.line() == ["sent"]
     await driver.kill()  # its commands are executed first, on every rank
-    await next_driver()
+    await bench.drive_again()
     pool = await bench.start(3)
     assert set(pool.pids) == pids
     await serves(pool, 1)  # the steps left no state
     assert sum("are kept for its next driver, 120 s" in text for text in bench.said) == 2
     os.kill(pool.pids[2], signal.SIGKILL)  # the group fails like any other group
-    await wait_until(lambda: not pool.ready)
+    await until(lambda: not pool.ready)
     await serves(pool, 2)
     assert not set(pool.pids) & pids
 
 
-async def test_a_group_of_jax_outlives_its_driver(bench: Bench, drive: Any, next_driver: Any) -> None:
+async def test_a_group_of_jax_outlives_its_driver(bench: Bench) -> None:
     bench.join("a", 2)
-    driver, pids = await drive(2, "Collective")
+    driver, pids = await bench.drive(2, "Collective")
     driver.do("steps")
     for _ in range(3):
         await driver.line()
     await driver.kill()
-    await next_driver()
+    await bench.drive_again()
     pool = await bench.start(2, "Collective")
     assert set(pool.pids) == pids
     tokens, weights = np.zeros(2, np.int32), np.array([[3], [4]], np.float32)
@@ -276,15 +246,13 @@ async def test_a_group_of_jax_outlives_its_driver(bench: Bench, drive: Any, next
     assert reply.loss_sum == 7
 
 
-async def test_ranks_left_at_different_commands_are_not_reused(
-    bench: Bench, drive: Any, next_driver: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_ranks_left_at_different_commands_are_not_reused(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.join("a", 2)
-    driver, pids = await drive(2)
+    driver, pids = await bench.drive(2)
     driver.do("uneven")
     assert await driver.line() == ["sent"]
     await driver.kill()
-    await next_driver()
+    await bench.drive_again()
     pool = await bench.start(2)
     assert "an earlier driver left its ranks at different commands: [0, 1]" in caplog.text
     assert not set(pool.pids) & pids
@@ -298,7 +266,7 @@ async def test_only_commands_of_an_earlier_driver_must_end_soon(
     """Ranks without a command may still be loading the base model, which takes minutes."""
     monkeypatch.setattr(rendezvous, "_JOIN_SECONDS", 0.0)
     faults: list[str] = []
-    config = PoolConfig(bench.group_config(), 1, command_deadline=60.0, start_deadline=60.0)
+    config = PoolConfig(make_config(), 1, command_deadline=60.0, start_deadline=60.0)
     met = rendezvous.Rendezvous(config, bench.hosts, 1, lambda task: None, lambda cause, **_: faults.append(cause))
     process: Any = None
     met.members.append(Member(0, process))
@@ -308,11 +276,9 @@ async def test_only_commands_of_an_earlier_driver_must_end_soon(
     assert faults == ["the commands of an earlier driver took longer than 0 s"][: bool(commands)]
 
 
-async def test_slowly_dying_process_does_not_cost_its_host(
-    bench: Bench, drive: Any, next_driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slowly_dying_process_does_not_cost_its_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     task = bench.join("a")
-    driver, pids = await drive(1)
+    driver, pids = await bench.drive(1)
     await driver.kill()
     signals = LocalWorker.signal
 
@@ -323,17 +289,15 @@ async def test_slowly_dying_process_does_not_cost_its_host(
             signals(child, number)
 
     monkeypatch.setattr(LocalWorker, "signal", signal_late)
-    await next_driver()
+    await bench.drive_again()
     pool = await bench.start(1, "ByMicroBatch")
     assert not set(pool.pids) & pids
     assert not task.done()
 
 
-def test_pool_digest_changes_with_the_model_files(
-    tmp_path: Path, group_config: Callable[..., GroupConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pool_digest_changes_with_the_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest() -> str:
-        return PoolConfig(group_config(str(tmp_path)), 1, command_deadline=1.0, start_deadline=1.0).digest()
+        return PoolConfig(make_config(str(tmp_path)), 1, command_deadline=1.0, start_deadline=1.0).digest()
 
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
@@ -351,45 +315,35 @@ def test_pool_digest_changes_with_the_model_files(
 
 
 @pytest.mark.parametrize("why", ["a rank is missing", "another plan"])
-async def test_leftover_processes_that_do_not_fit_are_ended(
-    bench: Bench, drive: Any, next_driver: Any, why: str, alive: Callable[[int], bool], wait_until: WaitUntil
-) -> None:
+async def test_leftover_processes_that_do_not_fit_are_ended(bench: Bench, why: str) -> None:
     bench.join("a", 2)
-    driver, pids = await drive(2)
+    driver, pids = await bench.drive(2)
     if why == "a rank is missing":
         lost = min(pids)
         await driver.kill()
         os.kill(lost, signal.SIGKILL)
-        await wait_until(lambda: not alive(lost))
-        await next_driver()
+        await until(lambda: not is_alive(lost))
+        await bench.drive_again()
         pool = await bench.start(2)
     else:
         await driver.kill()
-        await next_driver()
+        await bench.drive_again()
         pool = await bench.start(2, "ByMicroBatch")
     assert not set(pool.pids) & pids
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
-async def test_processes_without_a_driver_are_ended(
-    bench: Bench,
-    drive: Any,
-    alive: Callable[[int], bool],
-    wait_until: WaitUntil,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_processes_without_a_driver_are_ended(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.join("a", keep_seconds=0.2)
-    driver, pids = await drive(1)
+    driver, pids = await bench.drive(1)
     await driver.kill()
-    await wait_until(lambda: not any(map(alive, pids)))
+    await until(lambda: not any(map(is_alive, pids)))
     assert "ending rank 0, which had no driver for 0.2 s" in caplog.text
 
 
-async def test_process_that_ends_during_its_takeover_is_replaced(
-    bench: Bench, drive: Any, next_driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_process_that_ends_during_its_takeover_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.join("a")
-    driver, pids = await drive(1)
+    driver, pids = await bench.drive(1)
     await driver.kill()
     serve = LocalWorker.serve
 
@@ -399,7 +353,7 @@ async def test_process_that_ends_during_its_takeover_is_replaced(
         serve(child, spec)
 
     monkeypatch.setattr(LocalWorker, "serve", serve_dying)
-    await next_driver()
+    await bench.drive_again()
     pool = await bench.start(1)
     assert not set(pool.pids) & pids
     await serves(pool, 2)
@@ -442,9 +396,7 @@ class Cable:
         sink.close()
 
 
-async def test_cut_link_is_detected_at_both_ends_and_recovers(
-    bench: Bench, wait_until: WaitUntil, alive: Callable[[int], bool]
-) -> None:
+async def test_cut_link_is_detected_at_both_ends_and_recovers(bench: Bench) -> None:
     cable = Cable(bench.hosts.port)
     bench.join("a", port=await cable.lay())
     pool = await bench.start(1)
@@ -453,9 +405,9 @@ async def test_cut_link_is_detected_at_both_ends_and_recovers(
     cable.intact.clear()
     with pytest.raises(errors.SuspectError, match=r"rank 0 was lost with host .+: it sent no heartbeat for 3 s \("):
         await executing
-    await wait_until(lambda: len(bench.said) == 2)
+    await until(lambda: len(bench.said) == 2)
     assert "it sent no heartbeat for 3 s" in bench.said[1]
-    assert not alive(pid)
+    assert not is_alive(pid)
     cable.intact.set()
     await serves(pool, 2)
     await bench.close()
@@ -473,12 +425,10 @@ async def test_lost_connection_is_not_reported_as_a_crash(
     await serves(pool, 2)
 
 
-async def test_different_secret_is_refused(
-    bench: Bench, caplog: pytest.LogCaptureFixture, wait_until: WaitUntil
-) -> None:
+async def test_different_secret_is_refused(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(errors.UserError, match=r"the group at 127.0.0.1:\d+ has a different secret"):
         await bench.join("a", secret=b"some other secret")
-    await wait_until(lambda: "an unknown peer connected where hosts join" in caplog.text)
+    await until(lambda: "an unknown peer connected where hosts join" in caplog.text)
     assert "none has joined" in bench.hosts.missing(1)
 
 
@@ -519,9 +469,7 @@ async def test_malformed_frame_causes_one_warning(
     assert error in lines[0]
 
 
-async def test_a_firewall_is_not_mistaken_for_a_different_secret(
-    bench: Bench, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_firewall_is_not_mistaken_for_a_different_secret(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local rules refuse a connection with EPERM, for example until a new pod's policies are applied."""
     create, refusals = socket.create_connection, [PermissionError(1, "Operation not permitted")]
 
@@ -532,7 +480,7 @@ async def test_a_firewall_is_not_mistaken_for_a_different_secret(
 
     monkeypatch.setattr(socket, "create_connection", create_later)
     bench.join("a")
-    await wait_until(lambda: len(bench.said) == 2)
+    await until(lambda: len(bench.said) == 2)
     assert bench.said[0].endswith("cannot be reached ([Errno 1] Operation not permitted); trying again")
     assert bench.said[1].startswith("joined the group")
 
@@ -546,21 +494,20 @@ async def test_different_software_version_is_refused(bench: Bench, monkeypatch: 
     assert "none has joined" in bench.hosts.missing(1)
 
 
-async def test_missing_driver_is_waited_for(bench: Bench, wait_until: WaitUntil) -> None:
-    port = bench.hosts.port
+async def test_missing_driver_is_waited_for(bench: Bench) -> None:
     await bench.hosts.close()
-    bench.join("a", port=port)
-    await wait_until(lambda: bench.said)
+    bench.join("a")
+    await until(lambda: bench.said)
     assert "cannot be reached" in bench.said[0]
-    bench.hosts = await Hosts.listen("127.0.0.1", port, SECRET, 3.0)
+    await bench.drive_again()
     await serves(await bench.start(1), 1)
 
 
-async def test_two_groups_share_the_hosts(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_two_groups_share_the_hosts(bench: Bench) -> None:
     bench.join("a", 2)
     first = await bench.start(2)
     starting = asyncio.create_task(bench.start(1))
-    await wait_until(lambda: bench.waits and bench.waits[-1].startswith("waiting for hosts: 0 of 1 processes ("))
+    await until(lambda: bench.waits and bench.waits[-1].startswith("waiting for hosts: 0 of 1 processes ("))
     await first.stop()
     second = await starting
     await serves(second, 1)
@@ -583,9 +530,9 @@ async def test_host_that_cannot_start_a_process_is_retried(bench: Bench, monkeyp
     assert "0 of 1" in bench.hosts.missing(1)
 
 
-async def test_start_that_waits_for_hosts_can_be_cancelled(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_start_that_waits_for_hosts_can_be_cancelled(bench: Bench) -> None:
     starting = asyncio.create_task(bench.start(1))
-    await wait_until(lambda: bench.waits)
+    await until(lambda: bench.waits)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -600,30 +547,28 @@ async def visit(bench: Bench, offer: Offer) -> LoopLink:
     return link
 
 
-async def test_hosts_that_cannot_reach_each_other_are_refused(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_hosts_that_cannot_reach_each_other_are_refused(bench: Bench) -> None:
     links = [
         await visit(bench, Offer(n, n, address, 1, software(), ()))
         for n, address in (("a", "10.0.0.9"), ("b", "127.0.0.1"))
     ]
     assert bench.hosts.missing(2).startswith("waiting for hosts: b joined through 127.0.0.1, where others cannot reach")
     links[0].close()
-    await wait_until(lambda: not bench.hosts.missing(1))
+    await until(lambda: not bench.hosts.missing(1))
     links[1].close()
-    await wait_until(lambda: "none has joined" in bench.hosts.missing(1))
+    await until(lambda: "none has joined" in bench.hosts.missing(1))
 
 
-async def test_ranks_follow_the_numbers_of_hosts_and_in_a_pod_of_tpus_its_order(
-    bench: Bench, wait_until: WaitUntil
-) -> None:
+async def test_ranks_follow_the_numbers_of_hosts_and_in_a_pod_of_tpus_its_order(bench: Bench) -> None:
     async def order(*offers: tuple[str, tuple[int, ...]]) -> list[str]:
         links = [await visit(bench, Offer(n, n, "10.0.0.9", 1, software(), (), pod)) for n, pod in offers]
-        await wait_until(lambda: not bench.hosts.missing(len(offers)))
+        await until(lambda: not bench.hosts.missing(len(offers)))
         slots = bench.hosts.reserve(len(offers), "plan")
         for slot in slots:
             slot.release()
         for link in links:
             link.close()
-        await wait_until(lambda: bool(bench.hosts.missing(1)))
+        await until(lambda: bool(bench.hosts.missing(1)))
         return [slot.host for slot in slots]
 
     assert await order(("host-10", ()), ("host-2", ()), ("a", ())) == ["a", "host-2", "host-10"]
@@ -631,23 +576,23 @@ async def test_ranks_follow_the_numbers_of_hosts_and_in_a_pod_of_tpus_its_order(
     assert await order(*in_pod) == ["w-b", "w-a", "w-c"]
 
 
-async def test_rejoining_agent_is_counted_once(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_rejoining_agent_is_counted_once(bench: Bench) -> None:
     offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]
-    await wait_until(lambda: "(a: 1)" in bench.hosts.missing(2))
+    await until(lambda: "(a: 1)" in bench.hosts.missing(2))
     await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late, so the driver ignores it
     await links[1].write(0, codec.encode(offer))
-    await wait_until(lambda: "none has joined" in bench.hosts.missing(1))
+    await until(lambda: "none has joined" in bench.hosts.missing(1))
     for link in links:
         link.close()
 
 
-async def test_removed_host_is_replaced_by_another(bench: Bench, wait_until: WaitUntil) -> None:
+async def test_removed_host_is_replaced_by_another(bench: Bench) -> None:
     bench.join("a")
     pool = await bench.start(1)
     other = await bench.start(1, on_demand=True)
     bench.join("b", 2)
-    await wait_until(lambda: "(" in bench.hosts.missing(9) and bench.hosts.missing(2) == "")
+    await until(lambda: "(" in bench.hosts.missing(9) and bench.hosts.missing(2) == "")
     other.begin()
     await other.serving()
     pool.take_out(2, "another generation")
@@ -660,7 +605,7 @@ async def test_removed_host_is_replaced_by_another(bench: Bench, wait_until: Wai
     assert pool.pids and (place, other.ready) == (f"rank 0 on {socket.gethostname()}", True)
 
     pool.take_out(2, "step 9 was wrong")
-    await wait_until(lambda: pool.lacks_capacity)
+    await until(lambda: pool.lacks_capacity)
     assert other.generation == 1 and other.ready, "groups that run go on"
     why = "out of service: step 9 was wrong; restart its `tinkerflow worker`, or `tinkerflow up`, to use it again"
     assert "waiting for hosts: 0 of 1 processes (" in bench.waits[-1] and why in bench.waits[-1]

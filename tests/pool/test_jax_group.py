@@ -7,16 +7,14 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from tests.pool.conftest import StartPool, make_config
 
 from tinkerflow.backend.core.errors import GroupFailedError, SuspectError
-from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.spec.commands import (
     Example,
     Forward,
@@ -28,8 +26,6 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.deployments.tiny_model import make_tiny
 
-StartPool = Callable[..., Coroutine[Any, Any, Pool]]
-
 
 def total(values: int) -> Forward:
     """A command that sums 0 … values-1 over all devices."""
@@ -38,11 +34,9 @@ def total(values: int) -> Forward:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_two_devices_sum_together(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig], processes: int
-) -> None:
+async def test_two_devices_sum_together(start_pool: StartPool, processes: int) -> None:
     lines: list[str] = []
-    pool = await start_pool("Collective", processes=processes, config=group_config(fsdp=2), on_progress=lines.append)
+    pool = await start_pool("Collective", processes=processes, config=make_config(fsdp=2), on_progress=lines.append)
     assert len(pool.info.devices) == 2
     assert pool.info.parameters == processes  # the executor reports jax.process_count()
     replies = [await pool.submit(total(8)) for _ in range(5)]
@@ -51,10 +45,8 @@ async def test_two_devices_sum_together(
     assert ("joining 2 processes" in lines) == (processes == 2)
 
 
-async def test_a_rank_killed_during_collectives_ends_the_group_at_once(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig]
-) -> None:
-    pool = await start_pool("Collective", processes=2, config=group_config(fsdp=2))
+async def test_a_rank_killed_during_collectives_ends_the_group_at_once(start_pool: StartPool) -> None:
+    pool = await start_pool("Collective", processes=2, config=make_config(fsdp=2))
     await pool.submit(total(8))
     tasks = [asyncio.create_task(pool.submit(total(1 << 18))) for _ in range(200)]
     await asyncio.sleep(0.05)
@@ -93,9 +85,9 @@ async def test_damaged_compilation_cache_is_repaired(
 
 
 async def test_second_generation_finds_all_compiled_programs_of_the_first(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
+    start_pool: StartPool, tmp_path: Path
 ) -> None:
-    config = replace(group_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
+    config = replace(make_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
     pool = await start_pool("Counting", processes=2, config=config)
 
     async def found() -> list[str]:
@@ -106,17 +98,13 @@ async def test_second_generation_finds_all_compiled_programs_of_the_first(
     asked = [int(text.rpartition(" ")[2]) for text in first]
     assert first == [f"0 of {count}" for count in asked] and all(asked)
     os.kill(pool.pids[1], signal.SIGKILL)
-    async for lost in pool.losses():
-        assert lost.generation == 1
-        break
+    assert (await anext(pool.losses())).generation == 1
     assert await pool.serving() == 2
     assert await found() == [f"{count} of {count}" for count in asked]
 
 
-async def test_a_rank_that_lacks_programs_compiles_them(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
-) -> None:
-    config = replace(group_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
+async def test_a_rank_that_lacks_programs_compiles_them(start_pool: StartPool, tmp_path: Path) -> None:
+    config = replace(make_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
 
     async def missing() -> list[int]:
         """The number of programs that each rank did not find in its cache."""
@@ -134,11 +122,9 @@ async def test_a_rank_that_lacks_programs_compiles_them(
     assert await missing() == [0, 0]
 
 
-async def test_rank_that_gets_sigterm_finishes_its_commands_first(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig]
-) -> None:
+async def test_rank_that_gets_sigterm_finishes_its_commands_first(start_pool: StartPool) -> None:
     """The notice arrives although the main thread waits for the devices."""
-    pool = await start_pool("Collective", processes=2, config=group_config(fsdp=2))
+    pool = await start_pool("Collective", processes=2, config=make_config(fsdp=2))
     await pool.submit(total(8))
     work = [asyncio.create_task(pool.submit(total(1 << 18))) for _ in range(20)]
     await asyncio.sleep(0)
@@ -149,17 +135,14 @@ async def test_rank_that_gets_sigterm_finishes_its_commands_first(
         assert await pool.submit(total(8)) == ForwardResult((), 28.0)
         assert pool.generation == 1
         break
-    async for lost in pool.losses():
-        assert (lost.generation, lost.cause) == (1, cause)
-        break
+    lost = await anext(pool.losses())
+    assert (lost.generation, lost.cause) == (1, cause)
     assert await pool.serving() == 2
     assert await pool.submit(total(8)) == ForwardResult((), 28.0)
 
 
-async def test_kill_with_an_unread_chunk_changes_no_token(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
-) -> None:
-    config = replace(group_config(str(make_tiny(tmp_path / "tiny"))), compile_cache_dir=str(tmp_path / "cache"))
+async def test_kill_with_an_unread_chunk_changes_no_token(start_pool: StartPool, tmp_path: Path) -> None:
+    config = replace(make_config(str(make_tiny(tmp_path / "tiny"))), compile_cache_dir=str(tmp_path / "cache"))
     pool = await start_pool("running_ahead:RunsAhead", config=config)
     prompt_T = np.arange(1, 20, dtype=np.int32)
     drawn = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 7, "stream": True}
@@ -185,8 +168,6 @@ async def test_kill_with_an_unread_chunk_changes_no_token(
     steps = 3
     assert await answers(steps) == ({}, (steps - 1) * 3 * config.decode_chunk), "the last chunk is not read"
     os.kill(pool.pids[0], signal.SIGKILL)
-    async for lost in pool.losses():
-        assert lost.generation == 1
-        break
+    assert (await anext(pool.losses())).generation == 1
     assert await pool.serving() == 2
     assert await answers() == (expected, told)

@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.pool.conftest import StartPool, is_alive, make_config, worker_pids
+from tests.waiting import until
 
 from tinkerflow.backend.core import errors
 from tinkerflow.backend.core.errors import GroupFailedError, SuspectError, UserError
@@ -28,7 +29,6 @@ from tinkerflow.backend.spec.commands import (
     ExportAdapter,
     Forward,
     ForwardResult,
-    GroupConfig,
     ImportAdapter,
     LoraSpec,
     Loss,
@@ -41,8 +41,6 @@ from tinkerflow.backend.spec.commands import (
 )
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
-StartPool = Callable[..., Coroutine[Any, Any, Pool]]
-WaitUntil = Callable[..., Awaitable[None]]
 both = pytest.mark.parametrize("processes", [1, 2])
 
 
@@ -98,14 +96,12 @@ async def test_a_forward_goes_by_micro_batch_and_lets_samples_in(start_pool: Sta
     assert "SampleStep SampleStep" not in " ".join(executed[: executed.index("OptimStep")])
 
 
-async def test_removed_machine_starts_no_group_and_stops(
-    start_pool: StartPool, wait_until: Callable[..., Awaitable[None]]
-) -> None:
+async def test_removed_machine_starts_no_group_and_stops(start_pool: StartPool) -> None:
     said: list[str] = []
     pool = await start_pool(on_progress=said.append)
     assert pool.info.places == ("rank 0 on this machine",)
     pool.take_out(1, "step 5 was wrong")
-    await wait_until(lambda: pool.lacks_capacity)
+    await until(lambda: pool.lacks_capacity)
     assert said[-1] == "this machine is out of service: step 5 was wrong; restart the service to use it"
     assert not pool.ready
 
@@ -198,16 +194,14 @@ async def test_rank_that_dies_after_its_commands_suspects_none_of_them(start_poo
         assert not isinstance(await failure_of(task), SuspectError)
 
 
-async def test_last_message_of_a_rank_is_read_although_sending_fails(
-    start_pool: StartPool, alive: Callable[[int], bool]
-) -> None:
+async def test_last_message_of_a_rank_is_read_although_sending_fails(start_pool: StartPool) -> None:
     pool = await start_pool()
     (pid,) = pool.pids
     (guilty,) = together(pool, order("memory"))
     for _ in range(10):
         await asyncio.sleep(0)
     innocent = together(pool, Ping(), Ping(), Ping())
-    while alive(pid):
+    while is_alive(pid):
         time.sleep(0.01)  # noqa: ASYNC251  (this loop must read nothing before the process has ended)
     with pytest.raises(SuspectError, match="RESOURCE_EXHAUSTED"):
         await guilty
@@ -218,9 +212,7 @@ async def test_last_message_of_a_rank_is_read_although_sending_fails(
         )
 
 
-async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
-    start_pool: StartPool, wait_until: WaitUntil
-) -> None:
+async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(start_pool: StartPool) -> None:
     pool = await start_pool("Ahead", probation=3)
     assert await pool.submit(SampleStep()) == SampleProgress((), active=0, waiting=0)
     innocent, guilty = together(pool, step(), order("die"))
@@ -236,7 +228,7 @@ async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blam
     generation = await pool.serving()
     assert await pool.submit(step()) == OptimResult(1.0, 1)
     os.kill(pool.pids[0], signal.SIGKILL)
-    await wait_until(lambda: pool.ready and pool.generation > generation)
+    await until(lambda: pool.ready and pool.generation > generation)
     replies = await asyncio.gather(*together(pool, step(), step()))
     assert replies == [OptimResult(1.0, 1), OptimResult(2.0, 2)], "the next group continues the probation"
     replies = await asyncio.gather(*together(pool, step(), step()))
@@ -263,9 +255,7 @@ async def test_arrays_and_megabytes_pass_unchanged(start_pool: StartPool) -> Non
     assert state.weights["w"].tobytes() == big["w"].tobytes()
 
 
-async def test_progress_and_the_description_of_the_group_reach_the_driver(
-    start_pool: StartPool, wait_until: WaitUntil
-) -> None:
+async def test_progress_and_the_description_of_the_group_reach_the_driver(start_pool: StartPool) -> None:
     lines: list[str] = []
     pool = await start_pool(processes=2, on_progress=lines.append)
     assert pool.info.devices == ("fake:0", "fake:1")
@@ -276,7 +266,7 @@ async def test_progress_and_the_description_of_the_group_reach_the_driver(
     assert lines[0] == "starting worker group 1: 2 process(es)"
     assert [x for x in lines if "weights" in x] == [f"loading weights {i}/3" for i in (1, 2, 3)]
     await pool.submit(order("progress"))
-    await wait_until(lambda: "compiling a step" in lines)
+    await until(lambda: "compiling a step" in lines)
 
 
 async def test_broken_progress_printer_is_harmless(start_pool: StartPool) -> None:
@@ -287,12 +277,12 @@ async def test_broken_progress_printer_is_harmless(start_pool: StartPool) -> Non
     assert await pool.submit(Ping()) == Done()
 
 
-async def test_cancelling_the_caller_leaves_the_command_running(start_pool: StartPool, wait_until: WaitUntil) -> None:
+async def test_cancelling_the_caller_leaves_the_command_running(start_pool: StartPool) -> None:
     lines: list[str] = []
     pool = await start_pool(on_progress=lines.append)
     slow = asyncio.create_task(pool.submit(sleep(0.2)))
     counted = asyncio.create_task(pool.submit(step(1)))
-    await wait_until(lambda: "busy" in lines)
+    await until(lambda: "busy" in lines)
     slow.cancel()
     counted.cancel()
     assert await pool.submit(step(2)) == OptimResult(2.0, 2)
@@ -325,13 +315,13 @@ async def test_errors_that_all_ranks_raise_arrive_and_leave_the_group_alive(
 
 
 # ------------------------------------------------------------------ a group that fails
-async def test_a_killed_rank_ends_the_group_and_a_new_one_serves(start_pool: StartPool, wait_until: WaitUntil) -> None:
+async def test_a_killed_rank_ends_the_group_and_a_new_one_serves(start_pool: StartPool) -> None:
     """The command that was being executed is suspected, and no other command."""
     lines: list[str] = []
     pool = await start_pool(processes=2, on_progress=lines.append)
     old = pool.pids
     executing, *waiting = together(pool, sleep(30), *[Ping()] * 5)
-    await wait_until(lambda: "busy" in lines)
+    await until(lambda: "busy" in lines)
     os.kill(old[-1], signal.SIGKILL)
     for task in (executing, *waiting):
         error = await failure_of(task)
@@ -376,16 +366,11 @@ async def test_a_command_for_an_ended_generation_is_not_given_to_the_next(start_
     first = await pool.serving()
     assert await pool.submit(Ping(), generation=first) == Done()
     os.kill(pool.pids[0], signal.SIGKILL)
-    assert await asyncio.wait_for(_next_generation(pool, first), 30) == first + 1
+    await until(lambda: not pool.ready)
+    assert await pool.serving() == first + 1
     with pytest.raises(errors.GroupFailedError, match=f"worker group {first} no longer serves"):
         await pool.submit(Ping(), generation=first)
     assert await pool.submit(Ping(), generation=first + 1) == Done()
-
-
-async def _next_generation(pool: Pool, before: int) -> int:
-    while (generation := await pool.serving()) == before:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    return generation
 
 
 async def test_group_error_names_the_rank_and_the_cause(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,12 +409,10 @@ async def test_hanging_command_misses_its_deadline(start_pool: StartPool, tmp_pa
     await serves_again(pool)
 
 
-async def test_error_names_the_cause_when_a_late_commands_group_ends(
-    start_pool: StartPool, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+async def test_error_names_the_cause_when_a_late_commands_group_ends(start_pool: StartPool, tmp_path: Path) -> None:
     pool = await start_pool(processes=2, stack_seconds=30.0)
     late = asyncio.create_task(pool.submit(order("hang:1"), deadline=1.0))
-    await wait_until(lambda: "in misbehave" in (tmp_path / "logs" / "worker-1.log").read_text())  # its stack was logged
+    await until(lambda: "in misbehave" in (tmp_path / "logs" / "worker-1.log").read_text())  # its stack was logged
     os.kill(pool.pids[1], signal.SIGKILL)
     with pytest.raises(SuspectError, match="rank 1 was killed by SIGKILL") as caught:
         await late
@@ -456,7 +439,7 @@ async def test_answer_received_before_the_deadline_check_is_in_time(start_pool: 
     assert pool.generation == 1
 
 
-async def test_stopped_rank_is_detected_without_commands(start_pool: StartPool, wait_until: WaitUntil) -> None:
+async def test_stopped_rank_is_detected_without_commands(start_pool: StartPool) -> None:
     pool = await start_pool(processes=2, heartbeat_timeout=3.0)
     await pool.submit(sleep(3.5))  # a busy rank is not suspected
     assert pool.generation == 1
@@ -470,7 +453,7 @@ async def test_stopped_rank_is_detected_without_commands(start_pool: StartPool, 
 
 
 # ------------------------------------------------------------------ losses
-async def test_next_generation_waits_for_readers_of_losses(start_pool: StartPool, wait_until: WaitUntil) -> None:
+async def test_next_generation_waits_for_readers_of_losses(start_pool: StartPool) -> None:
     lines: list[str] = []
     pool = await start_pool(on_progress=lines.append)
     seen: list[GroupLost] = []
@@ -484,10 +467,10 @@ async def test_next_generation_waits_for_readers_of_losses(start_pool: StartPool
     reader = asyncio.create_task(read())
     await asyncio.sleep(0)
     os.kill(pool.pids[0], signal.SIGKILL)
-    await wait_until(lambda: seen)
+    await until(lambda: seen)
     assert seen == [GroupLost(1, "worker group 1 ended: rank 0 was killed by SIGKILL")]
     early = asyncio.create_task(pool.submit(step(1)))
-    await wait_until(lambda: lines.count("loading weights 3/3") == 2)  # the next generation has started
+    await until(lambda: lines.count("loading weights 3/3") == 2)  # the next generation has started
     assert not early.done()
     assert pool.pids == ()
     go_on.set()
@@ -515,13 +498,13 @@ async def test_waiting_commands_keep_their_order(start_pool: StartPool) -> None:
 
 
 # ------------------------------------------------------------------ starts that fail
-async def test_refused_configuration_is_a_user_error(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+async def test_refused_configuration_is_a_user_error(start_pool: StartPool) -> None:
     with pytest.raises(errors.UserError, match=r"model_path 'none': there is no config.json in it"):
         await start_pool("Refusing", processes=2)
-    assert not workers()
+    assert not worker_pids()
 
 
-async def test_a_broken_executor_is_tried_three_times(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+async def test_a_broken_executor_is_tried_three_times(start_pool: StartPool) -> None:
     lines: list[str] = []
     with pytest.raises(
         errors.GroupFailedError, match="worker group 3 ended: rank 0 failed: ZeroDivisionError: while loading"
@@ -530,34 +513,28 @@ async def test_a_broken_executor_is_tried_three_times(start_pool: StartPool, wor
     assert [x for x in lines if x.startswith("starting")] == [
         f"starting worker group {i}: 1 process(es)" for i in (1, 2, 3)
     ]
-    assert not workers()
+    assert not worker_pids()
 
 
 async def test_failed_launch_is_retried(
-    start_pool: StartPool,
-    tmp_path: Path,
-    group_config: Callable[..., GroupConfig],
-    caplog: pytest.LogCaptureFixture,
-    wait_until: WaitUntil,
+    start_pool: StartPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "blob").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").symlink_to(tmp_path / "blob")
-    pool = await start_pool(config=group_config(model_path=str(tmp_path / "model")))
+    pool = await start_pool(config=make_config(model_path=str(tmp_path / "model")))
     (tmp_path / "blob").unlink()
     os.kill(pool.pids[0], signal.SIGKILL)
-    await wait_until(lambda: "cannot be started" in caplog.text)
+    await until(lambda: "cannot be started" in caplog.text)
     (tmp_path / "blob").touch()
     assert await pool.serving() > 2
     assert await pool.submit(step()) == OptimResult(0.0, 1)
 
 
-async def test_a_pool_on_demand_has_a_group_between_begin_and_release(
-    start_pool: StartPool, wait_until: WaitUntil, workers: Callable[[], list[int]]
-) -> None:
+async def test_a_pool_on_demand_has_a_group_between_begin_and_release(start_pool: StartPool) -> None:
     pool = await start_pool(on_demand=True)
     await asyncio.sleep(0)
-    assert pool.resting and not workers()
+    assert pool.resting and not worker_pids()
     for generation in (1, 2):
         waiting = asyncio.create_task(pool.submit(step()))
         pool.begin()
@@ -566,17 +543,17 @@ async def test_a_pool_on_demand_has_a_group_between_begin_and_release(
         assert pool.generation == generation
         pool.release("others have their turn")
         assert pool.draining and not pool.resting
-        await wait_until(lambda: pool.resting)
-        assert not pool.draining and not workers()
+        await until(lambda: pool.resting)
+        assert not pool.draining and not worker_pids()
 
 
 async def test_on_demand_pool_rests_after_a_failed_start(
-    start_pool: StartPool, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Restarts, "pause", lambda restarts, *, steady: 0.0 if steady else 1000.0)
     pool = await start_pool("Broken", on_demand=True)
     pool.begin()
-    await wait_until(lambda: pool.resting)
+    await until(lambda: pool.resting)
     assert "ZeroDivisionError: while loading" in pool.trouble
     assert pool.pausing
 
@@ -586,54 +563,46 @@ async def test_an_unknown_executor_is_named(start_pool: StartPool) -> None:
         await start_pool("Nobody")
 
 
-async def test_a_start_has_a_deadline(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+async def test_a_start_has_a_deadline(start_pool: StartPool) -> None:
     with pytest.raises(errors.DeadlineError, match=r"was not ready within 1 s: no message from rank \[0, 1\]"):
         await start_pool("Sleepy", processes=2, start_deadline=1.0)
-    assert not workers()
+    assert not worker_pids()
 
 
-async def test_a_cancelled_start_leaves_no_process(
-    start_pool: StartPool, workers: Callable[[], list[int]], wait_until: WaitUntil
-) -> None:
+async def test_a_cancelled_start_leaves_no_process(start_pool: StartPool) -> None:
     starting = asyncio.create_task(start_pool("Sleepy", processes=2))
-    await wait_until(lambda: len(workers()) == 2)
+    await until(lambda: len(worker_pids()) == 2)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert not workers()
+    assert not worker_pids()
 
 
-async def test_group_that_gets_sigterm_while_starting_is_started_again(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
-) -> None:
+async def test_group_that_gets_sigterm_while_starting_is_started_again(start_pool: StartPool, tmp_path: Path) -> None:
     async with asyncio.timeout(30):
-        pool = await start_pool("Taken", config=group_config(model_path=str(tmp_path / "taken")))
+        pool = await start_pool("Taken", config=make_config(model_path=str(tmp_path / "taken")))
     assert pool.generation == 2
 
 
-async def test_starts_are_repeated_until_one_succeeds(
-    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig], wait_until: WaitUntil
-) -> None:
-    pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")))
+async def test_starts_are_repeated_until_one_succeeds(start_pool: StartPool, tmp_path: Path) -> None:
+    pool = await start_pool("Flaky", config=make_config(model_path=str(tmp_path / "starts")))
     os.kill(pool.pids[0], signal.SIGKILL)
-    await wait_until(lambda: not pool.ready)
+    await until(lambda: not pool.ready)
     await serves_again(pool, generation=4)
 
 
-async def test_commands_waiting_for_a_group_time_out(
-    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig], wait_until: WaitUntil
-) -> None:
-    pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")), start_deadline=15.0)
+async def test_commands_waiting_for_a_group_time_out(start_pool: StartPool, tmp_path: Path) -> None:
+    pool = await start_pool("Flaky", config=make_config(model_path=str(tmp_path / "starts")), start_deadline=15.0)
     (tmp_path / "starts").unlink()
     (tmp_path / "starts").mkdir()  # makes all further starts fail
     os.kill(pool.pids[0], signal.SIGKILL)
-    await wait_until(lambda: not pool.ready)
+    await until(lambda: not pool.ready)
     with pytest.raises(errors.GroupFailedError, match=r"no worker group was ready within 15 s: .*IsADirectoryError"):
         await pool.submit(Ping())
 
 
 async def test_machine_without_room_for_a_process_is_retried(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, workers: Callable[[], list[int]], wait_until: WaitUntil
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = await start_pool(processes=2)
     spawned = 0
@@ -647,26 +616,21 @@ async def test_machine_without_room_for_a_process_is_retried(
 
     monkeypatch.setattr("tinkerflow.backend.pool.host.places.LocalWorker", spawn)
     os.kill(pool.pids[0], signal.SIGKILL)
-    await wait_until(lambda: not pool.ready)
+    await until(lambda: not pool.ready)
     await serves_again(pool, generation=4)
-    assert len(workers()) == 2
+    assert len(worker_pids()) == 2
 
 
 # ------------------------------------------------------------------ the end
-async def test_stop_ends_everything(
-    start_pool: StartPool,
-    alive: Callable[[int], bool],
-    workers: Callable[[], list[int]],
-    wait_until: WaitUntil,
-) -> None:
+async def test_stop_ends_everything(start_pool: StartPool) -> None:
     lines: list[str] = []
     pool = await start_pool(processes=2, on_progress=lines.append)
     pids = pool.pids
     busy = asyncio.create_task(pool.submit(sleep(30)))
-    await wait_until(lambda: "busy" in lines)
+    await until(lambda: "busy" in lines)
     await pool.stop()
-    assert not [pid for pid in pids if alive(pid)]
-    assert not workers()
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert not worker_pids()
     with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
         await busy
     with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
@@ -674,16 +638,14 @@ async def test_stop_ends_everything(
     await pool.stop()
 
 
-async def test_stop_while_a_generation_starts(
-    start_pool: StartPool, workers: Callable[[], list[int]], wait_until: WaitUntil
-) -> None:
+async def test_stop_while_a_generation_starts(start_pool: StartPool) -> None:
     async with await start_pool(processes=2) as pool:
         first = {*pool.pids}
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(errors.GroupFailedError):
             await pool.submit(Ping())
         waiting = asyncio.create_task(pool.submit(Ping()))
-        await wait_until(lambda: {*workers()} - first)
-    assert not workers()
+        await until(lambda: {*worker_pids()} - first)
+    assert not worker_pids()
     with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
         await waiting

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tests.waiting import until
 
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.errors import UserError
@@ -53,7 +54,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 async def test_a_worker_sends_a_span_of_each_command_of_a_traced_request(
-    start_pool: Any, received: Any, exporter: InMemorySpanExporter, wait_until: Any
+    start_pool: Any, received: Any, exporter: InMemorySpanExporter
 ) -> None:
     pool = await start_pool(processes=2)
     await pool.submit(DropAdapter("progress"))  # belongs to no request
@@ -62,7 +63,7 @@ async def test_a_worker_sends_a_span_of_each_command_of_a_traced_request(
         await pool.submit(Ping())
     assert inside is not None
     _, trace, parent, _ = inside.split("-")
-    await wait_until(lambda: received)
+    await until(lambda: received)
     assert received == [("tinkerflow-worker", "Ping", trace, parent)], "of rank 0, once"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.pool.conftest import StartPool, make_config
 
 from tinkerflow.backend.core.errors import GroupFailedError, NotFoundError, StoreAwayError, StoreError
 from tinkerflow.backend.pool import Pool, transfers
@@ -21,14 +22,12 @@ from tinkerflow.backend.spec.commands import (
     AdapterKept,
     ExportAdapter,
     FetchState,
-    GroupConfig,
     ImportAdapter,
     Ping,
     WriteState,
 )
 from tinkerflow.backend.store import CheckpointMeta, Saved, Store, parts
 
-StartPool = Callable[..., Awaitable[Pool]]
 META = CheckpointMeta(base_model="tiny", owner="me")
 ADAPTERS = 16
 
@@ -39,12 +38,10 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def keepers(
-    start_pool: StartPool, group_config: Callable[..., GroupConfig], store: Store
-) -> Callable[..., Awaitable[Pool]]:
+def keepers(start_pool: StartPool, store: Store) -> Callable[..., Awaitable[Pool]]:
     async def start(processes: int, mark: str | None = None) -> Pool:
         config = replace(
-            group_config(fsdp=processes), store_url=store.url, store_mark=store.mark() if mark is None else mark
+            make_config(fsdp=processes), store_url=store.url, store_mark=store.mark() if mark is None else mark
         )
         return await start_pool("Keeper", processes=processes, config=config)
 
@@ -132,12 +129,10 @@ async def test_states_go_through_the_driver_for_a_while_after_a_failed_store(
     await save(pool, store, "a")
 
 
-def test_unresponsive_store_prevents_no_start(
-    group_config: Callable[..., GroupConfig], store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_store_prevents_no_start(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, mark = threading.Event(), store.mark()
     holder = SimpleNamespace(take_kept=print, needed_tensors=print, keep_fetched=print)
-    config = replace(group_config(), store_url=store.url, store_mark=mark)
+    config = replace(make_config(), store_url=store.url, store_mark=mark)
     assert transfers.Transfers(holder, config, 0).reach_store
     monkeypatch.setattr(parts, "is_store", lambda blobs, mark: hangs.wait(60))
     assert not transfers.Transfers(holder, config, 0, patience=0.1).reach_store

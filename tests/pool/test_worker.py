@@ -8,10 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from tests.pool.conftest import is_alive, start_driver
+from tests.waiting import until
 
 from tinkerflow.backend.pool.host.places import LocalWorker, worker_environment
 from tinkerflow.backend.pool.protocol import codec
@@ -24,49 +25,32 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SECRET = b"s" * 32
-WaitUntil = Callable[..., Awaitable[None]]
 
 
-async def start_driver(executor: str, processes: int) -> asyncio.subprocess.Process:
-    path = os.pathsep.join((str(HERE), str(ROOT / ".package")))
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(HERE / "pool_driver.py"),
-        executor,
-        str(processes),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-async def test_workers_end_with_their_killed_driver(alive: Callable[[int], bool], wait_until: WaitUntil) -> None:
+async def test_workers_end_with_their_killed_driver() -> None:
     driver = await start_driver("Echo", 2)
     assert driver.stdout
     pids = [int(word) for word in (await driver.stdout.readline()).split()]
     assert len(pids) == 2
-    assert all(alive(pid) for pid in pids)
+    assert all(is_alive(pid) for pid in pids)
     assert driver.stdin
     driver.stdin.write(b"busy\n")
     os.kill(pids[1], signal.SIGSTOP)  # so that only the kernel can end it
     driver.kill()
     await driver.communicate()
-    await wait_until(lambda: not any(alive(pid) for pid in pids))
+    await until(lambda: not any(is_alive(pid) for pid in pids))
 
 
-async def test_workers_end_when_their_driver_is_killed_during_start(
-    wait_until: WaitUntil, alive: Callable[[int], bool]
-) -> None:
+async def test_workers_end_when_their_driver_is_killed_during_start() -> None:
     driver = await start_driver("Sleepy", 2)
     assert driver.stderr
     assert (await driver.stderr.readline()).startswith(b"starting worker group 1")
     children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children")
-    await wait_until(lambda: len(children.read_text().split()) == 2)
+    await until(lambda: len(children.read_text().split()) == 2)
     pids = [int(word) for word in (await asyncio.to_thread(children.read_text)).split()]
     driver.kill()
     await driver.communicate()
-    await wait_until(lambda: not any(alive(pid) for pid in pids))
+    await until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def spec(listener: socket.socket, secret: bytes) -> LaunchSpec:
