@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,11 @@ def runs(tmp_path: Path, migrated: bytes) -> Iterator[GrowingRuns]:
     journal.close()
 
 
-@pytest.fixture
-def read() -> Callable[..., Points]:
-    """read(tracker, folder, run, project): the values that a tracker has stored for a run."""
-
-    def read(tracker: str, folder: Path, run: str, project: str = "local") -> Points:
-        script = Path(__file__).with_name("reading.py")
-        words = [sys.executable, str(script), tracker, str(folder), run.replace(":", "-"), project]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        points: Points = json.loads(done.stdout.splitlines()[-1])
-        return points
-
-    return read
+def read(tracker: str, folder: Path, run: str) -> Points:
+    """The values that a tracker has stored for a run of the project `local`."""
+    script = Path(__file__).with_name("reading.py")
+    words = [sys.executable, str(script), tracker, str(folder), run.replace(":", "-"), "local"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    points: Points = json.loads(done.stdout.splitlines()[-1])
+    return points

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tracking.conftest import read
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import ModelState
@@ -34,7 +35,7 @@ class Mirroring:
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_killed_mirror_writes_each_value_once(runs: Any, read: Any, tracker: str) -> None:
+def test_a_killed_mirror_writes_each_value_once(runs: Any, tracker: str) -> None:
     try:
         TRACKERS[tracker].check()
     except UserError as missing:
@@ -48,7 +49,7 @@ def test_a_killed_mirror_writes_each_value_once(runs: Any, read: Any, tracker: s
         # wandb-core writes blocks of 32 KiB
         metrics.record(run, "local", {step: {"eval/reward": step / 4} for step in range(made * 100, made * 100 + 600)})
         process.turns(2)  # the second turn has seen these steps
-        counts = (number_of(read(tracker, place, run)) for _ in range(20))
+        counts = (sum(map(len, read(tracker, place, run).values())) for _ in range(20))
         stored = next(count for count in counts if count > stored)  # some of the new values
         runs.train(run, *range(made + 11, made + 21))
         metrics.record(run, "local", {made * 100 + 700: {"eval/reward": 9.0}})
@@ -58,7 +59,7 @@ def test_a_killed_mirror_writes_each_value_once(runs: Any, read: Any, tracker: s
     runs.journal.models.end(run, ModelState.UNLOADED, "the end")
     done = subprocess.run(
         [sys.executable, "-m", "tinkerflow", "track", "--once"],
-        env=environment(tracker, runs.folder),
+        env={**os.environ, "TINKERFLOW_DATA_DIR": str(runs.folder), "TINKERFLOW_TRACKERS": f'["{tracker}"]'},
         capture_output=True,
         text=True,
         check=False,
@@ -78,12 +79,3 @@ def test_a_killed_mirror_writes_each_value_once(runs: Any, read: Any, tracker: s
     drift = points.pop("kl_sample_train")
     assert [step for step, _ in sorted(drift)] == list(range(1, made + 1))
     assert {name: sorted(values) for name, values in points.items()} == wanted
-
-
-def number_of(points: dict[str, list[Any]]) -> int:
-    return sum(map(len, points.values()))
-
-
-def environment(tracker: str, folder: Path) -> dict[str, str]:
-    own = {"TINKERFLOW_DATA_DIR": str(folder), "TINKERFLOW_TRACKERS": f'["{tracker}"]'}
-    return os.environ | own

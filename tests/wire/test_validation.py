@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -172,9 +173,8 @@ class Example(WireModel):
     ],
 )
 def test_errors_name_the_field_the_value_and_the_rule(body: dict[str, Any], error: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(error)):
         Example.from_values(body)
-    assert error in caught.value.message
 
 
 def test_integral_floats_are_integers() -> None:
@@ -191,9 +191,8 @@ def test_integral_floats_are_integers() -> None:
     ],
 )
 def test_json_other_than_an_object_is_refused(body: bytes, error: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(error)):
         Example.from_json(body)
-    assert error in caught.value.message
     assert Example.from_json(rb'{"word": "a\\u0000"}').word == r"a\u0000"
 
 
