@@ -66,11 +66,8 @@ def test_invalid_input_is_named_in_the_error(payload: bytes, text: str) -> None:
 
 
 def test_constraints_need_an_end_of_text_token() -> None:
-    from tests.wire.test_sample import SampleBody, sample_request
-
-    read = SampleBody.decode(constrained("regex", "a"))
     with pytest.raises(UserError, match="the model names no end-of-text token"):
-        sample_request(read, request_id="r", owner="o", vocab_size=100, max_context=64, eos=())
+        decode(constrained("regex", "a"), eos=())
 
 
 def chain(length: int) -> str:

@@ -33,10 +33,15 @@ from tinkerflow.backend.wire import (
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 VOCAB, CONTEXT = 100, 64
+SEES = ImageProcessor(token=99, side=8, least=64, most=4096, mean=(0.0,) * 3, deviation=(1.0,) * 3)
 
 
-def decode(body: bytes) -> Any:
-    return decode_forward(read_forward(body), vocab_size=VOCAB, max_context=CONTEXT)
+def decode(body: bytes, max_context: int = CONTEXT, processor: ImageProcessor | None = None) -> Any:
+    return decode_forward(read_forward(body), vocab_size=VOCAB, max_context=max_context, processor=processor)
+
+
+def message_of(*args: Any) -> pb.ForwardBackwardRequest:
+    return pb.ForwardBackwardRequest.FromString(forward_body(*args))
 
 
 def policy(n: int, **more: Any) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def test_chunks_of_one_prompt_are_joined() -> None:
 
 
 def test_integer_weights_and_an_absent_shape() -> None:
-    message = pb.ForwardBackwardRequest.FromString(forward_body([datum([1, 2], weights=np.array([0, 3]))]))
+    message = message_of([datum([1, 2], weights=np.array([0, 3]))])
     del message.data[0].loss_fn_inputs["weights"].shape[:]
     example = decode(message.SerializeToString()).examples[0]
     assert example.weights_TK.dtype == np.float32
@@ -126,7 +131,7 @@ def test_policy_losses(loss: str, given_config: Any, config: Any) -> None:
 
 
 def test_old_config_map_is_read_without_the_new_one() -> None:
-    message = pb.ForwardBackwardRequest.FromString(forward_body([datum([1], **policy(1))], "dro", {"beta": 0.2}))
+    message = message_of([datum([1], **policy(1))], "dro", {"beta": 0.2})
     message.loss_fn_config_v2.clear()
     assert decode(message.SerializeToString()).config == {"beta": 0.2}
 
@@ -154,10 +159,6 @@ def test_two_dimensional_targets_dense_or_sparse(data: st.DataObject) -> None:
     assert not example.flat
     assert np.array_equal(example.targets_TK, targets.numpy())
     assert np.array_equal(example.weights_TK, weights.numpy())
-
-
-def wrong(change: Callable[[pb.ForwardBackwardRequest], object], loss: str = "cross_entropy") -> Any:
-    return pytest.param(change, loss)
 
 
 def one(message: pb.ForwardBackwardRequest) -> Any:
@@ -241,9 +242,7 @@ WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
 @pytest.mark.parametrize(("loss", "change", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
 def test_invalid_content_is_named(loss: str, change: Callable[[Any], object], text: str) -> None:
     inputs = {} if loss == "cross_entropy" else policy(3)
-    message = pb.ForwardBackwardRequest.FromString(
-        forward_body([datum([1, 2, 3], **inputs), datum([1, 2, 3], **inputs)], loss)
-    )
+    message = message_of([datum([1, 2, 3], **inputs)] * 2, loss)
     change(message)
     with pytest.raises(UserError, match=re.escape(text)):
         decode(message.SerializeToString())
@@ -260,7 +259,7 @@ def test_invalid_content_is_named(loss: str, change: Callable[[Any], object], te
     ],
 )
 def test_a_broken_sparse_tensor_is_named(crow: Any, cols: Any, text: str) -> None:
-    message = pb.ForwardBackwardRequest.FromString(forward_body([datum([1, 2])]))
+    message = message_of([datum([1, 2])])
     for key in ("target_tokens", "weights"):
         tensor = message.data[0].loss_fn_inputs[key]
         dtype = np.int64 if key == "target_tokens" else np.float32
@@ -269,9 +268,8 @@ def test_a_broken_sparse_tensor_is_named(crow: Any, cols: Any, text: str) -> Non
         tensor.sparse_csr.col_indices = np.asarray(cols, np.int64).tobytes()
         del tensor.shape[:]
         tensor.shape.extend([2, 2])
-    with pytest.raises(UserError, match="target_tokens") as caught:
+    with pytest.raises(UserError, match=f"target_tokens.*{re.escape(text)}"):
         decode(message.SerializeToString())
-    assert text in caught.value.message
 
 
 @given(st.binary(max_size=200))
@@ -299,7 +297,6 @@ def test_decoding_makes_as_many_calls_for_long_rows_as_for_short_ones() -> None:
 
 
 def test_an_image_is_a_run_of_placeholders_and_its_pixels() -> None:
-    processor = ImageProcessor(token=99, side=8, least=64, most=4096, mean=(0.0,) * 3, deviation=(1.0,) * 3)
     out = io.BytesIO()
     Image.new("RGB", (24, 16), (1, 2, 3)).save(out, "png")
     image = types.ImageChunk(data=out.getvalue(), format="png", expected_tokens=6)
@@ -307,37 +304,31 @@ def test_an_image_is_a_run_of_placeholders_and_its_pixels() -> None:
     inputs = {"target_tokens": np.zeros(14, np.int64), "weights": np.ones(14, np.float32)}
     sent = forward_body([types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)])
     assert training_tokens(sent) == 14
-
-    def read(sent: bytes, context: int = CONTEXT) -> Any:
-        return decode_forward(read_forward(sent), vocab_size=VOCAB, max_context=context, processor=processor)
-
-    (example,) = read(sent).examples
+    (example,) = decode(sent, processor=SEES).examples
     assert example.tokens_T.tolist() == [99] * 6 + [1, 2] + [99] * 6
     assert [one.start for one in example.images] == [0, 8]
     assert example.images[1].pixels_HWC.tolist() == [[[1, 2, 3]] * 24] * 16
-    with pytest.raises(
-        UserError, match=r"has more than 7 tokens up to chunks\[1\]: must be 1 to 7, the model's context"
-    ):
-        read(sent, 7)
+    with pytest.raises(UserError, match=r"more than 7 tokens up to chunks\[1\]: must be 1 to 7, the model's context"):
+        decode(sent, 7, processor=SEES)
     message = pb.ForwardBackwardRequest.FromString(sent)
-    message.data[0].model_input[0].image.override_dimensions.width = 8
-    with pytest.raises(UserError, match=r"chunks\[0\].override_dimensions is '8 x 0': must be absent"):
-        read(message.SerializeToString())
-    message.data[0].model_input[0].image.ClearField("override_dimensions")
-    message.data[0].model_input[1].dmel.dmel = b"x"
-    with pytest.raises(
-        UserError, match=r"chunks\[1\] is dmel: must be encoded_text or image, because the model accepts no dmels"
-    ):
-        read(message.SerializeToString())
-    message.data[0].model_input[1].encoded_text.tokens = b"abc"
-    with pytest.raises(UserError, match="has 27 bytes of tokens: must be a multiple of 4"):
-        read(message.SerializeToString())
-    message.data[0].model_input[0].image.ClearField("expected_tokens")
+    first, second, _ = message.data[0].model_input
+
+    def refuse(error: str) -> None:
+        with pytest.raises(UserError, match=error):
+            decode(message.SerializeToString(), processor=SEES)
+
+    first.image.override_dimensions.width = 8
+    refuse(r"chunks\[0\].override_dimensions is '8 x 0': must be absent")
+    first.image.ClearField("override_dimensions")
+    second.dmel.dmel = b"x"
+    refuse(r"chunks\[1\] is dmel: must be encoded_text or image, because the model accepts no dmels")
+    second.encoded_text.tokens = b"abc"
+    refuse("has 27 bytes of tokens: must be a multiple of 4")
+    first.image.ClearField("expected_tokens")
     assert training_tokens(message.SerializeToString()) == MAX_IMAGE_TOKENS + 0 + 6
 
 
 def test_the_pixels_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = ImageProcessor(token=99, side=8, least=64, most=4096, mean=(0.0,) * 3, deviation=(1.0,) * 3)
     out = io.BytesIO()
     Image.new("RGB", (16, 16)).save(out, "jpeg")
     image = types.ImageChunk(data=out.getvalue(), format="jpeg", expected_tokens=4)
@@ -345,7 +336,7 @@ def test_the_pixels_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     data = [types.Datum(model_input=types.ModelInput(chunks=[image]), loss_fn_inputs=inputs)] * 3
     monkeypatch.setattr(images, "MAX_REQUEST_PIXEL_BYTES", 2 * 3 * 16 * 16)
     with pytest.raises(UserError, match=r"more than 1536 bytes of pixels up to data\[2\], .*: must be at most 1536"):
-        decode_forward(read_forward(forward_body(data)), vocab_size=VOCAB, max_context=CONTEXT, processor=processor)
+        decode(forward_body(data), processor=SEES)
 
 
 def test_the_number_of_data_and_of_cells_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,9 @@ def targets(data: Any, shape: Any = (2, 1), dtype: str = "int64", crow: Any = No
     return body(target_prompt_logprobs=tensor)
 
 
-def decode(payload: bytes) -> SampleRequest:
-    read = SampleBody.decode(payload)
-    return sample_request(read, request_id="r", owner="o", vocab_size=100, max_context=64, eos=(9,))
+def decode(payload: bytes, **more: Any) -> SampleRequest:
+    context = {"request_id": "r", "owner": "o", "vocab_size": 100, "max_context": 64, "eos": (9,), **more}
+    return sample_request(SampleBody.decode(payload), **context)
 
 
 def test_defaults() -> None:
@@ -272,19 +272,14 @@ def picture(colour: int = 7, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_supports_are_recorded_of_requests_that_filter(params: dict[str, Any], recorded: bool) -> None:
-    values = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"seed": 1, **params}}
-    how = {"request_id": "r", "owner": "o", "vocab_size": 100, "max_context": 64, "eos": ()}
-    assert sample_request(SampleBody.from_values(values), supports=True, **how).supports is recorded
-    assert not sample_request(SampleBody.from_values(values), **how).supports
+    assert decode(body(params), supports=True).supports is recorded
+    assert not decode(body(params)).supports
 
 
 def seen(*chunks: Any, blank: bool = False) -> SampleRequest:
     given = [{"type": "encoded_text", "tokens": [1, 2]} if chunk == "text" else chunk for chunk in chunks]
-    read = SampleBody.from_values({"prompt": {"chunks": given}, "sampling_params": {"seed": 1}})
-    return sample_request(
-        read, request_id="r", owner="o", vocab_size=100, max_context=32, eos=(), blank=blank,
-        processor=lambda: SEES,
-    )  # fmt: skip
+    payload = json.dumps({"prompt": {"chunks": given}, "sampling_params": {"seed": 1}}).encode()
+    return decode(payload, max_context=32, blank=blank, processor=lambda: SEES)
 
 
 def test_an_image_is_its_placeholders_and_its_pixels() -> None:
