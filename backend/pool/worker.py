@@ -1,10 +1,10 @@
 """One process of a worker group: `python -m tinkerflow.backend.pool.worker`.
 
-Only the driver or a host's agent starts it. It runs three threads:
+Only the driver or a host's agent starts it. Commands pass through three of its threads:
 
 - The main thread executes commands in the order of arrival.
 - A reader thread drains the socket and answers the driver's heartbeats, even while the main thread is busy.
-- A third thread (ReplyCollector) waits for the devices if an executor has only started a command.
+- The thread of ReplyCollector waits for the devices if an executor has only started a command.
 
 The kernel's parent-death signal ends the process together with the process that started it. A worker that the driver
 started also ends when its connection ends. A worker that a host's agent started (host/agent.py) may be taken over by

@@ -75,7 +75,7 @@ class CheckpointPath:
 
     @classmethod
     def of_folder(cls, folder: str) -> Self:
-        """The path of the checkpoint with this key prefix of an attempt."""
+        """The path of the checkpoint, from the key prefix of one of its attempts."""
         _, run_id, kind, name, _ = folder.split("/")
         return cls(run_id, kind, name)
 

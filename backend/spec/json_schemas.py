@@ -372,7 +372,8 @@ def _leaves(value: Any, kind: type = object) -> Iterator[Any]:
 def _ecma_pattern(pattern: str) -> str:
     """An ECMA-262 pattern in Rust's syntax. It matches nothing that ECMA-262 or Python would not match.
 
-    ValueError: the three read a part differently, or it matches a control character without a short escape in JSON.
+    ValueError: the three engines read a part differently, or it matches a control character without a short escape in
+    JSON.
     """
 
     def refuse(part: str, rule: str = "without parts that engines interpret differently") -> NoReturn:

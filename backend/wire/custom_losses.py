@@ -62,7 +62,7 @@ class _Node(WireModel):
 def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
     """Read a parsed create_custom_loss body. UserError names the node, its target, and the broken rule.
 
-    A loss that is too much work even for one token is rejected here. Others are checked again with each example.
+    A loss that is too much work even for one token is rejected here. Other losses are checked again with each example.
     """
     body = CreateCustomLoss.from_values(values)
     name = body.name

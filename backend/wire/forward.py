@@ -144,7 +144,7 @@ def training_tokens(body: bytes) -> int:
 
 
 def _counted_tokens(chunk: pb.Chunk) -> int:
-    """An estimate of a chunk's tokens. Files are not opened, so an image counts as its declared or the largest size."""
+    """An estimate of a chunk's tokens. No file is opened, so an image counts with its declared or the largest size."""
     if chunk.WhichOneof("chunk") != "image":
         return len(chunk.encoded_text.tokens) // _TOKEN.itemsize
     declared = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else MAX_IMAGE_TOKENS
@@ -236,10 +236,10 @@ def decode_forward(
 
     read: the request. context_rule: the reason for max_context, for errors. custom: the request's traced loss.
     recorded: the records of its sequence_ids. processor: of images; None if the model takes only text.
-    UserError names the field, its value and the rule. Errors are: an unknown loss, config key or input; a missing
-    input; a sequence that is empty or longer than `max_context`; lengths that differ; token ids outside
-    [0, vocab_size). Also: floats that are not finite; images that the model does not take; spans that do not match the
-    sampled sequence; a traced loss with too much work.
+    UserError names the field, its value and the rule. Errors are: an unknown or missing input; a sequence that is
+    empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
+    finite; images that the model does not take; spans that do not match the sampled sequence; a traced loss with too
+    much work.
     """
     request, loss = read.request, read.loss
     examples_read = []

@@ -29,7 +29,7 @@ _RULES = {
     "finite_number": "a finite number",
     "string_too_short": "a non-empty string",
 }
-# Errors for a value that is of a different kind than a member of a union.
+# The errors of a member of a union for a value of another kind.
 _OTHER_KINDS = {
     "model_type", "model_attributes_type", "dict_type", "list_type", "tuple_type", "string_type", "int_type",
     "literal_error", "bool_type",
@@ -71,7 +71,7 @@ def parameter_error(details: ErrorDetails) -> UserError:
 def _nearest_member(model: type[BaseModel], details: list[ErrorDetails]) -> list[ErrorDetails]:
     """The errors, ordered so that those of the union member nearest to the first value come first.
 
-    This is the member with the fewest errors inside the value, or of several the one whose error comes last.
+    This is the member with the fewest errors inside the value. Among equals, it is the one whose error comes last.
     """
     if details[0]["type"] not in _OTHER_KINDS:
         return details

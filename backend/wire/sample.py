@@ -249,7 +249,7 @@ def _prompt(
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
     """The tokens of a prompt, with placeholders for images, and the images.
 
-    most: limit of tokens of the prompt. rule: the reason for it. Other arguments: see `sample_request`.
+    most: the most tokens that the prompt may have. rule: the reason for it. Other arguments: see `sample_request`.
     """
     if not isinstance(chunks, list):
         raise broken("prompt.chunks", chunks, "a list of chunks")

@@ -132,13 +132,12 @@ class ActiveRequest:
 class ActiveSequence:
     """Sample `index` of a request, with its tokens so far.
 
-    top: k candidates at every token so far. routes, supports, weights: as in the result. table:
-    the pages, while it decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk
-    is decoded. Before that, they may contain NaN. unverified_from: no chunk was decoded from the table's pages from
-    this place on, so they may contain NaN; None after a chunk. preempted_at: the most tokens, with the prompt, at
-    which the sequence had to leave its slot before its end; 0: never. matcher: the state in the request's constraint,
-    if any. in_flight: tokens that were requested from the devices and that the host has not read. The sequence may
-    have ended before them.
+    top: k candidates at every token so far. routes, supports, weights: as in the result. table: the pages, while it
+    decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk is decoded. Before
+    that, they may contain NaN. unverified_from: no chunk was decoded from the table's pages from this place on, so they
+    may contain NaN; None after a chunk. preempted_at: the most tokens, with the prompt, at which the sequence had to
+    leave its slot before its end; 0: never. matcher: the state in the request's constraint, if any. in_flight: tokens
+    that were requested from the devices and that the host has not read. The sequence may have ended before them.
     """
 
     parent: ActiveRequest

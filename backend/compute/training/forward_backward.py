@@ -133,9 +133,8 @@ class _Pass:
         self._training, self._command = training, command
         self._adapter = training.adapters.get(command.adapter_id)
         self._steps = training.steps(self._adapter.spec)
-        self._grads = (
-            self._adapter.grads
-        )  # zeros, which can be made again, or a copy, because a failure must not lose gradients
+        # A failure must not lose gradients: these are zeros, which can be made again, or become a copy.
+        self._grads = self._adapter.grads
         if command.backward and self._adapter.pending:
             self._grads = self._steps.copy(self._grads)
         self._choice = choose(command.loss, command.config)
