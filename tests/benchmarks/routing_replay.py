@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.compute.conftest import SHAPE, VOCAB, random_model, results_of
+from tests.compute.conftest import SHAPE, VOCAB, random_model, run_all
 
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.spec.commands import (
@@ -46,7 +46,7 @@ def sampled(executor: Executor) -> list[tuple[Example, np.ndarray]]:
     prompt_T = np.random.default_rng(0).integers(0, VOCAB, PROMPT).astype(np.int32)
     request = SampleRequest("r", "owner", "s", prompt_T, SAMPLES, ANSWER, 1.0, -1, 1.0, seed=0, routes=True)
     found = []
-    for sequence in results_of(executor, request)["r"].sequences:
+    for sequence in run_all(executor, request)["r"].sequences:
         whole = np.concatenate([prompt_T, sequence.tokens_T])
         routes_Tn = np.full((len(whole) - 1, LAYERS * PER_TOKEN), -1, np.int16)
         routes_Tn[PROMPT - 1 :] = sequence.routes_Tn

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.compute.conftest import SHAPE, VOCAB, random_model, results_of
+from tests.compute.conftest import SHAPE, VOCAB, random_model, run_all
 
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.spec.commands import (
@@ -39,7 +39,7 @@ def sampled(executor: Executor) -> tuple[Example, ...]:
     prompt_T = np.random.default_rng(0).integers(0, VOCAB, PROMPT).astype(np.int32)
     request = SampleRequest("r", "owner", "s", prompt_T, SAMPLES, ANSWER, 1.0, -1, TOP_P, seed=0, supports=True)
     found = []
-    for sequence in results_of(executor, request)["r"].sequences:
+    for sequence in run_all(executor, request)["r"].sequences:
         whole, before = np.concatenate([prompt_T, sequence.tokens_T]), PROMPT - 1
         logprobs_TK = np.concatenate([np.zeros(before, np.float32), sequence.logprobs_T])[:, None]
         counted_TK = (np.arange(len(whole) - 1) >= before).astype(np.float32)[:, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -354,7 +354,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def shared_executor(qwen3: Reference) -> Executor:
+def executor(qwen3: Reference) -> Executor:
     """One executor for many tests, because compilation is slow. Each test creates its own adapters."""
     return qwen3.executor()
 
@@ -384,63 +384,32 @@ def seeing(example: Example, *images: tuple[int, int, int]) -> Example:
     return replace(example, tokens_T=tokens_T, images=tuple(made))
 
 
-@pytest.fixture(scope="session")
-def examples() -> Callable[..., tuple[Example, ...]]:
-    """examples(lengths, targets=1, seed=0): random data with all loss inputs."""
-
-    def make(lengths: Sequence[int], targets: int = 1, seed: int = 0) -> tuple[Example, ...]:
-        rng = np.random.default_rng(seed)
-        return tuple(random_example(rng, length, targets) for length in lengths)
-
-    return make
+def examples(lengths: Sequence[int], targets: int = 1, seed: int = 0) -> tuple[Example, ...]:
+    """Random data with all loss inputs."""
+    rng = np.random.default_rng(seed)
+    return tuple(random_example(rng, length, targets) for length in lengths)
 
 
-@pytest.fixture(scope="session")
-def adapter() -> Callable[..., None]:
-    """adapter(executor, id, rank=4, seed=0, **parts): create an adapter with random B, so that it changes the model."""
-
-    def make(executor: Executor, adapter_id: str, rank: int = 4, seed: int = 0, **parts: bool) -> None:
-        executor.execute(CreateAdapter(adapter_id, LoraSpec(rank, **parts), seed))
-        state = executor.execute(ExportAdapter(adapter_id, optimizer=False))
-        rng = np.random.default_rng(seed + 1)
-        weights = {
-            name: rng.normal(size=w.shape, scale=0.1).astype(np.float32) if "lora_B" in name else w
-            for name, w in sorted(state.weights.items())
-        }
-        executor.execute(ImportAdapter(adapter_id, type(state)(state.spec, 0, weights)))
-
-    return make
+def add_adapter(executor: Executor, adapter_id: str, rank: int = 4, seed: int = 0, **parts: Any) -> None:
+    """Create an adapter with random B, so that it changes the model."""
+    executor.execute(CreateAdapter(adapter_id, LoraSpec(rank, **parts), seed))
+    state = executor.execute(ExportAdapter(adapter_id, optimizer=False))
+    rng = np.random.default_rng(seed + 1)
+    weights = {
+        name: rng.normal(size=w.shape, scale=0.1).astype(np.float32) if "lora_B" in name else w
+        for name, w in sorted(state.weights.items())
+    }
+    executor.execute(ImportAdapter(adapter_id, type(state)(state.spec, 0, weights)))
 
 
-@pytest.fixture(scope="session")
-def ask() -> Callable[..., SampleRequest]:
-    """ask(id, prompt, max_tokens, …): a request, by default greedy and without stops."""
-
-    def make(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> SampleRequest:
-        plain = SampleRequest(
-            request_id=request_id,
-            owner="owner",
-            snapshot_id=None,
-            prompt_T=np.asarray(prompt, np.int32),
-            num_samples=1,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            top_k=-1,
-            top_p=1.0,
-            seed=0,
-        )
-        return replace(plain, **changes)
-
-    return make
+def ask(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> SampleRequest:
+    """A request, by default greedy and without stops."""
+    plain = {"owner": "owner", "snapshot_id": None, "num_samples": 1, "temperature": 0.0, "top_k": -1, "top_p": 1.0}
+    prompt_T = np.asarray(prompt, np.int32)
+    return SampleRequest(request_id, prompt_T=prompt_T, max_tokens=max_tokens, **({"seed": 0} | plain | changes))
 
 
-@pytest.fixture(scope="session")
-def run_all() -> Callable[..., dict[str, SampleResult]]:
-    """run_all(sampler or executor, *requests): see `results_of`."""
-    return results_of
-
-
-def results_of(sampler: Sampler | Executor, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
+def run_all(sampler: Sampler | Executor, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
     """Step until all requests are finished, and return their results by id."""
     step = sampler.execute if isinstance(sampler, Executor) else sampler.step
     results: dict[str, SampleResult] = {}
@@ -453,30 +422,25 @@ def results_of(sampler: Sampler | Executor, *requests: SampleRequest, most_steps
     raise AssertionError(f"{progress} after {most_steps} steps")
 
 
-@pytest.fixture(scope="session")
-def gradients() -> Callable[[Executor, str], dict[str, np.ndarray]]:
-    """gradients(executor, id): the accumulated gradients that are not yet applied, by PEFT's names."""
-
-    def read(executor: Executor, adapter_id: str) -> dict[str, np.ndarray]:
-        state = executor.execute(ExportAdapter(adapter_id, optimizer=True))
-        return {name.removesuffix(".grad"): a for name, a in state.moments.items() if name.endswith(".grad")}
-
-    return read
+def result_of(sampler: Sampler | Executor, request: SampleRequest) -> SampleResult:
+    """The result of a request that runs alone."""
+    return run_all(sampler, request)[request.request_id]
 
 
-@pytest.fixture(scope="session")
-def forward() -> Callable[..., Any]:
-    """forward(executor, id, examples, loss="cross_entropy", backward=False, **config)."""
+def gradients(executor: Executor, adapter_id: str) -> dict[str, np.ndarray]:
+    """The accumulated gradients that are not yet applied, by PEFT's names."""
+    state = executor.execute(ExportAdapter(adapter_id, optimizer=True))
+    return {name.removesuffix(".grad"): a for name, a in state.moments.items() if name.endswith(".grad")}
 
-    def run(
-        executor: Executor,
-        adapter_id: str,
-        data: tuple[Example, ...],
-        loss: Any = "cross_entropy",
-        *,
-        backward: bool = False,
-        **config: float,
-    ) -> Any:
-        return executor.execute(Forward(adapter_id, data, loss, config, backward))
 
-    return run
+def forward(
+    executor: Executor,
+    adapter_id: str,
+    data: tuple[Example, ...],
+    loss: Any = "cross_entropy",
+    *,
+    backward: bool = False,
+    **config: float,
+) -> Any:
+    """The result of a forward pass, and of the backward pass if `backward`."""
+    return executor.execute(Forward(adapter_id, data, loss, config, backward))

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from tests.compute.closeness import close
+from tests.compute.conftest import add_adapter, ask, examples, forward, gradients, result_of
 
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.compute.planning import training_memory
@@ -41,17 +42,17 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
 
 
-def test_results_are_copied_to_the_host_once(shared_executor, examples, adapter, forward, monkeypatch):
-    adapter(shared_executor, "once")
+def test_results_are_copied_to_the_host_once(executor, monkeypatch):
+    add_adapter(executor, "once")
     copied: list[Any] = []
     monkeypatch.setattr(forward_backward, "to_host", lambda tree: copied.append(tree) or jax.device_get(tree))
-    result = forward(shared_executor, "once", examples(LENGTHS), backward=True)
+    result = forward(executor, "once", examples(LENGTHS), backward=True)
     assert len(copied) == 1
     assert len(copied[0]) > 1
     assert [len(logprobs) for logprobs in result.logprobs] == list(LENGTHS)
 
 
-def test_failed_backward_reports_lost_gradients(qwen3, examples, forward, gradients, monkeypatch):
+def test_failed_backward_reports_lost_gradients(qwen3, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
     forward(executor, "a", examples((9,)), backward=True)
@@ -77,9 +78,7 @@ NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476
 
 @pytest.mark.parametrize("accumulated", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("late", [True, False], ids=["when it is read", "when it is begun"])
-def test_backward_without_memory_fails_only_its_request(
-    qwen3, examples, forward, gradients, monkeypatch, accumulated, late
-):
+def test_backward_without_memory_fails_only_its_request(qwen3, monkeypatch, accumulated, late):
     executor, steps = qwen3.executor(), []
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
     executor.execute(CreateAdapter("b", LoraSpec(4), 1))
@@ -119,7 +118,7 @@ def test_backward_without_memory_fails_only_its_request(
     assert executor.execute(OptimStep("a", AdamParams())).grad_norm > 0.0
 
 
-def test_previous_gradients_are_held_until_the_next_ones_are_computed(qwen3, examples, forward):
+def test_previous_gradients_are_held_until_the_next_ones_are_computed(qwen3):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
     forward(executor, "a", examples((9,)), backward=True)
@@ -177,18 +176,16 @@ def test_adapters_that_do_not_fit_are_refused_with_their_size(qwen3):
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "gspo"])
 @pytest.mark.parametrize("backward", [True, False])
-def test_a_forward_by_micro_batch_gives_the_same_bits(
-    shared_executor, examples, adapter, forward, ask, gradients, loss, backward
-):
-    executor, data = shared_executor, examples(3 * LENGTHS)
+def test_a_forward_by_micro_batch_gives_the_same_bits(executor, loss, backward):
+    data = examples(3 * LENGTHS)
     for name in ("whole", "parts", "other"):
-        adapter(executor, name)
+        add_adapter(executor, name)
     whole = forward(executor, "whole", data, loss, backward=backward)
     executor.execute(SampleStep(admit=(ask("r", [1, 2, 3], max_tokens=40),)))
     command = Forward("parts", data, loss, {}, backward)
     first, *others = in_parts(command, executor.microbatch_tokens, 1)
     assert len(others) >= 2
-    *answers, result = [execute_before_other_commands(executor, part, forward, data) for part in (first, *others)]
+    *answers, result = [execute_before_other_commands(executor, part, data) for part in (first, *others)]
     assert answers == [Done()] * len(others)
     assert result.loss_sum == whole.loss_sum
     assert all((one == other).all() for one, other in zip(result.logprobs, whole.logprobs, strict=True))
@@ -202,7 +199,7 @@ def test_a_forward_by_micro_batch_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", pytest.param("gspo", marks=pytest.mark.thorough)])
-def test_commands_begun_ahead_give_the_same_answers(qwen3, examples, adapter, loss):
+def test_commands_begun_ahead_give_the_same_answers(qwen3, loss):
     commands: list[Any] = []
     for step in range(3):
         for name in "ab":
@@ -215,8 +212,8 @@ def test_commands_begun_ahead_give_the_same_answers(qwen3, examples, adapter, lo
     def answers(*, ahead: bool) -> list[tuple[int, bytes]]:
         executor = qwen3.executor()
         executor.ahead = ahead
-        adapter(executor, "a")
-        adapter(executor, "b")
+        add_adapter(executor, "a")
+        add_adapter(executor, "b")
         sent: list[tuple[int, bytes]] = []
         desk = ReplyCollector(lambda index, body, driver: sent.append((index, b"".join(body))), 0)
         for index, command in enumerate(commands):
@@ -227,7 +224,7 @@ def test_commands_begun_ahead_give_the_same_answers(qwen3, examples, adapter, lo
     assert answers(ahead=True) == answers(ahead=False)
 
 
-def test_refused_step_is_not_counted_by_later_commands(qwen3, examples, forward):
+def test_refused_step_is_not_counted_by_later_commands(qwen3):
     executor = qwen3.executor()
     executor.ahead = True
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
@@ -245,7 +242,7 @@ def test_refused_step_is_not_counted_by_later_commands(qwen3, examples, forward)
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_failure_on_the_devices_raises_devices_error(qwen3, examples, monkeypatch, ahead):
+def test_failure_on_the_devices_raises_devices_error(qwen3, monkeypatch, ahead):
     executor = qwen3.executor()
     executor.ahead = ahead
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
@@ -261,7 +258,7 @@ def test_failure_on_the_devices_raises_devices_error(qwen3, examples, monkeypatc
                 later()
 
 
-def test_failed_custom_loss_is_an_error_of_its_request(qwen3, examples, forward, monkeypatch):
+def test_failed_custom_loss_is_an_error_of_its_request(qwen3, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
 
@@ -274,7 +271,7 @@ def test_failed_custom_loss_is_an_error_of_its_request(qwen3, examples, forward,
             forward(executor, "a", examples((9,)), "gspo", backward=backward)
 
 
-def execute_before_other_commands(executor, command, forward, data):
+def execute_before_other_commands(executor, command, data):
     """Execute `command`, and then others that use the devices. Returns the reply to `command`."""
     reply = executor.execute(command)
     executor.execute(SampleStep())
@@ -282,7 +279,7 @@ def execute_before_other_commands(executor, command, forward, data):
     return reply
 
 
-def test_forward_that_fails_between_micro_batches_is_not_continued(qwen3, examples, forward, gradients, monkeypatch):
+def test_forward_that_fails_between_micro_batches_is_not_continued(qwen3, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
     first, *others = in_parts(Forward("a", examples(3 * LENGTHS), "cross_entropy"), executor.microbatch_tokens, 1)
@@ -301,13 +298,13 @@ def test_forward_that_fails_between_micro_batches_is_not_continued(qwen3, exampl
     assert forward(executor, "a", examples((9,)), backward=True).loss_sum != 0.0
 
 
-def test_cleared_executor_gives_the_results_of_a_new_one(qwen3, examples, adapter, forward, ask, run_all):
+def test_cleared_executor_gives_the_results_of_a_new_one(qwen3):
     executor = qwen3.executor()
 
     def live() -> tuple[Any, ...]:
-        adapter(executor, "a", seed=3)
+        add_adapter(executor, "a", seed=3)
         executor.execute(PublishSnapshot("a", "s"))
-        sampled = run_all(executor, ask("r", range(1, 40), snapshot_id="s"))["r"]
+        sampled = result_of(executor, ask("r", range(1, 40), snapshot_id="s"))
         result = forward(executor, "a", examples((20, 9)), backward=True)
         norm = executor.execute(OptimStep("a", AdamParams(learning_rate=0.01))).grad_norm
         return sampled, result.loss_sum, norm
@@ -319,17 +316,17 @@ def test_cleared_executor_gives_the_results_of_a_new_one(qwen3, examples, adapte
     for command in (ExportAdapter("a", optimizer=False), Forward("a", examples((9,)), "cross_entropy")):
         with pytest.raises(NotFoundError):
             executor.execute(command)
-    assert "not in the sampler's snapshot cache" in run_all(executor, ask("r", [1], snapshot_id="s"))["r"].error
+    assert "not in the sampler's snapshot cache" in result_of(executor, ask("r", [1], snapshot_id="s")).error
     assert repr(live()) == repr(first)  # prompt_cache_hit_tokens is equal, too
     assert executor.compiles == made
 
 
-def test_hyper_parameters_must_be_finite(shared_executor):
-    shared_executor.execute(CreateAdapter("hyper", LoraSpec(4), 0))
+def test_hyper_parameters_must_be_finite(executor):
+    executor.execute(CreateAdapter("hyper", LoraSpec(4), 0))
     with pytest.raises(
         UserError, match=r"learning_rate is 1e\+300, which is inf in float32: must be a finite number >= 0"
     ):
-        shared_executor.execute(OptimStep("hyper", AdamParams(learning_rate=1e300)))
+        executor.execute(OptimStep("hyper", AdamParams(learning_rate=1e300)))
 
 
 def test_every_command_has_a_case():
@@ -338,18 +335,18 @@ def test_every_command_has_a_case():
     assert cases == {command.__name__ for command in get_args(Command)}
 
 
-def test_empty_commands_are_answered(shared_executor):
-    shared_executor.execute(CreateAdapter("idle", LoraSpec(4), 0))
-    assert shared_executor.execute(Ping()) == Done()
-    assert shared_executor.execute(Forward("idle", (), "cross_entropy")).logprobs == ()
+def test_empty_commands_are_answered(executor):
+    executor.execute(CreateAdapter("idle", LoraSpec(4), 0))
+    assert executor.execute(Ping()) == Done()
+    assert executor.execute(Forward("idle", (), "cross_entropy")).logprobs == ()
 
 
-def test_layers_computed_again_give_the_same_gradients(qwen3, examples, adapter, forward, gradients, monkeypatch):
+def test_layers_computed_again_give_the_same_gradients(qwen3, monkeypatch):
     found = []
     for kept in (2**30, 0):
         monkeypatch.setattr(training_memory, "_KEPT_ON_CPUS", kept)
         executor = qwen3.executor()
-        adapter(executor, "a")
+        add_adapter(executor, "a")
         forward(executor, "a", examples((40, 9)), backward=True)
         found.append(gradients(executor, "a"))
     for name, array in found[0].items():

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 import torch
 from tests.compute.closeness import close, close_logprobs
-from tests.compute.conftest import build
+from tests.compute.conftest import add_adapter, build, examples, forward, gradients
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
@@ -31,9 +31,9 @@ LENGTHS = (1, 7, 30)
 
 
 @pytest.fixture(scope="module")
-def executor(moe, adapter):
+def executor(moe):
     executor = moe.executor()
-    adapter(executor, "a", train_unembed=False)
+    add_adapter(executor, "a", train_unembed=False)
     return executor
 
 
@@ -65,16 +65,14 @@ def adapted_weights(model, weights, scale=lambda rank: LORA_ALPHA / rank):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough)])
-def test_gradients_of_every_adapter_as_torch_has_them(
-    request, tmp_path, architecture, adapter, examples, forward, gradients
-):
+def test_gradients_of_every_adapter_as_torch_has_them(request, tmp_path, architecture):
     """qwen3_moe has only routed experts. deepseek_v3 also has latent attention, shared experts and a dense layer."""
     if architecture == "qwen3_moe":
         moe, executor = (request.getfixturevalue(name) for name in ("moe", "executor"))
     else:
         moe = build(tmp_path, architecture, tied=False)
         executor = moe.executor()
-        adapter(executor, "a", train_unembed=False)
+        add_adapter(executor, "a", train_unembed=False)
     state = executor.execute(ExportAdapter("a", optimizer=False))
     weights = {name: torch.tensor(array, requires_grad=True) for name, array in state.weights.items()}
     named = adapted_weights(moe.model, weights)
@@ -97,7 +95,7 @@ def test_gradients_of_every_adapter_as_torch_has_them(
         assert np.abs(array - wanted).max() < 2e-3 * max(1.0, np.abs(wanted).max()), name
 
 
-def test_expert_training_repeats_bit_for_bit_and_does_not_recompile(executor, examples, forward, gradients):
+def test_expert_training_repeats_bit_for_bit_and_does_not_recompile(executor):
     state = executor.execute(ExportAdapter("a", optimizer=False))
     sums, slopes = [], []
     forward(executor, "a", examples(LENGTHS, seed=1), backward=True)
@@ -112,11 +110,11 @@ def test_expert_training_repeats_bit_for_bit_and_does_not_recompile(executor, ex
 
 
 @pytest.mark.parametrize("own", [None, 1, 2, 3], ids="rank {}".format)
-def test_peft_loads_the_exported_adapter(moe, executor, adapter, tmp_path, examples, forward, own):
+def test_peft_loads_the_exported_adapter(moe, executor, tmp_path, own):
     """The rank of experts is that of other matrices (8) or lower, with a power of two as the quotient or not."""
     import peft  # here, because the import takes seconds in each process that collects tests
 
-    adapter(executor, "b", 8, train_unembed=False, expert_rank=own)
+    add_adapter(executor, "b", 8, train_unembed=False, expert_rank=own)
     state = executor.execute(ExportAdapter("b", optimizer=False))
     (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
     safetensors.numpy.save_file(dict(state.weights), tmp_path / ADAPTER)
@@ -134,9 +132,9 @@ def test_peft_loads_the_exported_adapter(moe, executor, adapter, tmp_path, examp
     close_logprobs(found, adapted)
 
 
-def test_export_gives_equal_logprobs_with_one_lora_scale(moe, executor, adapter, examples, forward):
+def test_export_gives_equal_logprobs_with_one_lora_scale(moe, executor):
     """vLLM uses the config's alpha and rank for every matrix, regardless of the matrix's own rank."""
-    adapter(executor, "c", 8, train_unembed=False, expert_rank=2)
+    add_adapter(executor, "c", 8, train_unembed=False, expert_rank=2)
     state = executor.execute(ExportAdapter("c", optimizer=False))
     assert {w.shape[0] for name, w in state.weights.items() if "lora_A" in name} == {2, 8}
     named = adapted_weights(moe.model, {name: torch.tensor(w) for name, w in state.weights.items()}, lambda _: 32 / 8)

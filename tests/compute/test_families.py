@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.compute.conftest import examples, forward
 
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.compute.models import families
@@ -63,7 +64,7 @@ def toy(qwen3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("tinkerflow.backend.compute.models.families.toy", None)
 
 
-def test_a_family_is_one_file(toy, qwen3, shared_executor, examples, forward):
+def test_a_family_is_one_file(toy, qwen3, executor):
     assert "toy" in registered()
     card, plain = ModelCard.load(str(toy.folder)), load_config(qwen3.folder)
     assert card.architecture == "toy"
@@ -71,14 +72,14 @@ def test_a_family_is_one_file(toy, qwen3, shared_executor, examples, forward):
     assert load_config(toy.folder) == replace(plain, architecture="toy")
     with pytest.raises(UserError, match=r"supported: .*toy"):
         parse_config({"model_type": "gpt2"}, name="m")
-    executor = toy.executor()
-    for each in (executor, shared_executor):
+    toys = toy.executor()
+    for each in (toys, executor):
         each.execute(CreateAdapter("family", LoraSpec(4), 0))
     data = examples((7, 30))
-    found, wanted = (forward(each, "family", data).logprobs for each in (executor, shared_executor))
+    found, wanted = (forward(each, "family", data).logprobs for each in (toys, executor))
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
-    state = executor.execute(ExportAdapter("family", optimizer=False))
+    state = toys.execute(ExportAdapter("family", optimizer=False))
     assert "base_model.model.decoder.blocks.1.self_attn.q_proj.lora_A.weight" in state.weights
 
 

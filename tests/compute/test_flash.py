@@ -70,20 +70,18 @@ def test_less_memory_gives_the_same_bits():
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("target", "tree", "forward", "backward"),
-    [(CUDA, False, 1, 2), (TPU, False, 1, 2), (CUDA, True, 1, 2), (TPU, True, 1, 2)],
-)
-def test_backward_pass_reuses_kept_attention_results(target, tree, forward, backward):
+@pytest.mark.parametrize("target", [CUDA, TPU])
+@pytest.mark.parametrize("tree", [False, True])
+def test_backward_pass_reuses_kept_attention_results(target, tree):
     q, k, v, _, ends = drawn(128, 64)
     rest = (ends, None, ends) if tree else (ends,)
     with compiling_for(target):
         kernel = flash_attention(make_mesh(1, 1), 128, tree=tree)
-        for kept, times in ((("attended", "log_totals"), 1), ((), 2)):
+        for kept, forward_kernels in ((("attended", "log_totals"), 1), ((), 2)):
             policy = jax.checkpoint_policies.save_only_these_names(*kept)
             layer = jax.checkpoint(lambda q, k, v: jnp.sum(kernel(q, k, v, *rest)), policy=policy)
             gradients = jax.make_jaxpr(jax.grad(layer, argnums=(0, 1, 2)))
-            assert calls(gradients(q, k, v).jaxpr) == times * forward + backward
+            assert calls(gradients(q, k, v).jaxpr) == forward_kernels + 2
 
 
 def test_flash_attention_is_off_for_short_rows_on_tpus_and_on_cpus():

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from scipy.stats import norm
 from tests.compiled import forget_programs
 from tests.compute.closeness import close_logprobs
-from tests.compute.conftest import Reference, build
+from tests.compute.conftest import Reference, add_adapter, ask, build, examples, forward, gradients, result_of
 from tests.compute.test_parity import LENGTHS, REPRESENTATIVES, in_peft, same_gradients, scores, skip_unless
 
 from tinkerflow.backend.compute.models.families import family_of, load_config, projections, registered
@@ -101,28 +101,28 @@ def test_four_bit_values_are_rounded_by_the_bfloat16_scale():
     np.testing.assert_allclose(found, nearest, rtol=1e-6)
 
 
-def test_logprobs_of_four_bit_weights_equal_rounded_weights(family, examples, adapter, forward):
+def test_logprobs_of_four_bit_weights_equal_rounded_weights(family):
     data, (_, packed_one, plain) = examples(LENGTHS), family
     for one in (packed_one, plain):
-        adapter(one, "scored")
+        add_adapter(one, "scored")
     found, wanted = (forward(one, "scored", data).logprobs for one in (packed_one, plain))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("compared")
-def test_gradients_of_four_bit_weights_equal_rounded_weights(family, examples, adapter, forward, gradients):
+def test_gradients_of_four_bit_weights_equal_rounded_weights(family):
     """For adapters of all matrices, including experts, which PEFT adapts in another way."""
     data, (_, packed_one, plain) = examples(LENGTHS), family
     for one in (packed_one, plain):
-        adapter(one, "trained")
+        add_adapter(one, "trained")
         forward(one, "trained", data, backward=True)
     slopes = gradients(plain, "trained")
     for name, gradient in gradients(packed_one, "trained").items():
         assert np.abs(gradient - slopes[name]).max() < 1e-4 * max(1.0, np.abs(slopes[name]).max()), name
 
 
-def test_four_bit_logprobs_and_gradients_equal_peft(family, tmp_path, request, examples, adapter, forward, gradients):
+def test_four_bit_logprobs_and_gradients_equal_peft(family, tmp_path, request):
     """QLoRA: the rounded model in torch, with PEFT's adapter."""
     (model, packed_one, _), cfg = family, load_config(family[0].folder)
     rounded = model.folder
@@ -131,7 +131,7 @@ def test_four_bit_logprobs_and_gradients_equal_peft(family, tmp_path, request, e
     by_torch, info = type(model.model).from_pretrained(rounded, output_loading_info=True)
     if info["missing_keys"]:
         pytest.skip("transformers reads the experts of this family only as one tensor")
-    adapter(packed_one, "a", train_mlp=not cfg.experts)
+    add_adapter(packed_one, "a", train_mlp=not cfg.experts)
     data = examples(LENGTHS, targets=2)
     with in_peft(Reference(rounded, by_torch), packed_one, "a", tmp_path) as adapted:
         result, loss = forward(packed_one, "a", data, backward=True), torch.zeros(())
@@ -144,14 +144,14 @@ def test_four_bit_logprobs_and_gradients_equal_peft(family, tmp_path, request, e
 
 
 @pytest.mark.usefixtures("compared")
-def test_samples_and_scores_of_four_bit_weights_equal_rounded_weights(family, examples, ask, run_all):
+def test_samples_and_scores_of_four_bit_weights_equal_rounded_weights(family):
     prompt = examples((20,))[0].tokens_T
-    found, wanted = (run_all(one, ask("a", prompt, 6, prompt_logprobs=True))["a"] for one in family[1:])
+    found, wanted = (result_of(one, ask("a", prompt, 6, prompt_logprobs=True)) for one in family[1:])
     assert found.sequences[0].tokens_T.tolist() == wanted.sequences[0].tokens_T.tolist()
     np.testing.assert_allclose(found.prompt_logprobs_T[1:], wanted.prompt_logprobs_T[1:], atol=1e-5, rtol=0)
 
 
-def test_full_training_starts_from_the_unquantized_files(qwen3, examples, forward):
+def test_full_training_starts_from_the_unquantized_files(qwen3):
     found, wanted = (qwen3.executor(base_weights=kind) for kind in ("nf4", "full"))
     for one in (found, wanted):
         one.execute(CreateAdapter("all", LoraSpec(0), 0))

@@ -96,7 +96,7 @@ def test_recomputed_projections_give_the_same_gradients(gradients: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
 
-def test_a_chunk_has_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_has_no_more_tokens_than_it_may() -> None:
     seen: list[Any] = []
 
     def part(x: jax.Array, other: Any) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tests.compute.conftest import Reference, build
+from tests.compute.conftest import Reference, add_adapter, ask, build, examples, forward, gradients, result_of
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tinkerflow.backend.compute.mesh import make_mesh
@@ -91,9 +91,7 @@ def test_mxfp4_is_refused_for_models_without_it(qwen3):
         load_params(load_config(qwen3.folder), qwen3.folder, make_mesh(1, 1), "float32", base_weights="mxfp4")
 
 
-def test_training_and_samples_of_mxfp4_equal_plain_weights(
-    tmp_path, examples, adapter, forward, gradients, ask, run_all
-):
+def test_training_and_samples_of_mxfp4_equal_plain_weights(tmp_path):
     folders = tmp_path / "plain", tmp_path / "packed"
     published(*folders)
     executors = [
@@ -101,7 +99,7 @@ def test_training_and_samples_of_mxfp4_equal_plain_weights(
         for folder, kind in zip(folders, ("full", "mxfp4"), strict=True)
     ]
     for one in executors:
-        adapter(one, "a")
+        add_adapter(one, "a")
     wanted, found = (forward(one, "a", examples((7, 33)), backward=True) for one in executors)
     for a, b in zip(found.logprobs, wanted.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
@@ -109,5 +107,5 @@ def test_training_and_samples_of_mxfp4_equal_plain_weights(
     for name, gradient in slopes.items():
         assert np.abs(others[name] - gradient).max() <= 1e-4 * max(1.0, np.abs(gradient).max()), name
     prompt = examples((20,))[0].tokens_T
-    texts = [run_all(one, ask("a", prompt, 6))["a"].sequences[0].tokens_T.tolist() for one in executors]
+    texts = [result_of(one, ask("a", prompt, 6)).sequences[0].tokens_T.tolist() for one in executors]
     assert texts[0] == texts[1]

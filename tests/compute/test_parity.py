@@ -19,7 +19,20 @@ import safetensors.numpy
 import torch
 from tests.compiled import forget_programs
 from tests.compute.closeness import close, close_logprobs
-from tests.compute.conftest import FAMILY_SHAPE, SEEING, VOCAB, build, inputs_of, seeing
+from tests.compute.conftest import (
+    FAMILY_SHAPE,
+    SEEING,
+    VOCAB,
+    add_adapter,
+    ask,
+    build,
+    examples,
+    forward,
+    gradients,
+    inputs_of,
+    result_of,
+    seeing,
+)
 
 from tinkerflow.backend.catalog.merging import merge
 from tinkerflow.backend.catalog.peft_import import import_adapter
@@ -142,23 +155,21 @@ def in_peft(model, executor, adapter_id, folder):
         adapted.unload().requires_grad_(True)  # PEFT froze it
 
 
-def test_logprobs_of_the_base_model(family, examples, forward):
+def test_logprobs_of_the_base_model(family):
     base, executor, _ = family
-    same_logprobs(base, executor, examples(LENGTHS), forward)
+    same_logprobs(base, executor, examples(LENGTHS))
 
 
 @pytest.mark.parametrize(
     ("model", "parts"),
     [("qwen3", {}), ("qwen3", {"train_attn": False}), ("qwen2", {})],
 )
-def test_adapter_and_its_gradients_as_peft_has_them(
-    request, model, tmp_path, examples, adapter, forward, gradients, parts
-):
+def test_adapter_and_its_gradients_as_peft_has_them(request, model, tmp_path, parts):
     """tests/store/test_peft.py tests train_unembed on a tied model, because PEFT wraps its lm_head in its own way."""
     parts = {**parts, "train_unembed": False}
     base = request.getfixturevalue(model)
     executor = base.executor()
-    adapter(executor, "a", **parts)
+    add_adapter(executor, "a", **parts)
     data = examples(LENGTHS, targets=2)
     with in_peft(base, executor, "a", tmp_path) as by_torch:
         result = forward(executor, "a", data, backward=True)
@@ -172,9 +183,9 @@ def test_adapter_and_its_gradients_as_peft_has_them(
         same_gradients(gradients(executor, "a"), by_torch)
 
 
-def test_two_optimizer_steps_equal_peft(family, tmp_path, examples, adapter, forward, gradients):
+def test_two_optimizer_steps_equal_peft(family, tmp_path):
     base, executor, parts = family
-    adapter(executor, "steps", **parts)
+    add_adapter(executor, "steps", **parts)
     with in_peft(base, executor, "steps", tmp_path) as by_torch:
         trained = {named(name): each for name, each in by_torch.named_parameters() if each.requires_grad}
         rule = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
@@ -205,9 +216,9 @@ def test_two_optimizer_steps_equal_peft(family, tmp_path, examples, adapter, for
         np.testing.assert_array_equal(array, weights[name])
 
 
-def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, examples, adapter, forward):
+def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path):
     base, executor, parts = family
-    adapter(executor, "out", **parts)
+    add_adapter(executor, "out", **parts)
     data = examples(LENGTHS)
     with in_peft(base, executor, "out", tmp_path) as by_torch, torch.no_grad():
         by_torch.save_pretrained(tmp_path / "saved", save_embedding_layers=True)
@@ -230,10 +241,10 @@ def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, 
         np.testing.assert_array_equal(array, trained[1][name])
 
 
-def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, examples, adapter, forward):
+def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path):
     """Includes experts, fused in the files or not. Transformers reads the written files."""
     base, executor, _ = family
-    adapter(executor, "merged")
+    add_adapter(executor, "merged")
     merge(base.folder, executor.execute(ExportAdapter("merged", optimizer=False)), tmp_path / "merged")
     merged = replace(base, model=type(base.model).from_pretrained(tmp_path / "merged").eval())
     data = examples(LENGTHS)
@@ -243,13 +254,13 @@ def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, exa
 
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
-def test_greedy_tokens_equal_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):
+def test_greedy_tokens_equal_transformers_with_and_without_cached_prefixes(family, tmp_path):
     base, executor, parts = family
-    adapter(executor, "tokens", **parts)
+    add_adapter(executor, "tokens", **parts)
     executor.execute(PublishSnapshot("tokens", "tokens"))
     prompt = np.random.default_rng(5).integers(0, VOCAB, 150).tolist()
     asked = [ask(name, prompt, 64, snapshot_id="tokens") for name in ("first", "second")]
-    (first,), (second,) = (run_all(executor, one)[one.request_id].sequences for one in asked)
+    (first,), (second,) = (result_of(executor, one).sequences for one in asked)
     with in_peft(base, executor, "tokens", tmp_path) as by_torch:
         wanted = _generated(by_torch, prompt, 64)
     assert first.tokens_T.tolist() == second.tokens_T.tolist() == wanted
@@ -258,18 +269,18 @@ def test_greedy_tokens_equal_transformers_with_and_without_cached_prefixes(famil
 
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
-def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forward):
+def test_the_sampler_scores_as_training_does(family):
     """Includes adapters of experts. The base model's own tokens equal those of transformers.
 
     Most shapes are those of the test before, because each other shape is a program to compile.
     """
     base, executor, _ = family
-    adapter(executor, "scored")
+    add_adapter(executor, "scored")
     executor.execute(PublishSnapshot("scored", "scored"))
     prompt = np.random.default_rng(6).integers(0, VOCAB, 30).tolist()
-    plain = run_all(executor, ask("base", prompt, 35))["base"]
+    plain = result_of(executor, ask("base", prompt, 35))
     assert plain.sequences[0].tokens_T.tolist() == _generated(base.model, prompt, 35)
-    own = run_all(executor, ask("own", prompt, 35, snapshot_id="scored", prompt_logprobs=True))["own"]
+    own = result_of(executor, ask("own", prompt, 35, snapshot_id="scored", prompt_logprobs=True))
     (sequence,) = own.sequences
     whole = np.asarray([*prompt, *sequence.tokens_T], np.int32)
     example = Example(whole[:-1], whole[1:, None], np.ones((len(whole) - 1, 1), np.float32))
@@ -280,10 +291,10 @@ def test_the_sampler_scores_as_training_does(family, adapter, ask, run_all, forw
 
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("family", DECODERS, indirect=True)
-def test_packed_examples_equal_separate_ones(family, examples, adapter, forward):
+def test_packed_examples_equal_separate_ones(family):
     """A row contains one short example. The tests before compare rows of several examples with torch."""
     _, executor, _ = family
-    adapter(executor, "packed")
+    add_adapter(executor, "packed")
     data = examples(LENGTHS)
     together = forward(executor, "packed", data).logprobs
     for found, example in zip(together, data, strict=True):
@@ -301,9 +312,9 @@ def _shown(examples):
     ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3_vl_moe", "qwen3_5"))],
     indirect=True,
 )
-def test_images_in_one_row_equal_transformers(family, tmp_path, examples, adapter, forward, gradients):
+def test_images_in_one_row_equal_transformers(family, tmp_path):
     base, executor, parts = family
-    adapter(executor, "sees", **parts)
+    add_adapter(executor, "sees", **parts)
     data = _shown(examples)
     with in_peft(base, executor, "sees", tmp_path) as by_torch:
         scored = [scores(by_torch, example) for example in data]
@@ -317,9 +328,9 @@ def test_images_in_one_row_equal_transformers(family, tmp_path, examples, adapte
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
-def test_images_in_one_row_equal_separate_ones(family, examples, adapter, forward, gradients):
+def test_images_in_one_row_equal_separate_ones(family):
     _, executor, parts = family
-    adapter(executor, "sees", **parts)
+    add_adapter(executor, "sees", **parts)
     data, before = _shown(examples), executor.execute(ExportAdapter("sees", optimizer=True))
     result = forward(executor, "sees", data, backward=True)
     for found, example in zip(result.logprobs, data, strict=True):
@@ -339,9 +350,9 @@ def test_images_in_one_row_equal_separate_ones(family, examples, adapter, forwar
     ["qwen3-tied", *(pytest.param(f"{name}-tied", marks=pytest.mark.thorough) for name in SEEING)],
     indirect=True,
 )
-def test_logprobs_of_the_base_model_with_tied_embeddings(reference, examples, forward):
+def test_logprobs_of_the_base_model_with_tied_embeddings(reference):
     """Families state tied embeddings in different fields of their files."""
-    same_logprobs(reference, reference.executor(), examples(LENGTHS), forward)
+    same_logprobs(reference, reference.executor(), examples(LENGTHS))
 
 
 def _generated(by_torch, prompt, tokens):
@@ -358,7 +369,7 @@ def scores(by_torch, example):
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
 
 
-def same_logprobs(base, executor, data, forward):
+def same_logprobs(base, executor, data):
     """Assert that a model with a fresh adapter, which changes nothing, has the logprobs of the base model in torch."""
     executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
     for example, found in zip(data, forward(executor, "fresh", data).logprobs, strict=True):
@@ -376,7 +387,7 @@ def same_gradients(found, by_torch):
         assert np.abs(found[name] - gradient).max() < 1e-3 * max(1.0, np.abs(gradient).max()), name
 
 
-def test_bfloat16_is_close(qwen3, examples, forward):
+def test_bfloat16_is_close(qwen3):
     executor = qwen3.executor(dtype="bfloat16")
     executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
     data = examples((30,))

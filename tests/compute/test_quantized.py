@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import add_adapter, ask, examples, forward, gradients, result_of
 
 from tinkerflow.backend.compute.kernels.matmul import matmul
 from tinkerflow.backend.compute.mesh import make_mesh
@@ -63,13 +64,11 @@ def test_int8_values_are_rounded_by_the_bfloat16_scale():
     assert (error <= scale.astype(np.float32)[:, None] * 1.01).all()
 
 
-def test_int8_logprobs_and_gradients_equal_rounded_weights(
-    qwen3, by_torch, executor, examples, adapter, forward, gradients, ask, run_all
-):
+def test_int8_logprobs_and_gradients_equal_rounded_weights(qwen3, by_torch, executor):
     data = examples((7, 33))
-    adapter(executor, "zero-and-not", train_unembed=False)
+    add_adapter(executor, "zero-and-not", train_unembed=False)
     plain = by_torch.executor()
-    adapter(plain, "zero-and-not", train_unembed=False)
+    add_adapter(plain, "zero-and-not", train_unembed=False)
     found, wanted = (forward(one, "zero-and-not", data, backward=True) for one in (executor, plain))
     for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
         close_logprobs(one, other)
@@ -77,15 +76,15 @@ def test_int8_logprobs_and_gradients_equal_rounded_weights(
     for name, gradient in gradients(executor, "zero-and-not").items():
         assert np.abs(gradient - slopes[name]).max() < 2e-3 * max(1.0, np.abs(slopes[name]).max()), name
     # The base model alone, compared with torch. The effect of rounding is far larger than the remaining difference.
-    scored = run_all(executor, ask("scored", data[0].tokens_T, 1, prompt_logprobs=True))["scored"]
+    scored = result_of(executor, ask("scored", data[0].tokens_T, 1, prompt_logprobs=True))
     torch_says = by_torch.logprobs(shifted(data[0]))[:-1, 0]
     close_logprobs(scored.prompt_logprobs_T[1:], torch_says)
     assert np.abs(qwen3.logprobs(shifted(data[0]))[:-1, 0] - torch_says).max() > 5e-3
 
 
-def test_greedy_decode_of_quantized_weights_equals_hugging_face(by_torch, executor, examples, ask, run_all):
+def test_greedy_decode_of_quantized_weights_equals_hugging_face(by_torch, executor):
     prompt = examples((20,))[0].tokens_T
-    (found,) = run_all(executor, ask("a", prompt, 12))["a"].sequences
+    (found,) = result_of(executor, ask("a", prompt, 12)).sequences
     with torch.no_grad():
         ids = torch.tensor(prompt[None].astype(np.int64))
         wanted = by_torch.model.generate(

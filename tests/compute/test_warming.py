@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.compute.conftest import SHAPE, VOCAB, build, random_example
+from tests.compute.conftest import SHAPE, VOCAB, build, examples, forward, random_example, run_all
 from tests.compute.shapes import QWEN3_4B, config_like
 from tests.waiting import wait_for
 
@@ -58,9 +58,7 @@ PATIENCE = 600.0
 
 
 @pytest.mark.thorough
-def test_mixed_traffic_compiles_nothing_after_the_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, examples
-) -> None:
+def test_mixed_traffic_compiles_nothing_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)
     monkeypatch.setattr(executor_module, "memory_maps_used", lambda: 0.0)  # other tests leave programs in this process
     executor = build(tmp_path, "qwen3", tied=True).executor(
@@ -112,9 +110,7 @@ def test_mixed_traffic_compiles_nothing_after_the_warm_up(
 
 
 @pytest.mark.parametrize("what", ["experts", "supports"])
-def test_the_warm_up_has_the_programs_of_replays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward, run_all, what: str
-) -> None:
+def test_the_warm_up_has_the_programs_of_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """After a step without replay, and with these programs, a step with replay compiles nothing."""
     monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)
     wanted: list[Program] = []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
-from tests.compute.conftest import SEEING, TOWER, Reference, build
+from tests.compute.conftest import SEEING, TOWER, Reference, build, examples, forward
 
 from tinkerflow.backend.compute.models.checkpoints import check_tensors, expected_tensors
 from tinkerflow.backend.compute.models.config import ModelConfig
@@ -212,9 +212,7 @@ def test_separate_head_unties_a_checkpoint(family: str, folder_of: Callable[[str
         assert ("lm_head.weight" in expected_tensors(found)) is not tied
 
 
-def test_separate_head_gives_the_logits_of_transformers(
-    tmp_path: Path, qwen3: Reference, examples: Any, forward: Any
-) -> None:
+def test_separate_head_gives_the_logits_of_transformers(tmp_path: Path, qwen3: Reference) -> None:
     from tests.compute.closeness import close_logprobs
 
     from tinkerflow.backend.spec.commands import CreateAdapter, LoraSpec

@@ -30,31 +30,30 @@ CFG = config_like(QWEN3_4B)
 QWEN3_8B = config_like(QWEN3_4B, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False)
 
 
-def budget_of(limit: float, weights: float, tokens: int = 0) -> budget_module.Budget:
-    """The budget on a GPU. limit, weights: in GB."""
-    config = config_of(microbatch_tokens=tokens)
-    return training_memory.budget_for(CFG, config, int(limit * GB) - int(weights * GB))
+def budget_of(limit: int, tokens: int = 0) -> budget_module.Budget:
+    """The budget on a GPU with this memory in GB, of which the weights take 8."""
+    return training_memory.budget_for(CFG, config_of(microbatch_tokens=tokens), (limit - 8) * GB)
 
 
 @pytest.mark.parametrize(
-    ("limit", "weights", "tokens", "again"),
+    ("limit", "tokens", "again"),
     [
-        (105, 8, 4096, False),  # an H200
-        (30, 8, 2048, False),
-        (18, 8, 1024, False),
-        (12, 8, 1024, True),
+        (105, 4096, False),  # an H200
+        (30, 2048, False),
+        (18, 1024, False),
+        (12, 1024, True),
     ],
 )
 def test_micro_batches_grow_with_memory_and_little_memory_recomputes_layers(
-    limit: float, weights: float, tokens: int, again: bool
+    limit: int, tokens: int, again: bool
 ) -> None:
-    budget = budget_of(limit, weights)
+    budget = budget_of(limit)
     assert budget.microbatch_tokens == tokens
     assert (budget_module.kept_bytes(CFG, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
 
 
 def test_configured_size_is_kept() -> None:
-    assert budget_of(105, 8, 256).microbatch_tokens == 256
+    assert budget_of(105, 256).microbatch_tokens == 256
 
 
 def config_of(name: str = "m", **changes: Any) -> GroupConfig:
@@ -150,9 +149,7 @@ def test_plan_can_be_made_for_a_given_memory(qwen3: Reference) -> None:
     assert plan.rule == "the most that fits this group's devices with 0.5 GB each"
 
 
-def test_devices_that_do_not_report_memory_need_the_setting_device_memory(
-    qwen3: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_that_do_not_report_memory_need_the_setting_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling_for(CUDA), pytest.raises(UserError, match="device_memory is 0, and cpu does not report its memory"):
         memory_plan.device_limit(config_of())
 

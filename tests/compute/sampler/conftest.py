@@ -27,7 +27,10 @@ from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.training.budget import Budget
-from tinkerflow.backend.spec.commands import BaseWeights, GroupConfig, LoraSpec
+from tinkerflow.backend.compute.training.packing import pack
+from tinkerflow.backend.compute.training.token_losses import choose
+from tinkerflow.backend.compute.training.train import make_steps, to_devices
+from tinkerflow.backend.spec.commands import BaseWeights, Example, GroupConfig, LoraSpec
 
 VOCAB = 320
 CONTEXT = 600
@@ -198,48 +201,29 @@ def computed_sizes(pieces: list[tuple[int, int]]) -> Callable[[], tuple[int, ...
     return read
 
 
-@pytest.fixture(scope="session")
-def random_lora() -> Callable[..., Lora]:
-    """random_lora(cfg, spec, seed): an adapter on the host whose B is not zero, strong enough to change every token."""
-
-    def make(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
-        lora = init_lora(cfg, spec, seed)
-        generator = np.random.default_rng(seed)
-        for pair in [*lora.layers.values(), *([lora.unembed] if lora.unembed else [])]:
-            pair.B[...] = generator.normal(size=pair.B.shape, scale=0.1 / np.sqrt(spec.rank)).astype(np.float32)
-        return lora
-
-    return make
+def random_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
+    """An adapter on the host whose B is not zero, strong enough to change every token."""
+    lora = init_lora(cfg, spec, seed)
+    generator = np.random.default_rng(seed)
+    for pair in [*lora.layers.values(), *([lora.unembed] if lora.unembed else [])]:
+        pair.B[...] = generator.normal(size=pair.B.shape, scale=0.1 / np.sqrt(spec.rank)).astype(np.float32)
+    return lora
 
 
-@pytest.fixture(scope="session")
-def prompt() -> Callable[..., list[int]]:
-    """prompt(length, seed): random token ids."""
-
-    def make(length: int, seed: int = 0) -> list[int]:
-        return [int(token) for token in np.random.default_rng([length, seed]).integers(0, VOCAB, length)]
-
-    return make
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return [int(token) for token in np.random.default_rng([length, seed]).integers(0, VOCAB, length)]
 
 
-@pytest.fixture(scope="session")
-def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
-    """training_logprobs(tiny, lora, tokens): the training logprobs of tokens[1:], float32 [T - 1]."""
-    from tinkerflow.backend.compute.training.packing import pack
-    from tinkerflow.backend.compute.training.token_losses import choose
-    from tinkerflow.backend.compute.training.train import make_steps, to_devices
-    from tinkerflow.backend.spec.commands import Example
-
-    def run(tiny: Tiny, lora: Lora | None, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-        lora = lora or init_lora(tiny.cfg, LoraSpec(rank=1), 0)
-        whole = np.asarray(tokens, np.int32)
-        size = len(whole) - 1
-        example = Example(whole[:-1], whole[1:, None], np.ones((size, 1), np.float32))
-        (batch,) = pack([example], microbatch_tokens=1024)
-        steps = make_steps(tiny.cfg, tiny.mesh, Budget(1024, 2**30))
-        arrays = to_devices(batch, choose("cross_entropy", {}), tiny.mesh)
-        scored = steps.forward(tiny.params, jax.device_put(lora), arrays)
-        (place,) = batch.places
-        return np.asarray(scored.logprobs_BTK)[place.row, place.columns, 0]
-
-    return run
+def training_logprobs(tiny: Tiny, lora: Lora | None, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    """The training logprobs of tokens[1:], float32 [T - 1]."""
+    lora = lora or init_lora(tiny.cfg, LoraSpec(rank=1), 0)
+    whole = np.asarray(tokens, np.int32)
+    size = len(whole) - 1
+    example = Example(whole[:-1], whole[1:, None], np.ones((size, 1), np.float32))
+    (batch,) = pack([example], microbatch_tokens=1024)
+    steps = make_steps(tiny.cfg, tiny.mesh, Budget(1024, 2**30))
+    arrays = to_devices(batch, choose("cross_entropy", {}), tiny.mesh)
+    scored = steps.forward(tiny.params, jax.device_put(lora), arrays)
+    (place,) = batch.places
+    return np.asarray(scored.logprobs_BTK)[place.row, place.columns, 0]

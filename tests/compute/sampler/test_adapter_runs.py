@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 from tests.compute.closeness import close, close_logprobs
+from tests.compute.conftest import ask, run_all
+from tests.compute.sampler.conftest import prompt, random_lora
 
 from tinkerflow.backend.compute.models.lora import LoraPair
 from tinkerflow.backend.compute.sampler import snapshot_cache
@@ -43,9 +45,7 @@ def test_overflow_stays_in_the_columns_of_its_row() -> None:
     assert not np.isfinite(found[0]).any() and (np.asarray(found[1]) == 8 * 32).all()
 
 
-def test_wide_stack_samples_like_a_narrow_one(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_stack_samples_like_a_narrow_one(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     used, real = list[int](), by_runs
     monkeypatch.setattr(snapshot_cache, "by_runs", lambda columns, width: used.append(width) or real(columns, width))
     sampler, spec = qwen.sampler(decode_chunk=6), LoraSpec(80)  # a chunk that no other test has compiled

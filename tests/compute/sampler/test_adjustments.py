@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compute.conftest import ask, result_of, run_all
+from tests.compute.sampler.conftest import prompt
 
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.constraints import everything
@@ -72,12 +74,10 @@ def test_logits_are_adjusted_as_the_formulas_define(
 
 
 @pytest.mark.parametrize("name", ["bias", "presence", "frequency", "negative"])
-def test_every_token_of_an_answer_is_the_best_of_the_changed_logits(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, name: str
-) -> None:
+def test_every_token_of_an_answer_is_the_best_of_the_changed_logits(qwen: Any, name: str) -> None:
     tokens, vocab, asked = prompt(20), qwen.cfg.vocab, replace(WISHES[name], repetition=1.0)
     sampler = qwen.sampler(decode_chunk=4)  # the counts continue over chunks
-    (found,) = run_all(sampler, ask("a", tokens, 30, topk_sample=vocab, adjustments=asked))["a"].sequences
+    (found,) = result_of(sampler, ask("a", tokens, 30, topk_sample=vocab, adjustments=asked)).sequences
     said = found.tokens_T.tolist()
     for place, token in enumerate(said):
         logprobs_V = np.empty(vocab, np.float32)
@@ -87,24 +87,24 @@ def test_every_token_of_an_answer_is_the_best_of_the_changed_logits(
         np.testing.assert_allclose(
             found.logprobs_T[place], logprobs_V[token], atol=1e-5
         )  # of the logits before adjustment
-    (plain,) = run_all(sampler, ask("b", tokens, 30))["b"].sequences
+    (plain,) = result_of(sampler, ask("b", tokens, 30)).sequences
     assert plain.tokens_T.tolist() != said
 
 
-def test_repetition_counts_the_prompt(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_repetition_counts_the_prompt(qwen: Any) -> None:
     tokens = prompt(20)
     sampler = qwen.sampler()
-    (plain,) = run_all(sampler, ask("a", tokens, 1))["a"].sequences
+    (plain,) = result_of(sampler, ask("a", tokens, 1)).sequences
     first = int(plain.tokens_T[0])
     asked = Adjustments(repetition=100.0)
-    (kept,) = run_all(sampler, ask("b", [*tokens, first], 1, adjustments=asked))["b"].sequences
-    (free,) = run_all(sampler, ask("c", [*tokens, first], 1))["c"].sequences
+    (kept,) = result_of(sampler, ask("b", [*tokens, first], 1, adjustments=asked)).sequences
+    (free,) = result_of(sampler, ask("c", [*tokens, first], 1)).sequences
     assert int(kept.tokens_T[0]) not in {*tokens, first} or int(free.tokens_T[0]) == int(kept.tokens_T[0])
-    (long,) = run_all(sampler, ask("d", tokens, 60, adjustments=asked))["d"].sequences
+    (long,) = result_of(sampler, ask("d", tokens, 60, adjustments=asked)).sequences
     assert len(set(long.tokens_T.tolist())) == 60, "no token comes twice"
 
 
-def test_preempted_sequence_keeps_its_token_counts(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_preempted_sequence_keeps_its_token_counts(qwen: Any) -> None:
     requests = [ask(f"r{i}", prompt(30, i), 60, adjustments=WISHES["all"]) for i in range(4)]
     roomy, tight = qwen.sampler(page=32), qwen.sampler(page=32, free_pages=8)
     free, pressed = run_all(roomy, *requests), run_all(tight, *requests)
@@ -113,7 +113,7 @@ def test_preempted_sequence_keeps_its_token_counts(qwen: Any, ask: Any, run_all:
         assert one.tokens_T.tolist() == other.tokens_T.tolist()
 
 
-def test_requests_without_adjustments_reuse_the_plain_program(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_requests_without_adjustments_reuse_the_plain_program(qwen: Any) -> None:
     sampler = qwen.sampler()
     run_all(sampler, ask("a", prompt(9), 12, num_samples=3))
     run_all(sampler, ask("b", prompt(9), 12, num_samples=3, adjustments=WISHES["all"]))
@@ -123,7 +123,7 @@ def test_requests_without_adjustments_reuse_the_plain_program(qwen: Any, ask: An
     assert decode._cache_size() == known
 
 
-def test_sampler_is_empty_after_an_adjusted_request(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_sampler_is_empty_after_an_adjusted_request(qwen: Any) -> None:
     sampler = qwen.sampler()
     progress = sampler.step(SampleStep(admit=(ask("a", prompt(9), 1, adjustments=WISHES["frequency"]),)))
     while progress.active or progress.waiting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.compute.conftest import ask, result_of, run_all
+from tests.compute.sampler.conftest import prompt, random_lora
 from tests.compute.sampler.test_images import asked, assert_same, example, executor, looks, sampler, sees
 from tests.compute.sampler.test_prefix_cache import SPEC
 
@@ -24,14 +26,6 @@ from tinkerflow.backend.compute.sampler.shapes import prefill_pieces
 from tinkerflow.backend.spec.commands import PromptWishes, SampleRequest, SampleResult, SampleStep
 
 __all__ = ["executor", "looks", "sampler", "sees"]  # fixtures
-
-Say = Callable[[Sampler, SampleRequest], SampleResult]
-
-
-@pytest.fixture
-def say(run_all: Any) -> Say:
-    """say(sampler, request): the result of a request that runs alone."""
-    return lambda sampler, request: run_all(sampler, request)[request.request_id]
 
 
 def rest(sampler: Sampler) -> int:
@@ -68,15 +62,15 @@ def test_longer_prompts_share_the_piece_borders_of_an_answer(sizes: tuple[int, .
 
 @pytest.mark.parametrize("model", ["qwen", "hybrid"])
 def test_a_conversation_prefills_its_new_tokens_alone(
-    model: str, request: pytest.FixtureRequest, ask: Any, say: Say, prompt: Any, computed_sizes: Any
+    model: str, request: pytest.FixtureRequest, computed_sizes: Any
 ) -> None:
     tiny = request.getfixturevalue(model)
     warm, turn = tiny.sampler(max_context=1024), ask("turn", prompt(100), 110, temperature=1.0, seed=5, owner="one")
     hits, waited = [], []
     for number in range(5):
-        cold = say(tiny.sampler(max_context=1024), turn)
+        cold = result_of(tiny.sampler(max_context=1024), turn)
         pieces = computed_sizes()
-        result = say(warm, turn)
+        result = result_of(warm, turn)
         assert_same(result.sequences[0], cold.sequences[0])
         hits.append(result.prompt_cache_hit_tokens)
         assert computed_sizes() == pieces[hits[-1] // 128 :]
@@ -87,7 +81,7 @@ def test_a_conversation_prefills_its_new_tokens_alone(
     assert waited == [1, 1, 1, 1, 1]
 
 
-def test_waiting_answers_keep_no_results(modeled: Any, ask: Any, run_all: Any) -> None:
+def test_waiting_answers_keep_no_results(modeled: Any) -> None:
     """Lists of tokens and scores of 64 requests could take most of a worker's memory."""
     sampler, length = modeled(), 150
     wishes = PromptWishes(targets_TK=np.zeros((length - 1, 1), np.int32))
@@ -99,46 +93,42 @@ def test_waiting_answers_keep_no_results(modeled: Any, ask: Any, run_all: Any) -
     assert all(each() is None for each in kept)
 
 
-def test_answers_of_prompts_with_images(sampler: Sampler, ask: Any, say: Say, prompt: Any, looks: Any) -> None:
-    first = asked(ask, "first", example(), 70)
-    result = say(sampler, first)
+def test_answers_of_prompts_with_images(sampler: Sampler, looks: Any) -> None:
+    first = asked("first", example(), 70)
+    result = result_of(sampler, first)
     second = next_turn(first, result, prompt(10))
     assert rest(sampler) == 1
     looks.clear()
-    found = say(sampler, second)
+    found = result_of(sampler, second)
     assert (found.prompt_cache_hit_tokens, looks) == (256, [])
     sampler.clear()
-    assert_same(found.sequences[0], say(sampler, second).sequences[0])
+    assert_same(found.sequences[0], result_of(sampler, second).sequences[0])
 
 
-def test_cached_answers_are_separate_by_project_and_weights(
-    qwen: Any, ask: Any, say: Say, prompt: Any, random_lora: Any
-) -> None:
+def test_cached_answers_are_separate_by_project_and_weights(qwen: Any) -> None:
     sampler = qwen.sampler()
     for seed, name in enumerate(("mine", "newer")):
         sampler.publish(name, random_lora(qwen.cfg, SPEC, seed), SPEC)
     first = ask("a", prompt(100), 40, snapshot_id="mine", owner="one")
-    second = next_turn(first, say(sampler, first), prompt(9))
+    second = next_turn(first, result_of(sampler, first), prompt(9))
     assert rest(sampler) == 1
     for other in ({"owner": "two"}, {"snapshot_id": None}, {"snapshot_id": "newer"}):
-        assert say(sampler, replace(second, **other)).prompt_cache_hit_tokens == 0
-    assert say(sampler, second).prompt_cache_hit_tokens == 128
+        assert result_of(sampler, replace(second, **other)).prompt_cache_hit_tokens == 0
+    assert result_of(sampler, second).prompt_cache_hit_tokens == 128
     sampler.rename_snapshot("newer", "mine")  # the adapter is updated between turns
     rest(sampler)
-    updated = say(sampler, second)
+    updated = result_of(sampler, second)
     assert updated.prompt_cache_hit_tokens == 0
     fresh = qwen.sampler()
     fresh.publish("mine", random_lora(qwen.cfg, SPEC, 1), SPEC)
-    assert_same(updated.sequences[0], say(fresh, second).sequences[0])
+    assert_same(updated.sequences[0], result_of(fresh, second).sequences[0])
 
 
-def test_dropped_weights_are_not_held_by_answers(
-    qwen: Any, ask: Any, say: Say, prompt: Any, random_lora: Any, computed_sizes: Any
-) -> None:
+def test_dropped_weights_are_not_held_by_answers(qwen: Any, computed_sizes: Any) -> None:
     sampler = qwen.sampler()
     sampler.publish("mine", random_lora(qwen.cfg, SPEC, 0), SPEC)
     first = ask("a", prompt(100), 40, snapshot_id="mine")
-    say(sampler, first)
+    result_of(sampler, first)
     sampler.drop_snapshot("mine")
     sampler.publish("mine", random_lora(qwen.cfg, SPEC, 0), SPEC)
     sampler.step(SampleStep(admit=(first,)))
@@ -150,14 +140,14 @@ def test_dropped_weights_are_not_held_by_answers(
     assert rest(sampler) == 0 and computed_sizes() == ()
 
 
-def test_few_answers_are_prefilled_for_projects_that_never_continue(ask: Any, say: Say, modeled: Any) -> None:
+def test_few_answers_are_prefilled_for_projects_that_never_continue(modeled: Any) -> None:
     sampler, prompts = modeled(context=600), np.random.default_rng(0).integers(0, 90, (40, 100))
 
     def talk(owner: str, turns: int) -> int:
         """The number of steps that prefill the answers of a conversation."""
         request, steps = ask("a", next(unused), 130, owner=owner), 0
         for _ in range(turns):
-            result = say(sampler, request)
+            result = result_of(sampler, request)
             steps += rest(sampler)
             request = next_turn(request, result, [1])
         return steps
@@ -168,45 +158,41 @@ def test_few_answers_are_prefilled_for_projects_that_never_continue(ask: Any, sa
     assert [talk("two", 3) for _ in range(10)] == [3] * 10
 
 
-def test_answer_pages_are_evicted_before_a_request_waits(
-    qwen: Any, ask: Any, run_all: Any, say: Say, prompt: Any, computed_sizes: Any
-) -> None:
+def test_answer_pages_are_evicted_before_a_request_waits(qwen: Any, computed_sizes: Any) -> None:
     sampler = qwen.sampler(free_pages=5)
     first = ask("a", prompt(100), 300)
-    second = next_turn(first, say(sampler, first), prompt(5))
+    second = next_turn(first, result_of(sampler, first), prompt(5))
     assert sampler.step(SampleStep(idle=True)).answers  # the first of three pieces
     other = ask("b", prompt(450, 7), 100)  # it needs all pages
     assert sampler.step(SampleStep((other,), idle=True)).active, "a request goes before answers"
     run_all(sampler)
     computed_sizes()
-    found = say(sampler, second)
+    found = result_of(sampler, second)
     assert (found.prompt_cache_hit_tokens, computed_sizes()) == (0, (128, 128, 128, 32))
-    assert_same(found.sequences[0], say(qwen.sampler(free_pages=5), second).sequences[0])
+    assert_same(found.sequences[0], result_of(qwen.sampler(free_pages=5), second).sequences[0])
 
 
-def test_a_turn_that_comes_first_computes_the_answer_itself(qwen: Any, ask: Any, say: Say, prompt: Any) -> None:
+def test_a_turn_that_comes_first_computes_the_answer_itself(qwen: Any) -> None:
     sampler = qwen.sampler()
     first = ask("a", prompt(100), 40)
-    second = next_turn(first, say(sampler, first), prompt(5))
-    assert say(sampler, replace(second, max_tokens=2)).prompt_cache_hit_tokens == 0
+    second = next_turn(first, result_of(sampler, first), prompt(5))
+    assert result_of(sampler, replace(second, max_tokens=2)).prompt_cache_hit_tokens == 0
     assert rest(sampler) == 0
 
 
-def test_failed_group_caches_no_answer(
-    qwen: Any, ask: Any, say: Say, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_group_caches_no_answer(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     sampler = qwen.sampler()
     first = ask("a", prompt(200), 100)
-    second = next_turn(first, say(sampler, first), prompt(5), max_tokens=8)
+    second = next_turn(first, result_of(sampler, first), prompt(5), max_tokens=8)
     with monkeypatch.context() as patch:
         patch.setattr(SamplerModel, "prefill_piece", broken)
         progress = sampler.step(SampleStep(idle=True))
     assert not (progress.finished or progress.answers), "no request is blamed"
-    cold = say(sampler, second)
+    cold = result_of(sampler, second)
     assert cold.prompt_cache_hit_tokens == 0
     assert rest(sampler) == 0  # the answer of 8 tokens crosses no border
     sampler.clear()
-    assert_same(say(sampler, second).sequences[0], cold.sequences[0])
+    assert_same(result_of(sampler, second).sequences[0], cold.sequences[0])

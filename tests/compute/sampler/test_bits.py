@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
-from tests.compute.sampler.conftest import VOCAB, make_tiny
+from tests.compute.conftest import ask, result_of, run_all
+from tests.compute.sampler.conftest import VOCAB, make_tiny, prompt, random_lora
 from tests.compute.sampler.test_adjustments import WISHES
 from tests.compute.sampler.test_kv_cache import D, G, H, scattered
 from tests.compute.sampler.test_prefix_cache import assert_same
@@ -37,7 +38,7 @@ EXACT = ["qwen3", "qwen3_moe"]
 EXACT_TOO = ["qwen3_5", "gemma3_text", "deepseek_v3", "gpt_oss", "llama"]
 
 
-def test_row_is_equal_alone_and_in_a_batch(qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any) -> None:
+def test_row_is_equal_alone_and_in_a_batch(qwen: Any) -> None:
     sampler = qwen.sampler()
     specs = {"small": LoraSpec(2), "large": LoraSpec(12, train_unembed=False)}
     for seed, (name, spec) in enumerate(specs.items()):
@@ -51,7 +52,7 @@ def test_row_is_equal_alone_and_in_a_batch(qwen: Any, ask: Any, run_all: Any, pr
     ]
     together = run_all(sampler, *requests)
     for request in requests:
-        alone = run_all(sampler, request)[request.request_id]
+        alone = result_of(sampler, request)
         crowd = together[request.request_id]
         assert [tokens_of(s) for s in alone.sequences] == [tokens_of(s) for s in crowd.sequences]
         for one, other in zip(alone.sequences, crowd.sequences, strict=True):
@@ -62,9 +63,7 @@ def test_row_is_equal_alone_and_in_a_batch(qwen: Any, ask: Any, run_all: Any, pr
 
 
 @pytest.mark.parametrize("family", [*EXACT, *(pytest.param(name, marks=pytest.mark.thorough) for name in EXACT_TOO)])
-def test_batch_invariant_sample_does_not_depend_on_other_requests(
-    family: str, tmp_path: Path, ask: Any, run_all: Any, random_lora: Any
-) -> None:
+def test_batch_invariant_sample_does_not_depend_on_other_requests(family: str, tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path, family)
     rng = np.random.default_rng(len(family))
     experts = "divided" if tiny.cfg.experts else "full"
@@ -96,16 +95,14 @@ def test_batch_invariant_sample_does_not_depend_on_other_requests(
         )
 
     requests = [request(number) for number in range(12)]
-    alone = {each.request_id: run_all(sampler(), each)[each.request_id] for each in requests}
+    alone = {each.request_id: result_of(sampler(), each) for each in requests}
     for free_pages in (None, 5):
         crowd = run_all(sampler(free_pages=free_pages), *requests)
         for name, result in crowd.items():
             assert_same(result, alone[name])
 
 
-def test_youngest_requests_wait_for_memory_and_results_do_not_change(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any
-) -> None:
+def test_youngest_requests_wait_for_memory_and_results_do_not_change(qwen: Any) -> None:
     requests = [ask(str(i), prompt(20, i), 150 + i, temperature=1.0, seed=i) for i in range(6)]
     plenty = run_all(qwen.sampler(), *requests)
     scarce = run_all(qwen.sampler(free_pages=7), *requests)
@@ -114,7 +111,7 @@ def test_youngest_requests_wait_for_memory_and_results_do_not_change(
         close_logprobs(scarce[name].sequences[0].logprobs_T, result.sequences[0].logprobs_T, ulps=128)
 
 
-def test_rows_without_adjustments_do_not_change(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_rows_without_adjustments_do_not_change(qwen: Any) -> None:
     """Adjusted rows have the same tokens alone and in a batch. Other rows are unchanged bit for bit."""
     sampler = qwen.sampler()
     requests = [ask("plain", prompt(9), 25, temperature=1.0, seed=8), ask("greedy", prompt(40), 25)]
@@ -133,9 +130,7 @@ def test_rows_without_adjustments_do_not_change(qwen: Any, ask: Any, run_all: An
         np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
 
 
-def test_turns_of_a_conversation_continue_from_the_cache_bit_for_bit(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, computed_sizes: Any
-) -> None:
+def test_turns_of_a_conversation_continue_from_the_cache_bit_for_bit(qwen: Any, computed_sizes: Any) -> None:
     # Each turn extends the previous one. Their caches have two lengths.
     whole = prompt(480)
     turns = [ask("turn", whole[:length], 6, temperature=1.0, seed=length) for length in (100, 129, 300, 480)]
@@ -156,12 +151,10 @@ def test_turns_of_a_conversation_continue_from_the_cache_bit_for_bit(
 
 
 @pytest.mark.thorough
-def test_states_of_linear_attention_do_not_depend_on_the_batch(
-    hybrid: Any, ask: Any, run_all: Any, prompt: Any
-) -> None:
+def test_states_of_linear_attention_do_not_depend_on_the_batch(hybrid: Any) -> None:
     """With few pages, the youngest requests are preempted and recomputed from their tokens."""
     asked = [ask(str(seed), prompt(20 + 10 * seed, seed), 30) for seed in range(4)]
-    alone = {one.request_id: run_all(hybrid.sampler(page=32), one)[one.request_id] for one in asked}
+    alone = {one.request_id: result_of(hybrid.sampler(page=32), one) for one in asked}
     for pages in (40, 7):
         sampler = hybrid.sampler(page=32, pages=pages)
         together = run_all(sampler, *asked)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.compute.conftest import ask, run_all
+from tests.compute.sampler.conftest import prompt
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
 from tinkerflow.backend.compute.sampler import admission
@@ -57,9 +59,7 @@ def text(folder: Path) -> Any:
     return read
 
 
-def test_a_constraint_is_compiled_once_for_each_owner(
-    qwen: Any, ask: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_constraint_is_compiled_once_for_each_owner(qwen: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, made = qwen.sampler(model_path=str(folder)), list[Constraint]()
 
     def counted(where: str, vocab: int, constraint: Constraint) -> Any:
@@ -79,9 +79,7 @@ def fits(found: Any) -> bool:
     return len(found["tags"]) <= 3 and all(type(tag) is bool for tag in found["tags"])
 
 
-def test_constrained_answers_fit_and_unconstrained_answers_do_not_change(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, folder: Path, text: Any
-) -> None:
+def test_constrained_answers_fit_and_unconstrained_answers_do_not_change(qwen: Any, folder: Path, text: Any) -> None:
     sampler = qwen.sampler(model_path=str(folder), decode_chunk=4)
     asked = {"temperature": 1.0, "num_samples": 3, "stop_tokens": ()}
     requests = [
@@ -112,13 +110,7 @@ def test_constrained_answers_fit_and_unconstrained_answers_do_not_change(
 
 @pytest.mark.parametrize("rows_are_dear", [True, False])
 def test_unconstrained_rows_decode_in_chunks_where_rows_are_dear(
-    qwen: Any,
-    ask: Any,
-    run_all: Any,
-    prompt: Any,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rows_are_dear: bool,
+    qwen: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, rows_are_dear: bool
 ) -> None:
     sampler, asked = qwen.sampler(model_path=str(folder), decode_chunk=4), list[tuple[str, int]]()
     sampler._batch._shapes = replace(sampler._batch._shapes, rows_are_dear=rows_are_dear)
@@ -139,9 +131,7 @@ def test_unconstrained_rows_decode_in_chunks_where_rows_are_dear(
     assert len({names for names, _ in asked}) == 2, "few dispatches, and no sequence is decoded in both ways"
 
 
-def test_unsatisfiable_constraint_fails_only_its_request(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, folder: Path, text: Any
-) -> None:
+def test_unsatisfiable_constraint_fails_only_its_request(qwen: Any, folder: Path, text: Any) -> None:
     sampler = qwen.sampler(model_path=str(folder))
     impossible = Constraint("regex", r"[^\s\S]", (END,))
     broken = Constraint("grammar", 'start: "a" nobody', (END,))

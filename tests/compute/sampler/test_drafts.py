@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
-from tests.compute.sampler.conftest import VOCAB, make_tiny
+from tests.compute.conftest import ask, result_of, run_all
+from tests.compute.sampler.conftest import VOCAB, make_tiny, prompt
 from tests.compute.sampler.test_prefix_cache import assert_same
 
 from tinkerflow.backend.compute.sampler import Sampler
@@ -44,7 +44,7 @@ def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def requests(ask: Callable[..., SampleRequest], seed: int, count: int) -> list[SampleRequest]:
+def requests(seed: int, count: int) -> list[SampleRequest]:
     """Random requests that often repeat text: periodic prompts, low temperatures, several samples of a prompt."""
     chance = np.random.default_rng(seed)
     asked = []
@@ -65,7 +65,7 @@ def requests(ask: Callable[..., SampleRequest], seed: int, count: int) -> list[S
     return asked
 
 
-def compare(plain: Sampler, drafting: Sampler, run_all: Any, batches: list[list[SampleRequest]]) -> None:
+def compare(plain: Sampler, drafting: Sampler, batches: list[list[SampleRequest]]) -> None:
     """Assert that results are equal bit for bit, and that some tokens come from drafts."""
     for batch in batches:
         expected, found = run_all(plain, *batch), run_all(drafting, *batch)
@@ -82,22 +82,22 @@ def compare(plain: Sampler, drafting: Sampler, run_all: Any, batches: list[list[
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_change_no_bit(family: str, tmp_path: Path, one_size: None, ask: Any, run_all: Any) -> None:
+def test_drafts_change_no_bit(family: str, tmp_path: Path, one_size: None) -> None:
     model = make_tiny(tmp_path / family, family)
-    batches = [requests(ask, seed, 5) for seed in range(6)]
-    compare(model.sampler(page=32), model.sampler(page=32, drafts=True), run_all, [*batches, batches[0]])
+    batches = [requests(seed, 5) for seed in range(6)]
+    compare(model.sampler(page=32), model.sampler(page=32, drafts=True), [*batches, batches[0]])
 
 
-def test_a_quantized_cache_and_few_pages_change_nothing(qwen: Any, one_size: None, ask: Any, run_all: Any) -> None:
-    batches = [requests(ask, seed, 5) for seed in range(4)]
+def test_a_quantized_cache_and_few_pages_change_nothing(qwen: Any, one_size: None) -> None:
+    batches = [requests(seed, 5) for seed in range(4)]
     shape: dict[str, Any] = {"page": 32, "kv_cache": "float8", "pages": 14}
-    compare(qwen.sampler(**shape), qwen.sampler(**shape, drafts=True), run_all, batches)
+    compare(qwen.sampler(**shape), qwen.sampler(**shape, drafts=True), batches)
 
 
 @pytest.mark.thorough
-def test_ten_thousand_requests(qwen: Any, one_size: None, ask: Any, run_all: Any) -> None:
-    batches = [requests(ask, seed, 10) for seed in range(1000)]
-    compare(qwen.sampler(), qwen.sampler(drafts=True), run_all, batches)
+def test_ten_thousand_requests(qwen: Any, one_size: None) -> None:
+    batches = [requests(seed, 10) for seed in range(1000)]
+    compare(qwen.sampler(), qwen.sampler(drafts=True), batches)
 
 
 def reachable(logprobs_V: np.ndarray, request: SampleRequest, uniform: float, moved: float) -> set[int]:
@@ -123,7 +123,7 @@ def reachable(logprobs_V: np.ndarray, request: SampleRequest, uniform: float, mo
     return found
 
 
-def test_larger_steps_change_only_tied_tokens(qwen: Any, ask: Any, run_all: Any) -> None:
+def test_larger_steps_change_only_tied_tokens(qwen: Any) -> None:
     """A step with drafts has more rows, which changes the last bits. These decide between equally likely tokens.
 
     DRAFT_REQUESTS is the number of compared requests (`pytest -s` prints the counts).
@@ -132,7 +132,7 @@ def test_larger_steps_change_only_tied_tokens(qwen: Any, ask: Any, run_all: Any)
     plain, drafting = qwen.sampler(), qwen.sampler(drafts=True)
     moved, others, usual = 0.0, list[tuple[SampleRequest, int, int, Any, Any]](), []
     for seed in range(-(-count // 5)):
-        batch = [replace(one, adjustments=None) for one in requests(ask, seed, 5)]
+        batch = [replace(one, adjustments=None) for one in requests(seed, 5)]
         expected, found = run_all(plain, *batch), run_all(drafting, *batch)
         for request in batch:
             pairs = zip(*(by_id[request.request_id].sequences for by_id in (expected, found)), strict=True)
@@ -151,7 +151,7 @@ def test_larger_steps_change_only_tied_tokens(qwen: Any, ask: Any, run_all: Any)
     # If both draw the same token, it is reachable and few others are, so `reachable` does not allow everything.
     for request, index, equal, one, other in [*others, *usual]:
         before = np.concatenate([request.prompt_T, one[:equal]]).tolist()
-        top = run_all(plain, ask("at", before, 1, topk_sample=VOCAB))["at"].sequences[0].top
+        top = result_of(plain, ask("at", before, 1, topk_sample=VOCAB)).sequences[0].top
         logprobs_V = np.empty(VOCAB)
         logprobs_V[top.tokens_Nk[0]] = top.logprobs_Nk[0]
         uniform = float(UniformStream(request.seed, index).draw(equal + 1)[equal])
@@ -210,7 +210,7 @@ def cost(dispatches: list[tuple[int, int]]) -> float:
     ],
 )
 def test_random_text_costs_no_more_with_drafts(
-    vocab: int, length: int, most: float, prompts: int, qwen: Any, ask: Any, run_all: Any, dispatches: Any, texts: Any
+    vocab: int, length: int, most: float, prompts: int, qwen: Any, dispatches: Any, texts: Any
 ) -> None:
     asked = []
     for number in range(prompts):
@@ -228,20 +228,18 @@ def test_random_text_costs_no_more_with_drafts(
     assert len(dispatches) <= len(plain) + most
 
 
-def test_a_repeated_request_needs_few_steps(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, dispatches: list[tuple[int, int]]
-) -> None:
+def test_a_repeated_request_needs_few_steps(qwen: Any, dispatches: list[tuple[int, int]]) -> None:
     """The second time, drafts come from the first answer, and all drafted tokens are right."""
     sampler, request = qwen.sampler(drafts=True), ask("a", prompt(20), 48, temperature=1.0, seed=3)
-    first = run_all(sampler, request)["a"]
+    first = result_of(sampler, request)
     plain = sum(steps for _, steps in dispatches)
     dispatches.clear()
-    again = run_all(sampler, request)["a"]
+    again = result_of(sampler, request)
     assert again.sequences[0].tokens_T.tolist() == first.sequences[0].tokens_T.tolist()
     assert plain > 40 and sum(steps for _, steps in dispatches) <= 15
 
 
-def test_a_cancelled_request_leaves_no_pages(qwen: Any, ask: Any, run_all: Any) -> None:
+def test_a_cancelled_request_leaves_no_pages(qwen: Any) -> None:
     sampler = qwen.sampler(drafts=True)
     loop = ask("loop", [5, 6, 7] * 42, 200, num_samples=3)  # the first drafts need the next page
     sampler.step(SampleStep(admit=(loop, ask("other", [5, 6, 7] * 42, 30))))
@@ -305,7 +303,7 @@ def test_sequence_without_accepted_drafts_pauses_drafting(qwen: Any) -> None:
     assert drafts.next_step([repeated]) is not None, "a right draft earns more drafts"
 
 
-def test_the_token_before_a_wrong_draft_with_nan_is_streamed(modeled: Any, ask: Any) -> None:
+def test_the_token_before_a_wrong_draft_with_nan_is_streamed(modeled: Any) -> None:
     """A batch-invariant sampler draws all tokens of the sequence again."""
     sampler = modeled(invariant=True)
     sampler.step(SampleStep(admit=(ask("a", [1, 2, 3], 50, stream=True),)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.compute.conftest import ask, examples, run_all
 
 from tinkerflow.backend.spec.commands import (
     CreateAdapter,
@@ -26,9 +27,7 @@ LARGEST = {"float32": (1e-5, 1e-10), "bfloat16": (0.3, 0.01)}
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
-def test_samples_of_the_training_weights_show_no_drift(
-    qwen3: Any, ask: Any, run_all: Any, examples: Any, dtype: str
-) -> None:
+def test_samples_of_the_training_weights_show_no_drift(qwen3: Any, dtype: str) -> None:
     executor = qwen3.executor(dtype=dtype)
     executor.execute(CreateAdapter("a", LoraSpec(4), 3))
 

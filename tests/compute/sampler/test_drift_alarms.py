@@ -6,13 +6,12 @@ DRIFT_STEPS is the number of clean steps before the faults.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.compute.conftest import SHAPE, Reference, random_model
+from tests.compute.conftest import SHAPE, Reference, add_adapter, random_model
 from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.compute.executor import Executor
@@ -46,11 +45,11 @@ class Loop:
     The reward of an answer is the share of its tokens in the first half of the vocabulary.
     """
 
-    def __init__(self, reference: Reference, adapter: Callable[..., None], data_dir: Path, *, routes: bool) -> None:
+    def __init__(self, reference: Reference, data_dir: Path, *, routes: bool) -> None:
         self._reference, self._routes, self._number = reference, routes, 0
         self._trainer = self._executor()
-        adapter(self._trainer, "a", 8)
-        adapter(self._trainer, "other", 8, seed=5)
+        add_adapter(self._trainer, "a", 8)
+        add_adapter(self._trainer, "other", 8, seed=5)
         self.events: list[str] = []
         self._report = RunReport(
             ManualClock(),
@@ -117,12 +116,12 @@ class Loop:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_each_fault_raises_a_drift_alarm_in_its_step(family: str, tmp_path: Path, adapter: Callable[..., None]) -> None:
+def test_each_fault_raises_a_drift_alarm_in_its_step(family: str, tmp_path: Path) -> None:
     pytest.importorskip("torch").manual_seed(0)
     wide = {"hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32, "initializer_range": 0.1}
     model = random_model(family, {**SHAPE, **wide, **EXPERTS} if family == "qwen3_moe" else {**SHAPE, **wide})
     model.save_pretrained(tmp_path / family)
-    loop = Loop(Reference(tmp_path / family, model), adapter, tmp_path, routes=family == "qwen3_moe")
+    loop = Loop(Reference(tmp_path / family, model), tmp_path, routes=family == "qwen3_moe")
     for _ in range(int(os.environ.get("DRIFT_STEPS", "12"))):
         loop.step()
     assert loop.events == []

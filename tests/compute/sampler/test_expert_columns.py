@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import add_adapter, ask, forward, result_of, run_all
 
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, usual_spec, widths_of
@@ -38,11 +39,11 @@ def test_default_adapter_follows_the_column_rule(moe):
 
 
 @pytest.mark.thorough
-def test_adapters_with_divided_and_full_rank_are_sampled_together(moe, adapter, ask, run_all, forward):
+def test_adapters_with_divided_and_full_rank_are_sampled_together(moe):
     """Compares samples alone and in one batch. The second adapter has the full rank, which widens the stack."""
     executor = moe.executor()
     for number, (name, own) in enumerate({"divided": 2, "full": None}.items()):
-        adapter(executor, name, 8, seed=number, expert_rank=own)
+        add_adapter(executor, name, 8, seed=number, expert_rank=own)
         executor.execute(PublishSnapshot(name, name))
     asked = [ask(name, [1, 2, 3], 6, snapshot_id=name) for name in ("divided", "full")]
     alone = {name: result for one in asked for name, result in run_all(executor, one).items()}
@@ -50,7 +51,7 @@ def test_adapters_with_divided_and_full_rank_are_sampled_together(moe, adapter, 
     for name, result in alone.items():
         (found,), (again,) = result.sequences, together[f"{name} too"].sequences
         assert (found.tokens_T == again.tokens_T).all()
-    base = run_all(executor, ask("base", [1, 2, 3], 6))["base"].sequences[0]
+    base = result_of(executor, ask("base", [1, 2, 3], 6)).sequences[0]
     assert (base.logprobs_T != alone["divided"].sequences[0].logprobs_T).all()
     for name in ("divided", "full"):
         sampled = alone[name].sequences[0]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
-from tests.compute.conftest import Reference
+from tests.compute.conftest import Reference, add_adapter, ask, examples, forward, run_all
 
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.core.errors import ConflictError, NotFoundError, UserError
@@ -31,11 +28,10 @@ ALL = LoraSpec(0)
 STEP = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
 # more than a page, so the next request finds it in the prefix cache
 PROMPT = np.random.default_rng(0).integers(0, 90, 140).tolist()
-Ask = Callable[..., SampleRequest]
 
 
 @pytest.fixture(scope="module")
-def executor(qwen3: Reference, examples: Any, forward: Any, adapter: Any) -> Executor:
+def executor(qwen3: Reference) -> Executor:
     """An executor with snapshots of model `w` after one step (`one`) and two (`two`), and of an adapter (`beside`)."""
     executor = qwen3.executor()
     executor.execute(CreateAdapter("w", ALL, 0))
@@ -44,19 +40,14 @@ def executor(qwen3: Reference, examples: Any, forward: Any, adapter: Any) -> Exe
         executor.execute(OptimStep("w", STEP))
         held = executor.execute(PublishSnapshot("w", snapshot))
         assert held.on_host and held.host_bytes == 4 * executor.parameters
-    adapter(executor, "a")
+    add_adapter(executor, "a")
     assert not executor.execute(PublishSnapshot("a", "beside")).on_host
     return executor
 
 
 def served(executor: Executor, *requests: SampleRequest) -> dict[str, SampledSequence]:
     """Admit all requests in one step, and return the first sequence of each."""
-    progress, found = executor.execute(SampleStep(requests)), {}
-    for _ in range(500):
-        found |= {result.request_id: result for result in progress.finished}
-        if not (progress.active or progress.waiting):
-            break
-        progress = executor.execute(SampleStep())
+    found = run_all(executor, *requests)
     assert not [result.error for result in found.values() if result.error]
     return {name: result.sequences[0] for name, result in found.items()}
 
@@ -71,7 +62,7 @@ def assert_same(one: SampledSequence, other: SampledSequence) -> None:
     np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-5)
 
 
-def test_tokens_have_the_logprobs_that_training_gives_them(executor: Executor, ask: Ask, forward: Any) -> None:
+def test_tokens_have_the_logprobs_that_training_gives_them(executor: Executor) -> None:
     found = served(executor, ask("x", PROMPT[:20], 12, snapshot_id="two"))["x"]
     tokens_T = np.asarray([*PROMPT[:20], *found.tokens_T], np.int32)
     inputs = {name: np.zeros((len(tokens_T) - 1, 1), np.float32) for name in ("logprobs", "advantages")}
@@ -81,7 +72,7 @@ def test_tokens_have_the_logprobs_that_training_gives_them(executor: Executor, a
     np.testing.assert_allclose(found.logprobs_T, scored[-12:], atol=1e-5)
 
 
-def test_models_in_one_batch_get_the_results_they_get_alone(executor: Executor, ask: Ask) -> None:
+def test_models_in_one_batch_get_the_results_they_get_alone(executor: Executor) -> None:
     asked = {
         name: [ask(f"{name} {number}", PROMPT, 6, snapshot_id=name, temperature=1.0, seed=number) for number in (0, 1)]
         for name in (None, "one", "beside", "two")
@@ -97,7 +88,7 @@ def test_models_in_one_batch_get_the_results_they_get_alone(executor: Executor, 
     assert len(set(first)) == 4, "four different models"
 
 
-def test_stored_state_samples_like_the_published_one(executor: Executor, ask: Ask) -> None:
+def test_stored_state_samples_like_the_published_one(executor: Executor) -> None:
     state = executor.execute(ExportAdapter("w", optimizer=False))
     executor.execute(LoadSnapshot("stored", state))
     executor.execute(LoadSnapshot("stored", state))  # the snapshot exists already
@@ -105,7 +96,7 @@ def test_stored_state_samples_like_the_published_one(executor: Executor, ask: As
     assert_same(found["x"], found["y"])
 
 
-def test_running_requests_continue_with_replaced_weights(executor: Executor, ask: Ask) -> None:
+def test_running_requests_continue_with_replaced_weights(executor: Executor) -> None:
     executor.execute(LoadSnapshot("moved", executor.execute(ExportAdapter("w", optimizer=False))))
     executor.execute(CreateAdapter("base", ALL, 0))
     executor.execute(PublishSnapshot("base", "first"))
@@ -124,13 +115,11 @@ def test_running_requests_continue_with_replaced_weights(executor: Executor, ask
     with pytest.raises(NotFoundError, match="'moved' is not in"):
         executor.execute(MoveSnapshot("moved", "first"))
     executor.execute(DropSnapshot("first"))
-    assert (
-        "snapshot 'first' is not"
-        in executor.execute(SampleStep((ask("z", PROMPT, snapshot_id="first"),))).finished[0].error
-    )
+    (late,) = executor.execute(SampleStep((ask("z", PROMPT, snapshot_id="first"),))).finished
+    assert "snapshot 'first' is not" in late.error
 
 
-def test_queued_request_can_be_cancelled_or_sent_again(executor: Executor, ask: Ask) -> None:
+def test_queued_request_can_be_cancelled_or_sent_again(executor: Executor) -> None:
     one, two, three = (ask(name, PROMPT, 8, snapshot_id=name[:3]) for name in ("one", "two", "two again"))
     progress = executor.execute(SampleStep((one, two, three)))
     assert not progress.finished and progress.active + progress.waiting == 3
@@ -150,7 +139,7 @@ def finished(executor: Executor, *steps: SampleStep) -> list[str]:
     raise AssertionError("requests are never answered")
 
 
-def test_owner_does_not_wait_for_all_requests_of_another_owner(executor: Executor, ask: Ask) -> None:
+def test_owner_does_not_wait_for_all_requests_of_another_owner(executor: Executor) -> None:
     many = [ask(f"many {number}", PROMPT, 6, snapshot_id="one", owner="a") for number in range(12)]
     few = [ask(f"few {number}", PROMPT, 6, snapshot_id="two", owner="b") for number in range(2)]
     order = finished(executor, SampleStep(tuple(many)), SampleStep(tuple(few)))
@@ -158,13 +147,10 @@ def test_owner_does_not_wait_for_all_requests_of_another_owner(executor: Executo
     assert max(order.index(one.request_id) for one in few) < 6, "one batch of four is served first"
 
 
-def test_request_sent_twice_is_answered_once(executor: Executor, ask: Ask) -> None:
-    one, two = (ask(name, PROMPT, 8, snapshot_id=name) for name in ("one", "two"))
-    assert sorted(finished(executor, SampleStep((one, two)), SampleStep((one, two)))) == ["one", "two"]
-    assert sorted(finished(executor, SampleStep((one, two)), SampleStep((one, two), cancel=("one", "two")))) == [
-        "one",
-        "two",
-    ]
+def test_request_sent_twice_is_answered_once(executor: Executor) -> None:
+    asked = tuple(ask(name, PROMPT, 8, snapshot_id=name) for name in ("one", "two"))
+    for again in (SampleStep(asked), SampleStep(asked, cancel=("one", "two"))):
+        assert sorted(finished(executor, SampleStep(asked), again)) == ["one", "two"]
 
 
 def test_unsampleable_full_model_is_refused_with_its_reason(executor: Executor, qwen3: Reference) -> None:

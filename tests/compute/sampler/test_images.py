@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.compute.conftest import IMAGE_TOKEN, Reference, build, inputs_of, random_example, seeing
+from tests.compute.conftest import IMAGE_TOKEN, Reference, ask, build, inputs_of, random_example, run_all, seeing
 
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.executor import Executor
@@ -70,7 +70,7 @@ def example(seed: int = 0, images: Sequence[tuple[int, int, int]] = IMAGES, leng
     return replace(made, targets_TK=targets_T1, weights_TK=np.ones((length, 1), np.float32), inputs={})
 
 
-def asked(ask: Any, name: str, shown: Example, max_tokens: int = 6, **changes: Any) -> SampleRequest:
+def asked(name: str, shown: Example, max_tokens: int = 6, **changes: Any) -> SampleRequest:
     request: SampleRequest = ask(name, shown.tokens_T, max_tokens, images=shown.images, **changes)
     return request
 
@@ -94,11 +94,11 @@ def assert_same(one: SampledSequence, other: SampledSequence) -> None:
 
 
 def test_image_tokens_equal_transformers_and_logprobs_equal_training(
-    sees: Reference, executor: Executor, sampler: Sampler, ask: Any, run_all: Any, looks: Any
+    sees: Reference, executor: Executor, sampler: Sampler, looks: Any
 ) -> None:
     executor.execute(CreateAdapter("plain", LoraSpec(4), 0))
     shown = example()
-    request = asked(ask, "seen", shown, 40, prompt_logprobs=True, num_samples=2)
+    request = asked("seen", shown, 40, prompt_logprobs=True, num_samples=2)
     text = ask("text", shown.tokens_T % IMAGE_TOKEN, 12)  # in the same batch
     both = run_all(sampler, request, text)
     first, second = both["seen"].sequences
@@ -119,12 +119,10 @@ def test_image_tokens_equal_transformers_and_logprobs_equal_training(
 
 
 @pytest.mark.thorough
-def test_hybrid_model_with_images_shares_states_of_equal_images_only(
-    tmp_path: Path, ask: Any, run_all: Any, looks: Any
-) -> None:
+def test_hybrid_model_with_images_shares_states_of_equal_images_only(tmp_path: Path, looks: Any) -> None:
     hybrid = build(tmp_path, "qwen3_5", tied=True)
     executor, shown = hybrid.executor(), example(5, ((8, 2, 3), (30, 4, 4)), 60)
-    cold = run_all(executor, asked(ask, "cold", shown, 12))["cold"]
+    cold = run_all(executor, asked("cold", shown, 12))["cold"]
     with torch.no_grad():
         given = inputs_of(shown)
         generated = hybrid.model.generate(
@@ -133,17 +131,17 @@ def test_hybrid_model_with_images_shares_states_of_equal_images_only(
         )  # fmt: skip
     assert cold.sequences[0].tokens_T.tolist() == generated[0, 60:].tolist()
     looks.clear()
-    warm = run_all(executor, asked(ask, "warm", shown, 12))["warm"]
+    warm = run_all(executor, asked("warm", shown, 12))["warm"]
     assert warm.prompt_cache_hit_tokens == 59 and not looks
     assert_same(cold.sequences[0], warm.sequences[0])
     first, second = shown.images
     darker = replace(shown, images=(replace(first, pixels_HWC=first.pixels_HWC ^ 1), second))
-    assert run_all(executor, asked(ask, "other", darker, 12))["other"].prompt_cache_hit_tokens == 0
+    assert run_all(executor, asked("other", darker, 12))["other"].prompt_cache_hit_tokens == 0
 
 
-def test_prompts_share_pages_only_where_images_are_equal(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
+def test_prompts_share_pages_only_where_images_are_equal(sampler: Sampler, looks: Any) -> None:
     def run(name: str, shown: Example) -> SampleResult:
-        result: SampleResult = run_all(sampler, asked(ask, name, shown))[name]
+        result: SampleResult = run_all(sampler, asked(name, shown))[name]
         assert result.error is None
         return result
 
@@ -169,8 +167,8 @@ def test_prompts_share_pages_only_where_images_are_equal(sampler: Sampler, ask: 
     assert_same(run("again", replace(late, images=(other_end,))).sequences[0], ended.sequences[0])
 
 
-def test_preempted_request_sees_its_images_again(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
-    request = asked(ask, "one", example(4, ((5, 2, 3),), 30), 12, temperature=1.0)
+def test_preempted_request_sees_its_images_again(sampler: Sampler, looks: Any) -> None:
+    request = asked("one", example(4, ((5, 2, 3),), 30), 12, temperature=1.0)
     (expected,) = run_all(sampler, request)["one"].sequences
     sampler.clear()
     sampler.step(SampleStep(admit=(request,)))
@@ -183,7 +181,7 @@ def test_preempted_request_sees_its_images_again(sampler: Sampler, ask: Any, run
     assert len(looks) == 3
 
 
-def test_warm_up_compiles_the_programs_of_prompts_with_images(sees: Reference, ask: Any, run_all: Any) -> None:
+def test_warm_up_compiles_the_programs_of_prompts_with_images(sees: Reference) -> None:
     executor = sees.executor(sample_slots=1, decode_chunk=3)  # a shape that no other test compiles
     needed = [
         one
@@ -195,7 +193,7 @@ def test_warm_up_compiles_the_programs_of_prompts_with_images(sees: Reference, a
     for program in needed:
         program.make()
     compiled = CompileCounter()
-    result = run_all(executor, asked(ask, "seen", example(3, ((3, 2, 3),), 90)))["seen"]
+    result = run_all(executor, asked("seen", example(3, ((3, 2, 3),), 90)))["seen"]
     assert result.error is None
     assert compiled.count == 0
     assert len(needed) == 6

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import ask, result_of, run_all
+from tests.compute.sampler.conftest import prompt, random_lora
 
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.spec.commands import LoraSpec, SampleStep
 
 
-def test_running_requests_use_the_moved_weights_from_the_next_chunk(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
+def test_running_requests_use_the_moved_weights_from_the_next_chunk(qwen: Any) -> None:
     # The adapters have only an unembedding, so both snapshots have the same cache, and the expected result is exact.
     sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8, train_attn=False, train_mlp=False)
     for seed, name in enumerate(("shared", "newer", "same")):
@@ -59,15 +59,13 @@ def test_running_requests_use_the_moved_weights_from_the_next_chunk(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_keys_and_values_of_the_old_weights_are_kept_or_computed_again(
-    recompute: bool, qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
+def test_keys_and_values_of_the_old_weights_are_kept_or_computed_again(recompute: bool, qwen: Any) -> None:
     sampler, spec = qwen.sampler(decode_chunk=8, prefill_budget=64, sample_slots=4), LoraSpec(8)
     for step, name in enumerate(("shared", "newer", "same")):
         sampler.publish(name, random_lora(qwen.cfg, spec, min(step, 1)), spec, step=step)
     start, long = prompt(20), prompt(500)
     base = ask("base", start, 40)
-    undisturbed = run_all(sampler, base)["base"].sequences[0]
+    undisturbed = result_of(sampler, base).sequences[0]
     sampler.step(
         SampleStep(admit=(ask("decodes", start, 40, snapshot_id="shared", num_samples=2, temperature=1.0), base))
     )
@@ -82,8 +80,8 @@ def test_keys_and_values_of_the_old_weights_are_kept_or_computed_again(
         (_, old), (begun, new) = one.weights
         assert (old, new) == (0, 1) and 0 < begun < 40
         text = [*start, *one.tokens_T.tolist()]
-        fresh = run_all(sampler, ask("scored", text, 1, snapshot_id="same", prompt_logprobs=True))["scored"]
+        fresh = result_of(sampler, ask("scored", text, 1, snapshot_id="same", prompt_logprobs=True))
         apart.append(np.abs(fresh.prompt_logprobs_T[len(start) + begun :] - one.logprobs_T[begun:]).max())
-    fresh = run_all(sampler, ask("fresh", long, 4, snapshot_id="same", prompt_logprobs=True))["fresh"]
+    fresh = result_of(sampler, ask("fresh", long, 4, snapshot_id="same", prompt_logprobs=True))
     apart.append(np.abs(fresh.prompt_logprobs_T[1:] - found["prefills"].prompt_logprobs_T[1:]).max())
     assert max(apart) < 1e-4 if recompute else min(apart) > 1e-2

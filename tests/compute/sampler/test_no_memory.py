@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import ask, run_all
+from tests.compute.sampler.conftest import prompt, random_lora
 
 from tinkerflow.backend.compute.sampler import admission
 from tinkerflow.backend.compute.sampler import model as model_module
@@ -36,9 +38,8 @@ def requests_in(work: Any) -> set[str]:
     ],
 )
 def test_last_request_fails_on_out_of_memory_and_other_results_do_not_change(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, monkeypatch: pytest.MonkeyPatch,
-    method: str, place: int, tokens: int, ahead: bool,
-) -> None:  # fmt: skip
+    qwen: Any, monkeypatch: pytest.MonkeyPatch, method: str, place: int, tokens: int, ahead: bool
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sampler_module, "on_cpu", lambda: not ahead)
         sampler = qwen.sampler(sample_slots=8, decode_chunk=4)
@@ -81,9 +82,7 @@ def out_of_memory(*_: Any) -> Any:
     raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
 
-def test_old_cache_is_freed_before_the_next_one_is_allocated(
-    qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_cache_is_freed_before_the_next_one_is_allocated(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, real, gone = qwen.sampler(sample_slots=8, decode_chunk=4), model_module.empty_cache, list[bool]()
     arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves(sampler._model.cache)]
 
@@ -99,9 +98,7 @@ def test_old_cache_is_freed_before_the_next_one_is_allocated(
     assert gone == [True]
 
 
-def test_a_request_that_is_done_before_its_step_fails_is_answered(
-    qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_done_before_its_step_fails_is_answered(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     matcher = SimpleNamespace(allowed=everything(1, qwen.cfg.vocab)[0], advance=lambda _: None)
     matcher.copy = lambda: matcher
     monkeypatch.setattr(admission, "new_matcher", lambda *_: matcher)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import ask, result_of
+from tests.compute.sampler.conftest import prompt, random_lora, training_logprobs
 
 from tinkerflow.backend.spec.commands import LoraSpec
 
@@ -28,18 +30,16 @@ def hugging_face(folder: Any, prompt: list[int], tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 130, 300])
-def test_greedy_tokens_equal_those_of_hugging_face(tiny: Any, ask: Any, run_all: Any, prompt: Any, length: int) -> None:
+def test_greedy_tokens_equal_those_of_hugging_face(tiny: Any, length: int) -> None:
     tokens = prompt(length)
-    (sequence,) = run_all(tiny.sampler(), ask("a", tokens, 40))["a"].sequences
+    (sequence,) = result_of(tiny.sampler(), ask("a", tokens, 40)).sequences
     assert sequence.tokens_T.tolist() == hugging_face(tiny.folder, tokens, 40)
     assert sequence.stop_reason == "length"
 
 
 @pytest.mark.parametrize("length", [1, 40, 200])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_sampled_logprobs_equal_the_training_forward(
-    tiny: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, training_logprobs: Any, length: int, adapted: bool
-) -> None:
+def test_sampled_logprobs_equal_the_training_forward(tiny: Any, length: int, adapted: bool) -> None:
     sampler, spec = tiny.sampler(), LoraSpec(rank=5)
     lora = random_lora(tiny.cfg, spec, 3) if adapted else None
     if lora is not None:
@@ -48,7 +48,7 @@ def test_sampled_logprobs_equal_the_training_forward(
     request = ask(
         "a", tokens, 150, temperature=1.0, seed=5, prompt_logprobs=True, snapshot_id="snap" if adapted else None
     )
-    result = run_all(sampler, request)["a"]
+    result = result_of(sampler, request)
     (sequence,) = result.sequences
     expected = training_logprobs(tiny, lora, [*tokens, *sequence.tokens_T.tolist()])
     assert result.prompt_logprobs_T is not None

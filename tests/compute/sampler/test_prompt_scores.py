@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import ask, run_all
+from tests.compute.sampler.conftest import prompt
 
 from tinkerflow.backend.compute.sampler.sampling import ALTERNATIVES, UniformStream
 from tinkerflow.backend.spec.commands import NO_LOGPROB, PromptWishes
@@ -28,9 +30,7 @@ def log_probs(qwen: Any) -> Any:
     return run
 
 
-def test_prompt_scores_match_the_plain_forward_and_do_not_depend_on_the_batch(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, log_probs: Any
-) -> None:
+def test_prompt_scores_match_the_plain_forward_and_do_not_depend_on_the_batch(qwen: Any, log_probs: Any) -> None:
     tokens, last_n, k, temperature = prompt(40), 30, 5, 0.7
     targets_TK = np.random.default_rng(1).integers(-1, 320, (39, 3)).astype(np.int32)
     targets_TK[3] = -1
@@ -88,9 +88,7 @@ def _draws_match_distribution(weights_NV: Any, drawn_Nk: Any, uniforms_Nk: Any) 
     return bool(((uniforms_Nk >= low - 1e-4) & (uniforms_Nk <= high + 1e-4)).all())
 
 
-def test_a_prompt_that_fills_the_context_is_scored_to_its_last_token(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, log_probs: Any
-) -> None:
+def test_a_prompt_that_fills_the_context_is_scored_to_its_last_token(qwen: Any, log_probs: Any) -> None:
     tokens = prompt(256)
     wishes = PromptWishes(top=3, targets_TK=np.full((255, 1), 7, np.int32))
     asked = [

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 from tests.compute.closeness import close_logprobs
-from tests.compute.conftest import FAMILY_SHAPE, build
+from tests.compute.conftest import (
+    FAMILY_SHAPE,
+    add_adapter,
+    ask,
+    build,
+    examples,
+    forward,
+    gradients,
+    result_of,
+)
 from tests.compute.test_experts import adapted_weights
 
 from tinkerflow.backend.compute.models.families import load_config
@@ -23,9 +32,9 @@ OTHERS = partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
-def executor(moe: Any, adapter: Any) -> Any:
+def executor(moe: Any) -> Any:
     executor = moe.executor()
-    adapter(executor, "a", train_unembed=False)
+    add_adapter(executor, "a", train_unembed=False)
     executor.execute(PublishSnapshot("a", "s"))
     return executor
 
@@ -38,9 +47,9 @@ def datum(sequence: Any, prompt: list[int] = PROMPT) -> Example:
     return Example(whole[:-1], whole[1:, None], np.ones((len(whole) - 1, 1), np.float32), routes_Tn=routes_Tn)
 
 
-def sampled(executor: Any, ask: Any, run_all: Any, count: int = 3, **more: Any) -> Any:
+def sampled(executor: Any, count: int = 3, **more: Any) -> Any:
     request = ask("r", PROMPT, 30, snapshot_id="s", temperature=1.0, seed=5, num_samples=count, **more)
-    return run_all(executor, request)["r"].sequences
+    return result_of(executor, request).sequences
 
 
 def random_routes(example: Example, layers: int, seed: int) -> Example:
@@ -59,16 +68,16 @@ def random_routes(example: Example, layers: int, seed: int) -> Example:
         *map(OTHERS, ("gpt_oss", "gemma4", "deepseek_v3", "minimax_m2")),
     ],
 )
-def test_replayed_own_experts_change_no_bit(moe, executor, tmp_path, family, adapter, ask, run_all, forward, gradients):
+def test_replayed_own_experts_change_no_bit(moe, executor, tmp_path, family):
     """One family of each kind of router, some with a dense layer. CI tests all routers in `test_routers.py`."""
     if family != "qwen3_moe":
         moe = build(tmp_path, family, tied=False)
         executor = moe.executor()
-        adapter(executor, "a", train_unembed=False)
+        add_adapter(executor, "a", train_unembed=False)
         executor.execute(PublishSnapshot("a", "s"))
     cfg, dense = load_config(moe.folder), int("first_k_dense_replace" in FAMILY_SHAPE[family])
-    plain = sampled(executor, ask, run_all)
-    routed = sampled(executor, ask, run_all, routes=True)
+    plain = sampled(executor)
+    routed = sampled(executor, routes=True)
     assert plain[0].routes_Tn is None
     assert [one.tokens_T.tolist() for one in routed] == [one.tokens_T.tolist() for one in plain]
     data = tuple(datum(one) for one in routed)
@@ -78,9 +87,9 @@ def test_replayed_own_experts_change_no_bit(moe, executor, tmp_path, family, ada
         assert (routes_TLk[:, dense:] >= 0).all() and (routes_TLk[:, :dense] == -1).all()
     state = executor.execute(ExportAdapter("a", optimizer=False))
     results, slopes = [], []
-    for name, examples in (("without", tuple(replace(one, routes_Tn=None) for one in data)), ("with", data)):
+    for name, given in (("without", tuple(replace(one, routes_Tn=None) for one in data)), ("with", data)):
         executor.execute(ImportAdapter(name, state))
-        results.append(forward(executor, name, examples, backward=True))
+        results.append(forward(executor, name, given, backward=True))
         slopes.append(gradients(executor, name))
     without, replayed = results
     assert AGREEMENT not in without.metrics
@@ -99,7 +108,7 @@ def test_replayed_own_experts_change_no_bit(moe, executor, tmp_path, family, ada
     assert any(np.abs(slope).max() > 0 for slope in slopes[1].values())
 
 
-def test_planted_experts_equal_torch(moe, executor, examples, forward, gradients):
+def test_planted_experts_equal_torch(moe, executor):
     """Compares logprobs and gradients of every adapter with torch, where the gate takes the given experts."""
     data = tuple(random_routes(one, 2, seed) for seed, one in enumerate(examples((7, 30))))
     state = executor.execute(ExportAdapter("a", optimizer=False))
@@ -120,9 +129,7 @@ def test_planted_experts_equal_torch(moe, executor, examples, forward, gradients
     assert result.metrics[AGREEMENT] < 0.5
 
 
-def test_experts_follow_their_tokens_where_a_layer_computes_a_few_at_a_time(
-    moe, executor, examples, forward, monkeypatch
-):
+def test_experts_follow_their_tokens_where_a_layer_computes_a_few_at_a_time(moe, executor, monkeypatch):
     monkeypatch.setattr(train, "tokens_at_a_time", lambda _: 8)
     data = tuple(random_routes(one, 2, seed) for seed, one in enumerate(examples((30,))))
     chunked = moe.executor()
@@ -157,7 +164,7 @@ def planted_logprobs(model: Any, named: dict[str, torch.Tensor], example: Exampl
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
 
 
-def test_prompts_with_different_experts_are_not_merged(executor, examples, forward):
+def test_prompts_with_different_experts_are_not_merged(executor):
     """In one row with a shared prefix, each example has the logprobs that it has alone."""
     (one,) = examples((40,))
     first, second = random_routes(one, 2, 1), random_routes(one, 2, 2)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from tests.compute.closeness import close_logprobs
-from tests.compute.sampler.conftest import make_tiny
+from tests.compute.conftest import ask, result_of, run_all
+from tests.compute.sampler.conftest import make_tiny, prompt
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
 from tinkerflow.backend.compute.compiles import CompileCounter
@@ -38,9 +39,7 @@ def ahead(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def test_run_ahead_gives_the_results_of_reading_every_chunk_first(
-    qwen: Any, ahead: Any, ask: Any, run_all: Any, prompt: Any, tmp_path: Path
-) -> None:
+def test_run_ahead_gives_the_results_of_reading_every_chunk_first(qwen: Any, ahead: Any, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     drawn = {"temperature": 1.0, "seed": 7}
     requests = [
@@ -64,9 +63,7 @@ def test_run_ahead_gives_the_results_of_reading_every_chunk_first(
             close_logprobs(mine.logprobs_T, theirs.logprobs_T, ulps=128)
 
 
-def test_next_chunk_is_started_before_the_last_one_is_read(
-    ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_chunk_is_started_before_the_last_one_is_read(ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
     def watched(name: str, real: Any) -> Any:
@@ -85,11 +82,9 @@ def test_next_chunk_is_started_before_the_last_one_is_read(
     assert happened == ["decode_chunk", "read_chunk"] * 3, "penalties count tokens, so the host must read them"
 
 
-def test_waiting_step_leaves_no_chunk_unread(
-    ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_step_leaves_no_chunk_unread(ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, request, happened = ahead(), ask("a", prompt(20), 12), list[str]()
-    expected = run_all(sampler, request)["a"].sequences[0]
+    expected = result_of(sampler, request).sequences[0]
     real = SamplerModel.read_chunk
     monkeypatch.setattr(SamplerModel, "read_chunk", lambda model, chunk: happened.append("read") or real(model, chunk))
     sampler.step(SampleStep((request,), wait=True))
@@ -100,9 +95,7 @@ def test_waiting_step_leaves_no_chunk_unread(
     assert result.sequences[0].tokens_T.tolist() == expected.tokens_T.tolist()
 
 
-def test_sequences_that_ended_unread_leave_no_state(
-    ask: Any, run_all: Any, prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_that_ended_unread_leave_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hybrid, slots = make_tiny(tmp_path, "qwen3_5"), 64  # fewer than two states for each sequence
     monkeypatch.setattr(sampler_module, "on_cpu", lambda: False)
     sampler = hybrid.sampler(sample_slots=slots, decode_chunk=4)
@@ -111,11 +104,9 @@ def test_sequences_that_ended_unread_leave_no_state(
     assert sampler.pages.used == 0
 
 
-def test_cancelled_request_frees_its_pages_and_disturbs_no_other(
-    ahead: Any, ask: Any, run_all: Any, prompt: Any
-) -> None:
+def test_cancelled_request_frees_its_pages_and_disturbs_no_other(ahead: Any) -> None:
     sampler, kept = ahead(), ask("kept", prompt(20), 24, temperature=1.0)
-    expected = run_all(sampler, kept)["kept"].sequences[0]
+    expected = result_of(sampler, kept).sequences[0]
     sampler.step(SampleStep((kept, *(ask(name, prompt(20), 200) for name in "abc"))))
     sampler.step(SampleStep())
     assert sampler.pages.used == 4
@@ -126,9 +117,7 @@ def test_cancelled_request_frees_its_pages_and_disturbs_no_other(
     assert result["kept"].sequences[0].tokens_T.tolist() == expected.tokens_T.tolist()
 
 
-def test_warm_up_compiles_the_programs_of_run_ahead(
-    ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_up_compiles_the_programs_of_run_ahead(ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, real, compiled = ahead(), SamplerModel.decode_chunk, list[int]()
     for program in sampler.programs():
         if program.name.startswith("decode, ") and program.name.endswith(" 0 columns"):
@@ -146,9 +135,7 @@ def test_warm_up_compiles_the_programs_of_run_ahead(
     assert len(compiled) > 8 and not any(compiled)
 
 
-def test_host_side_decisions_keep_results_and_compile_nothing(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_side_decisions_keep_results_and_compile_nothing(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, sampled = {"temperature": 1.0, "seed": 7}, ("decode_chunk", "prefill_piece")
     requests = [
         ask("greedy", prompt(30), 9),
@@ -158,7 +145,7 @@ def test_host_side_decisions_keep_results_and_compile_nothing(
         ask("biased", prompt(20), 6, **drawn, adjustments=Adjustments(bias=((5, 3.0),))),
     ]
     plain = qwen.sampler(**SMALL)
-    expected = {request.request_id: run_all(plain, request)[request.request_id] for request in requests}
+    expected = {request.request_id: result_of(plain, request) for request in requests}
     monkeypatch.setattr(sampler_module, "on_cpu", lambda: False)
     monkeypatch.setattr(sampler_module, "platform", lambda: replace(CPU, host_decides=True))
     sampler, dispatched, compiled = qwen.sampler(**SMALL), list[tuple[int, bool | None]](), list[int]()
@@ -182,7 +169,7 @@ def test_host_side_decisions_keep_results_and_compile_nothing(
         monkeypatch.setattr(SamplerModel, name, partialmethod(partial(counted, getattr(SamplerModel, name))))
     monkeypatch.setattr(model_module, "decode", watched)
     for request in requests:
-        found, wanted = run_all(sampler, request)[request.request_id], expected[request.request_id]
+        found, wanted = result_of(sampler, request), expected[request.request_id]
         assert found.error is None
         for mine, theirs in zip(found.sequences, wanted.sequences, strict=True):
             assert mine.tokens_T.tolist() == theirs.tokens_T.tolist()
@@ -195,7 +182,7 @@ def test_host_side_decisions_keep_results_and_compile_nothing(
 
 
 def test_half_of_64_streams_are_cancelled_and_a_kill_changes_no_token(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+    qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler_module, "on_cpu", lambda: False)
     new = partial(qwen.sampler, sample_slots=64, decode_chunk=4)

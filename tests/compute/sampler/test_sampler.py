@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.compute.conftest import ask, result_of, run_all
+from tests.compute.sampler.conftest import prompt, random_lora
 
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.sampler import chunks
@@ -20,40 +22,32 @@ def tokens_of(sequence: SampledSequence) -> list[int]:
     return [int(token) for token in sequence.tokens_T]
 
 
-def test_samples_of_one_prompt_are_prefilled_once(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, pieces: list[tuple[int, int]]
-) -> None:
-    result = run_all(qwen.sampler(), ask("a", prompt(30), 5, num_samples=20, temperature=1.0))["a"]
+def test_samples_of_one_prompt_are_prefilled_once(qwen: Any, pieces: list[tuple[int, int]]) -> None:
+    result = result_of(qwen.sampler(), ask("a", prompt(30), 5, num_samples=20, temperature=1.0))
     assert len(result.sequences) == 20  # more than the 16 slots
     assert pieces == [(1, 32)]
 
 
-def test_a_snapshot_does_not_change_when_its_adapter_is_trained(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
+def test_a_snapshot_does_not_change_when_its_adapter_is_trained(qwen: Any) -> None:
     sampler, spec = qwen.sampler(), LoraSpec(4)
     lora = jax.device_put(random_lora(qwen.cfg, spec, 0))
     sampler.publish("first", lora, spec)
     request = ask("a", prompt(10), 12, snapshot_id="first")
-    before = run_all(sampler, request)["a"]
+    before = result_of(sampler, request)
     trained = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * -1.5 + 0.05, tree), donate_argnums=0)(lora)
     sampler.publish("second", trained, spec)
-    np.testing.assert_array_equal(
-        run_all(sampler, request)["a"].sequences[0].logprobs_T, before.sequences[0].logprobs_T
-    )
-    after = run_all(sampler, ask("a", prompt(10), 12, snapshot_id="second"))["a"]
+    np.testing.assert_array_equal(result_of(sampler, request).sequences[0].logprobs_T, before.sequences[0].logprobs_T)
+    after = result_of(sampler, ask("a", prompt(10), 12, snapshot_id="second"))
     assert tokens_of(after.sequences[0]) != tokens_of(before.sequences[0])
     with pytest.raises(ConflictError):
         sampler.publish("first", trained, spec)
 
 
-def test_dropped_snapshot_serves_the_requests_admitted_before(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
+def test_dropped_snapshot_serves_the_requests_admitted_before(qwen: Any) -> None:
     sampler, spec = qwen.sampler(), LoraSpec(4)
     sampler.publish("snap", random_lora(qwen.cfg, spec, 0), spec)
     request = ask("a", prompt(10), 30, snapshot_id="snap")
-    expected = run_all(sampler, request)["a"]
+    expected = result_of(sampler, request)
     sampler.step(SampleStep(admit=(request,)))
     sampler.drop_snapshot("snap")
     result = run_all(sampler, ask("b", prompt(10), 5, snapshot_id="snap"))
@@ -61,9 +55,9 @@ def test_dropped_snapshot_serves_the_requests_admitted_before(
     assert result["b"].error is not None and "'snap'" in result["b"].error
 
 
-def test_request_without_its_snapshot_fails_alone(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_request_without_its_snapshot_fails_alone(qwen: Any) -> None:
     sampler, good = qwen.sampler(), ask("good", prompt(5), 10)
-    expected = run_all(sampler, good)["good"]
+    expected = result_of(sampler, good)
     results = run_all(sampler, ask("bad", [1, 2], snapshot_id="nope"), good, ask("worse", [1], snapshot_id="none"))
     np.testing.assert_array_equal(results["good"].sequences[0].logprobs_T, expected.sequences[0].logprobs_T)
     assert results["good"].error is None
@@ -72,24 +66,24 @@ def test_request_without_its_snapshot_fails_alone(qwen: Any, ask: Any, run_all: 
         assert f"snapshot {snapshot!r}" in (results[name].error or "")
 
 
-def test_answer_length_is_bounded_by_max_tokens_and_the_context(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_answer_length_is_bounded_by_max_tokens_and_the_context(qwen: Any) -> None:
     results = run_all(qwen.sampler(), ask("a", prompt(580), 1_000_000), ask("b", prompt(3), 1))
     (a,), (b,) = results["a"].sequences, results["b"].sequences
     assert (len(a.tokens_T), a.stop_reason) == (20, "length")
     assert (len(b.tokens_T), b.stop_reason) == (1, "length")
 
 
-def test_stop_token_is_returned_once_as_the_last_token(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_stop_token_is_returned_once_as_the_last_token(qwen: Any) -> None:
     sampler = qwen.sampler()
-    free = tokens_of(run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4))["a"].sequences[0])
+    free = tokens_of(result_of(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4)).sequences[0])
     stop = free[20]
     first = free.index(stop)
-    (cut,) = run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4, stop_tokens=(stop, 319)))["a"].sequences
+    (cut,) = result_of(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4, stop_tokens=(stop, 319))).sequences
     assert tokens_of(cut) == free[: first + 1] and cut.stop_reason == "stop"
     assert len(cut.logprobs_T) == first + 1
 
 
-def test_a_stop_string_may_cross_token_borders(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_a_stop_string_may_cross_token_borders(qwen: Any) -> None:
     import tokenizers
 
     letters = "abcdefghijklmnopqrst"
@@ -99,17 +93,15 @@ def test_a_stop_string_may_cross_token_borders(qwen: Any, ask: Any, run_all: Any
     tokenizer.save(str(qwen.folder / "tokenizer.json"))
     words = {number: word for word, number in vocabulary.items()}
     sampler = qwen.sampler()
-    free = tokens_of(run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4))["a"].sequences[0])
+    free = tokens_of(result_of(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4)).sequences[0])
     text = "".join(words[token] for token in free)
     stop = text[25:30]  # from the second letter of token 12 to the first of token 14, unless an earlier match exists
-    (cut,) = run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4, stop_strings=("zz", stop)))[
-        "a"
-    ].sequences
+    (cut,) = result_of(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4, stop_strings=("zz", stop))).sequences
     assert len(cut.tokens_T) == -(-(text.index(stop) + len(stop)) // 2)
     assert tokens_of(cut) == free[: len(cut.tokens_T)] and cut.stop_reason == "stop"
 
 
-def test_cancelling_frees_the_slots(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_cancelling_frees_the_slots(qwen: Any) -> None:
     sampler = qwen.sampler(sample_slots=4)
     busy = ask("busy", prompt(5), 400, num_samples=4)
     progress = sampler.step(SampleStep(admit=(busy, ask("next", prompt(6), 10))))
@@ -119,7 +111,7 @@ def test_cancelling_frees_the_slots(qwen: Any, ask: Any, run_all: Any, prompt: A
     assert "busy" not in run_all(sampler)
 
 
-def test_cancelled_prompt_leaves_no_pages_or_requests(qwen: Any, ask: Any, prompt: Any, random_lora: Any) -> None:
+def test_cancelled_prompt_leaves_no_pages_or_requests(qwen: Any) -> None:
     sampler, spec = qwen.sampler(max_context=2000, sample_slots=4), LoraSpec(4)
     lora = random_lora(qwen.cfg, spec, 0)
     for pair in lora.layers.values():
@@ -131,15 +123,11 @@ def test_cancelled_prompt_leaves_no_pages_or_requests(qwen: Any, ask: Any, promp
     while "bad" not in dict(sampler.decoding):
         assert not progress.finished  # the step that gives it a slot decodes nothing
         progress = sampler.step(SampleStep(()))
-    progress = sampler.step(SampleStep((ask("next", prompt(20), 200),), cancel=("bad",)))
-    finished = [*progress.finished]
-    while progress.active or progress.waiting:
-        progress = sampler.step(SampleStep(()))
-        finished += progress.finished
-    assert {one.request_id: one.error for one in finished} == {"beside it": None, "next": None}
+    assert not sampler.step(SampleStep((ask("next", prompt(20), 200),), cancel=("bad",))).finished
+    assert {name: one.error for name, one in run_all(sampler).items()} == {"beside it": None, "next": None}
 
 
-def test_finished_long_request_leaves_its_slots_to_short_ones(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_finished_long_request_leaves_its_slots_to_short_ones(qwen: Any) -> None:
     sampler = qwen.sampler(pages=25, max_context=2000, sample_slots=16)
     names = (f"short {number}" for number in itertools.count())
     progress = sampler.step(SampleStep((ask("long", prompt(700), 10), ask(next(names), prompt(10), 32))))
@@ -154,19 +142,17 @@ def test_finished_long_request_leaves_its_slots_to_short_ones(qwen: Any, ask: An
 
 
 @pytest.mark.parametrize("given", [{"temperature": 1e-40}, {"temperature": 1e-38}, {"top_p": 1e-40}, {"top_p": 1e-50}])
-def test_temperature_that_underflows_in_float32_samples_greedily(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, given: dict[str, float]
-) -> None:
+def test_temperature_that_underflows_in_float32_samples_greedily(qwen: Any, given: dict[str, float]) -> None:
     tiny = ask("tiny", prompt(8), 6, **{"temperature": 1.0, **given})
     greedy = ask("greedy", prompt(8), 6, temperature=0.0)
     results = run_all(qwen.sampler(), tiny, greedy)
     assert results["tiny"].sequences[0].tokens_T.tolist() == results["greedy"].sequences[0].tokens_T.tolist()
 
 
-def test_short_requests_need_no_slot_and_the_batch_continues(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_short_requests_need_no_slot_and_the_batch_continues(qwen: Any) -> None:
     sampler = qwen.sampler(sample_slots=4)
     little = [ask(f"little{i}", prompt(9, i), 1 + i, num_samples=1 + i, temperature=1.0, seed=i) for i in range(3)]
-    expected = {one.request_id: run_all(qwen.sampler(), one)[one.request_id] for one in little}
+    expected = {one.request_id: result_of(qwen.sampler(), one) for one in little}
     busy = ask("busy", prompt(5), 100, num_samples=4)
     sampler.step(SampleStep(admit=(busy,)))
 
@@ -182,10 +168,10 @@ def test_short_requests_need_no_slot_and_the_batch_continues(qwen: Any, ask: Any
     assert set(found) == {"little0", "little1", "little2", "busy"} and len(found["busy"].sequences) == 4
     for name, result in expected.items():
         assert [tokens_of(one) for one in found[name].sequences] == [tokens_of(one) for one in result.sequences]
-    assert tokens_of(found["busy"].sequences[0]) == tokens_of(run_all(qwen.sampler(), busy)["busy"].sequences[0])
+    assert tokens_of(found["busy"].sequences[0]) == tokens_of(result_of(qwen.sampler(), busy).sequences[0])
 
 
-def test_requests_join_a_running_batch(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_requests_join_a_running_batch(qwen: Any) -> None:
     sampler = qwen.sampler()
     first, second = ask("first", prompt(5), 60), ask("second", prompt(40), 20)
     expected = run_all(sampler, first) | run_all(sampler, second)
@@ -197,7 +183,7 @@ def test_requests_join_a_running_batch(qwen: Any, ask: Any, run_all: Any, prompt
         assert tokens_of(result.sequences[0]) == tokens_of(expected[name].sequences[0])
 
 
-def test_batch_waits_for_several_joining_requests_but_not_for_one(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_batch_waits_for_several_joining_requests_but_not_for_one(qwen: Any) -> None:
     sampler = qwen.sampler(prefill_budget=160)  # one prompt for each step
     requests = tuple(ask(f"r{i}", prompt(150, seed=i), 40) for i in range(6))
     steps = [SampleStep(admit=requests), *(SampleStep() for _ in range(8))]
@@ -207,7 +193,7 @@ def test_batch_waits_for_several_joining_requests_but_not_for_one(qwen: Any, ask
     assert chunks == [3, 3, 3, 2, 2, 1]
 
 
-def test_a_batch_does_not_wait_for_one_long_prompt(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_a_batch_does_not_wait_for_one_long_prompt(qwen: Any) -> None:
     sampler = qwen.sampler(prefill_budget=64)
     sampler.step(SampleStep(admit=(ask("first", prompt(5), 100),)))
     sampler.step(SampleStep(admit=(ask("long", prompt(500), 10),)))
@@ -219,7 +205,7 @@ def test_a_batch_does_not_wait_for_one_long_prompt(qwen: Any, ask: Any, prompt: 
     assert made == [8, 16, 16, 24, 24, 24, 32]
 
 
-def test_chunk_ends_at_the_first_limit_after_its_half(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_chunk_ends_at_the_first_limit_after_its_half(qwen: Any) -> None:
     sampler = qwen.sampler()
     limits = {"a": 9, "b": 16, "c": 40}
     sampler.step(SampleStep(admit=tuple(ask(name, prompt(5), limit) for name, limit in limits.items())))
@@ -230,9 +216,7 @@ def test_chunk_ends_at_the_first_limit_after_its_half(qwen: Any, ask: Any, promp
     assert made == [8, 12, 16, 24, 32]
 
 
-def test_overflowing_prompt_fails_alone_and_leaves_no_pages(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
+def test_overflowing_prompt_fails_alone_and_leaves_no_pages(qwen: Any) -> None:
     sampler, spec = qwen.sampler(), LoraSpec(8)
     # The good prompt is long, so attention reads the second block of every slot. The wild request leaves NaN there,
     # and the later request, which gets its slot, does not write to it.
@@ -253,9 +237,7 @@ def test_overflowing_prompt_fails_alone_and_leaves_no_pages(
         assert tokens_of(results[name].sequences[0]) == tokens_of(expected[name].sequences[0])
 
 
-def test_request_that_records_too_much_fails_alone(
-    modeled: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_that_records_too_much_fails_alone(modeled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "MAX_RECORDED_BYTES", 2 * 30 * 3 * 8)  # 8 bytes: an id and a logprob
     fits, plain = ask("fits", prompt(20), 30, topk_sample=3, num_samples=2), ask("plain", prompt(9), 60)
     large = ask("large", prompt(20), 31, topk_sample=3, num_samples=2)
@@ -266,11 +248,9 @@ def test_request_that_records_too_much_fails_alone(
         assert list(map(tokens_of, found[request.request_id].sequences)) == list(map(tokens_of, alone.sequences))
 
 
-def test_failed_batch_is_answered_and_the_next_one_works(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_batch_is_answered_and_the_next_one_works(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, request = qwen.sampler(), ask("a", prompt(20), 20)
-    expected = run_all(sampler, request)["a"]
+    expected = result_of(sampler, request)
 
     def broken(model: SamplerModel, *args: Any) -> Any:
         jax.tree.map(lambda leaf: leaf.delete(), model.cache)  # as after a dispatch that failed with the donated cache
@@ -279,16 +259,12 @@ def test_failed_batch_is_answered_and_the_next_one_works(
     with monkeypatch.context() as patch:
         patch.setattr(SamplerModel, "decode_chunk", broken)
         failed = run_all(sampler, request, ask("b", prompt(3), 5))
-    assert {name: "RESOURCE_EXHAUSTED" in (result.error or "") for name, result in failed.items()} == {
-        "a": True,
-        "b": True,
-    }
-    assert tokens_of(run_all(sampler, request)["a"].sequences[0]) == tokens_of(expected.sequences[0])
+    assert failed.keys() == {"a", "b"}
+    assert all("RESOURCE_EXHAUSTED" in (result.error or "") for result in failed.values())
+    assert tokens_of(result_of(sampler, request).sequences[0]) == tokens_of(expected.sequences[0])
 
 
-def test_repeated_traffic_compiles_nothing_and_first_traffic_few_shapes(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
+def test_repeated_traffic_compiles_nothing_and_first_traffic_few_shapes(qwen: Any) -> None:
     counter = CompileCounter()
     sampler, spec = qwen.sampler(decode_chunk=4), LoraSpec(8)  # a chunk that no other test compiles
     sampler.publish("snap", random_lora(qwen.cfg, spec, 0), spec)
@@ -319,30 +295,26 @@ def test_repeated_traffic_compiles_nothing_and_first_traffic_few_shapes(
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_short_request_may_have_more_samples_than_slots(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, slots: int
-) -> None:
+def test_short_request_may_have_more_samples_than_slots(qwen: Any, slots: int) -> None:
     sampler, short = qwen.sampler(sample_slots=slots), ask("short", prompt(10, 1), 4, num_samples=4, temperature=1.0)
     long = ask("long", prompt(10), 40)
     sampler.step(SampleStep(admit=(long,)))
     results = run_all(sampler, short)
     assert [results[name].error for name in ("short", "long")] == [None, None]
-    alone = run_all(qwen.sampler(), short)["short"]
+    alone = result_of(qwen.sampler(), short)
     for one, same in zip(results["short"].sequences, alone.sequences, strict=True):
         np.testing.assert_array_equal(one.tokens_T, same.tokens_T)
 
 
-def test_a_prompt_that_fills_the_pool_is_served(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_a_prompt_that_fills_the_pool_is_served(qwen: Any) -> None:
     request = ask("a", prompt(200), 20)
     full = qwen.sampler(free_pages=2)  # two pages, and the prefix cache keeps the prompt's last page
-    expected = run_all(qwen.sampler(), request)["a"].sequences[0]
-    (got,) = run_all(full, request)["a"].sequences
+    expected = result_of(qwen.sampler(), request).sequences[0]
+    (got,) = result_of(full, request).sequences
     assert tokens_of(got) == tokens_of(expected)
 
 
-def test_non_finite_sample_ends_only_its_request(
-    qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_finite_sample_ends_only_its_request(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, real = qwen.sampler(), SamplerModel.read_chunk
 
     def spoiled(model: SamplerModel, chunk: Chunk) -> Any:
@@ -363,14 +335,14 @@ def test_non_finite_sample_ends_only_its_request(
     assert "not finite" in (finished[0].error or "")
 
 
-def test_prompt_longer_than_the_kv_cache_is_refused(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_prompt_longer_than_the_kv_cache_is_refused(qwen: Any) -> None:
     sampler = qwen.sampler(pages=3)
     results = run_all(sampler, ask("long", prompt(257), 5), ask("fits", prompt(250), 50))
     assert results["long"].error == "prompt: 257 tokens; must be at most 256, the capacity of the KV cache"
     assert len(results["fits"].sequences[0].tokens_T) == 6, "the context has positions for six tokens"
 
 
-def test_streamed_pieces_add_up_to_the_result(qwen: Any, ask: Any, prompt: Any) -> None:
+def test_streamed_pieces_add_up_to_the_result(qwen: Any) -> None:
     """Includes requests that are preempted or served without the batch."""
     sampler = qwen.sampler(free_pages=7)
     wishes = {"temperature": 1.0, "stream": True, "topk_sample": 3}
@@ -404,7 +376,7 @@ def test_streamed_pieces_add_up_to_the_result(qwen: Any, ask: Any, prompt: Any) 
             assert [new.stop_reason for new in mine] == [None] * (len(mine) - 1) + [sequence.stop_reason]
 
 
-def test_listed_tokens_of_a_sequence_do_not_keep_those_of_the_batch(modeled: Any, ask: Any, prompt: Any) -> None:
+def test_listed_tokens_of_a_sequence_do_not_keep_those_of_the_batch(modeled: Any) -> None:
     sampler = modeled(slots=4)
     sampler.step(SampleStep((ask("a", prompt(5), 40, topk_sample=3, num_samples=4),)))
     held = [part for sequence in sampler._scheduler.slots.sequences for part in sequence.top]

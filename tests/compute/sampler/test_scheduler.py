@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.compute.conftest import ask
 
 from tinkerflow.backend.compute.platforms import CUDA
 from tinkerflow.backend.compute.sampler.pages import PagePool
@@ -20,6 +22,7 @@ from tinkerflow.backend.compute.sampler.stops import StopDetector
 from tinkerflow.backend.spec.commands import PromptWishes, SampleRequest, SampleResult
 
 SHAPES = make_shapes(max_slots=16, fsdp=1)
+STOP = 99
 
 
 @pytest.fixture
@@ -32,19 +35,23 @@ def line(pool: PagePool) -> Scheduler:
     return Scheduler(SHAPES, 10, pool)
 
 
+def admit_into(line: Scheduler, request: SampleRequest) -> list[ActiveSequence]:
+    """Queue a request that stops at the token STOP. Returns its sequences."""
+    parent = ActiveRequest(request, None, request.max_tokens, scores=prompt_scores(request, vocab=320))
+    sequences = [
+        ActiveSequence(parent, index, StopDetector(frozenset({STOP}), (), None), UniformStream(0, index))
+        for index in range(request.num_samples)
+    ]
+    line.admit(parent, sequences)
+    return sequences
+
+
 @pytest.fixture
-def admit(line: Scheduler, ask: Any) -> Any:
-    def make(
-        request_id: str, length: int = 5, samples: int = 1, limit: int = 4, **changes: Any
-    ) -> list[ActiveSequence]:
-        request = ask(request_id, range(length), limit, num_samples=samples, **changes)
-        parent = ActiveRequest(request, None, limit, scores=prompt_scores(request, vocab=320))
-        sequences = [
-            ActiveSequence(parent, index, StopDetector(frozenset({99}), (), None), UniformStream(0, index))
-            for index in range(samples)
-        ]
-        line.admit(parent, sequences)
-        return sequences
+def admit(line: Scheduler) -> Callable[..., list[ActiveSequence]]:
+    """admit(id, length, samples, limit, ...): queue a request with a prompt of this length."""
+
+    def make(request_id: str, length: int = 5, samples: int = 1, limit: int = 4, **changes: Any) -> Any:
+        return admit_into(line, ask(request_id, range(length), limit, num_samples=samples, **changes))
 
     return make
 
@@ -183,10 +190,10 @@ def test_prompt_is_prefilled_only_with_a_free_slot(line: Scheduler, admit: Any) 
 def test_sequence_ends_by_a_stop_or_its_length(admit: Any, line: Scheduler) -> None:
     stopped, full = admit("a", samples=2, limit=3)
     assert not stopped.append([7], [-0.5])
-    assert stopped.append([99, 8], [-0.25, -1.0])
-    assert full.append([99 - 1, 2, 99], [0.0, 0.0, 0.0])
+    assert stopped.append([STOP, 8], [-0.25, -1.0])
+    assert full.append([STOP - 1, 2, STOP], [0.0, 0.0, 0.0])
     (result,) = line.pop_finished()
-    assert [s.tokens_T.tolist() for s in result.sequences] == [[7, 99], [98, 2, 99]]
+    assert [s.tokens_T.tolist() for s in result.sequences] == [[7, STOP], [STOP - 1, 2, STOP]]
     assert [s.stop_reason for s in result.sequences] == ["stop", "stop"]
     (alone,) = admit("b", limit=2)
     assert alone.append([1, 2, 3], [0.0, 0.0, 0.0])
@@ -244,16 +251,10 @@ def grow(line: Scheduler, chunks: int, steps: int = 8) -> None:
             sequence.append([1] * steps, [0.0] * steps)
 
 
-def admit_into(line: Scheduler, request: SampleRequest) -> ActiveRequest:
-    parent = ActiveRequest(request, None, request.max_tokens)
-    line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
-    return parent
-
-
-def test_youngest_sequence_yields_its_pages_and_then_reserves_its_maximum(ask: Any) -> None:
+def test_youngest_sequence_yields_its_pages_and_then_reserves_its_maximum() -> None:
     pool = PagePool(7, page=32)
     line = Scheduler(SHAPES, 10, pool)
-    parents = [admit_into(line, ask(name, range(20), 64)) for name in "abc"]
+    parents = [admit_into(line, ask(name, range(20), 64))[0].parent for name in "abc"]
     advance(line)
     assert [len(one.table.pages) for one in line.slots.sequences] == [1, 1, 1]
     grow(line, 6)
@@ -271,10 +272,10 @@ def test_youngest_sequence_yields_its_pages_and_then_reserves_its_maximum(ask: A
     assert again.table.pages == pages and pool.pop_copies() == [], "it needs no further page"
 
 
-def test_preempted_sequence_with_a_high_limit_joins_with_pages_for_twice_its_tokens(ask: Any) -> None:
+def test_preempted_sequence_with_a_high_limit_joins_with_pages_for_twice_its_tokens() -> None:
     pool = PagePool(9, page=32)
     line = Scheduler(SHAPES, 10, pool)
-    *_, last = [admit_into(line, ask(name, range(20), 10_000)) for name in "abc"]
+    *_, last = [admit_into(line, ask(name, range(20), 10_000))[0].parent for name in "abc"]
     advance(line)
     grow(line, 6)
     line.remove_request("a")
@@ -284,7 +285,7 @@ def test_preempted_sequence_with_a_high_limit_joins_with_pages_for_twice_its_tok
     assert again.preempted_at == 60 and len(again.table.pages) == 4, "for 120 tokens"
 
 
-def test_prompt_waits_until_each_running_sequence_can_take_a_page(ask: Any) -> None:
+def test_prompt_waits_until_each_running_sequence_can_take_a_page() -> None:
     pool = PagePool(6, page=32)
     line = Scheduler(SHAPES, 10, pool)
     admit_into(line, ask("a", range(33), 60))
@@ -308,7 +309,7 @@ def test_reported_cache_hits_are_those_of_the_first_prefill(line: Scheduler, adm
     assert result.prompt_cache_hit_tokens == 128
 
 
-def test_prefix_is_shared_only_if_the_prompt_is_prefilled_alone(line: Scheduler, ask: Any, admit: Any) -> None:
+def test_prefix_is_shared_only_if_the_prompt_is_prefilled_alone(line: Scheduler, admit: Any) -> None:
     admit("one", 5)
     alone = line.next_group()
     assert alone is not None and alone.scope == PrefixScope("owner", None)
@@ -318,9 +319,7 @@ def test_prefix_is_shared_only_if_the_prompt_is_prefilled_alone(line: Scheduler,
     together = line.next_group()
     assert together is not None and together.scope is None
     advance(line)
-    request = replace(ask("draws", range(200)), prompt=PromptWishes(alternatives=1))
-    parent = ActiveRequest(request, None, 4, scores=prompt_scores(request, vocab=320))
-    line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
+    admit_into(line, replace(ask("draws", range(200)), prompt=PromptWishes(alternatives=1)))
     draws = line.next_group()
     assert draws is not None and draws.scope is None
 
@@ -337,7 +336,7 @@ def test_short_requests_overtake_longer_ones(line: Scheduler, admit: Any) -> Non
     assert line.next_short_group(4, 8) is None and line.waiting == 5
 
 
-def test_jobs_of_a_group_and_samples_of_a_prompt_spread_over_the_shards(ask: Any) -> None:
+def test_jobs_of_a_group_and_samples_of_a_prompt_spread_over_the_shards() -> None:
     pool = PagePool(50, shards=2)
     line = Scheduler(make_shapes(max_slots=8, fsdp=2), 8, pool)
     for name in "abcd":
@@ -353,21 +352,19 @@ def test_jobs_of_a_group_and_samples_of_a_prompt_spread_over_the_shards(ask: Any
     assert sorted(sequence.table.shard for sequence in line.slots.sequences) == [0, 0, 1, 1]
 
 
-def test_prompt_as_long_as_the_pool_is_partly_reused(ask: Any) -> None:
+def test_prompt_as_long_as_the_pool_is_partly_reused() -> None:
     pool = PagePool(4)
     line = Scheduler(SHAPES, 10, pool)
     admit_into(line, ask("a", range(341), 1))
     advance(line)
     line.slots.sequences[0].append([1], [0.0])
     line.slots.remove(line.slots.sequences[0])
-    scored = replace(ask("b", range(341), 1, prompt_logprobs=True), prompt=PromptWishes(last_n=10))
-    parent = ActiveRequest(scored, None, 1, scores=prompt_scores(scored, vocab=320))
-    line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
+    admit_into(line, replace(ask("b", range(341), 1, prompt_logprobs=True), prompt=PromptWishes(last_n=10)))
     group = line.next_group()
     assert group is not None and group.start == 256, "320 tokens are known, up to the middle of the last of three pages"
 
 
-def test_pages_of_a_prompt_stay_its_own_until_a_chunk_shows_that_they_are_finite(ask: Any) -> None:
+def test_pages_of_a_prompt_stay_its_own_until_a_chunk_shows_that_they_are_finite() -> None:
     pool = PagePool(4, page=32)
     line = Scheduler(SHAPES, 10, pool)
     admit_into(line, ask("a", range(20), 40))
@@ -381,18 +378,10 @@ def test_pages_of_a_prompt_stay_its_own_until_a_chunk_shows_that_they_are_finite
     assert pool.used == 1
 
 
-def test_tainted_pages_of_a_sample_and_its_copy_in_another_shard_are_zeroed(ask: Any) -> None:
+def test_tainted_pages_of_a_sample_and_its_copy_in_another_shard_are_zeroed() -> None:
     pool = PagePool(50, shards=2)
     line = Scheduler(make_shapes(max_slots=8, fsdp=2), 8, pool)
-    request = ask("a", range(20), 8, num_samples=2)
-    parent = ActiveRequest(request, None, 8)
-    line.admit(
-        parent,
-        [
-            ActiveSequence(parent, index, StopDetector(frozenset(), (), None), UniformStream(0, index))
-            for index in (0, 1)
-        ],
-    )
+    admit_into(line, ask("a", range(20), 8, num_samples=2))
     advance(line)
     pages = {page for one in line.slots.sequences for page in one.table.pages}
     assert len(pages) == 2
@@ -403,32 +392,25 @@ def test_tainted_pages_of_a_sample_and_its_copy_in_another_shard_are_zeroed(ask:
     assert pool.used == 0
 
 
-def test_short_requests_beside_the_batch_get_one_slot_each_in_their_shard(ask: Any) -> None:
+def test_short_requests_beside_the_batch_get_one_slot_each_in_their_shard() -> None:
     pool = PagePool(50, shards=4)
     line = Scheduler(make_shapes(max_slots=4, fsdp=4), 4, pool)
     admit_into(line, ask("long", range(20), 100))
     for samples in (2, 1):
-        parent = ActiveRequest(ask(str(samples), range(5), 4, num_samples=samples), None, 4)
-        each = [
-            ActiveSequence(parent, index, StopDetector(frozenset(), (), None), UniformStream(0, index))
-            for index in range(samples)
-        ]
-        line.admit(parent, each)
+        admit_into(line, ask(str(samples), range(5), 4, num_samples=samples))
     group = line.next_short_group(4, 8)
     assert group is not None and [job.parent.id for job in group.jobs] == ["1"]
     slots, held = line.slots.assign(line.start_short_group(group))
     assert [slot // (slots // pool.shards) for slot, _ in held] == [one.table.shard for _, one in held]
 
 
-def test_full_page_pool_stays_busy_and_preempts_no_request_twice(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_page_pool_stays_busy_and_preempts_no_request_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,024 requests of 512 tokens and up to 7,680 more, with pages for a sixteenth of their largest size."""
-    pool, chunk, most, stop = PagePool(4096), 64, 7680, 99
+    pool, chunk, most = PagePool(4096), 64, 7680
     line = Scheduler(make_shapes(max_slots=256, fsdp=1, pieces=CUDA.prefill_tokens), 256, pool)
     lengths = np.random.default_rng(0).integers(1, most + 1, 1024).tolist()
     for number in range(1024):
-        parent = ActiveRequest(ask(str(number), range(512), most, owner="ab"[number % 2]), None, most)
-        detector = StopDetector(frozenset({stop}), (), None)
-        line.admit(parent, [ActiveSequence(parent, 0, detector, UniformStream(0, 0))])
+        admit_into(line, ask(str(number), range(512), most, owner="ab"[number % 2]))
     begun, left, busy, preempted = dict[int, None](), list[int](), list[float](), Counter[int]()
     real = Scheduler._requeue
 
@@ -446,7 +428,7 @@ def test_full_page_pool_stays_busy_and_preempts_no_request_twice(ask: Any, monke
         for sequence in line.slots.running:
             number = int(sequence.parent.id)
             rest = lengths[number] - len(sequence.tokens)
-            tokens = [1] * chunk if rest > chunk else [1] * (rest - 1) + [stop]
+            tokens = [1] * chunk if rest > chunk else [1] * (rest - 1) + [STOP]
             if sequence.append(tokens, [0.0] * len(tokens)):
                 line.slots.remove(sequence)
         left += [len(result.sequences[0].tokens_T) for result in line.pop_finished()]

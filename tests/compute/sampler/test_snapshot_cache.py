@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 from tests.compute.closeness import close
+from tests.compute.conftest import ask, run_all
+from tests.compute.sampler.conftest import prompt, random_lora
 
 from tinkerflow.backend.compute.models.lora import Lora, LoraPair, apply_one
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, placed, stack_apply
@@ -21,7 +23,7 @@ def snapshots(qwen: Any, request: pytest.FixtureRequest) -> SnapshotCache:
     return SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=request.param)
 
 
-def test_each_row_uses_its_adapter(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_each_row_uses_its_adapter(qwen: Any, snapshots: SnapshotCache) -> None:
     specs = {
         "a": LoraSpec(3),
         "b": LoraSpec(12, train_mlp=False),
@@ -46,7 +48,7 @@ def test_each_row_uses_its_adapter(qwen: Any, snapshots: SnapshotCache, random_l
             close(got[row], np.broadcast_to(expected, got[row].shape), ulps=64, scale=1.0)
 
 
-def test_base_model_alone_needs_no_adapter_stack(qwen: Any, random_lora: Any) -> None:
+def test_base_model_alone_needs_no_adapter_stack(qwen: Any) -> None:
     snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, plain=True)
     snapshots.use([])
     assert (snapshots.width, snapshots.lora) == (0, Lora(layers={}, unembed=None))
@@ -59,7 +61,7 @@ def test_base_model_alone_needs_no_adapter_stack(qwen: Any, random_lora: Any) ->
     assert snapshots.width == 0
 
 
-def test_a_snapshot_is_a_copy(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_a_snapshot_is_a_copy(qwen: Any, snapshots: SnapshotCache) -> None:
     spec = LoraSpec(8)
     lora = jax.device_put(random_lora(qwen.cfg, spec, 0))
     snapshots.publish("a", lora, spec)
@@ -70,7 +72,7 @@ def test_a_snapshot_is_a_copy(qwen: Any, snapshots: SnapshotCache, random_lora: 
     np.testing.assert_array_equal(snapshots.find("a").lora.layers["q"].A, before)
 
 
-def test_least_recently_used_snapshots_move_to_the_host(qwen: Any, random_lora: Any) -> None:
+def test_least_recently_used_snapshots_move_to_the_host(qwen: Any) -> None:
     snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, most_resident=2)
     specs = {"a": LoraSpec(8), "b": LoraSpec(16), "c": LoraSpec(8), "d": LoraSpec(8)}
     wanted = {}
@@ -105,7 +107,7 @@ def test_least_recently_used_snapshots_move_to_the_host(qwen: Any, random_lora: 
     assert snapshots.columns(dropped).end > 0
 
 
-def test_adapter_stack_counts_against_the_snapshot_bytes(qwen: Any, random_lora: Any) -> None:
+def test_adapter_stack_counts_against_the_snapshot_bytes(qwen: Any) -> None:
     snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, most_resident=9, most_bytes=10**9)
     for name in "abc":
         snapshots.publish(name, random_lora(qwen.cfg, LoraSpec(32), 0), LoraSpec(32))
@@ -117,9 +119,7 @@ def test_adapter_stack_counts_against_the_snapshot_bytes(qwen: Any, random_lora:
     assert snapshots.resident == ["b", "c"]
 
 
-def test_samples_are_the_same_wherever_their_snapshots_were(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
-) -> None:
+def test_samples_are_the_same_wherever_their_snapshots_were(qwen: Any) -> None:
     def results(most_resident: int | None) -> list[Any]:
         sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8)
         sampler.snapshots.most_resident = most_resident
@@ -140,7 +140,7 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
     assert repr(results(1)) == repr(results(None))
 
 
-def test_published_snapshot_id_cannot_be_published_again(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_published_snapshot_id_cannot_be_published_again(qwen: Any, snapshots: SnapshotCache) -> None:
     spec = LoraSpec(8)
     snapshots.publish("a", random_lora(qwen.cfg, spec, 0), spec)
     with pytest.raises(ConflictError, match="'a' exists already"):
@@ -151,7 +151,7 @@ def test_published_snapshot_id_cannot_be_published_again(qwen: Any, snapshots: S
         snapshots.find("a")
 
 
-def test_non_finite_weights_are_refused(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_non_finite_weights_are_refused(qwen: Any, snapshots: SnapshotCache) -> None:
     spec = LoraSpec(8)
     lora = random_lora(qwen.cfg, spec, 0)
     lora.layers["up"].B[1, 2, 3] = np.inf
@@ -159,7 +159,7 @@ def test_non_finite_weights_are_refused(qwen: Any, snapshots: SnapshotCache, ran
         snapshots.publish("a", lora, spec)
 
 
-def test_columns_are_reused_and_cleaned(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_columns_are_reused_and_cleaned(qwen: Any, snapshots: SnapshotCache) -> None:
     full, part = LoraSpec(20), LoraSpec(20, train_attn=False)
     for name, spec in (("a", full), ("b", part), ("c", full)):
         snapshots.publish(name, random_lora(qwen.cfg, spec, 0), spec)
@@ -178,7 +178,7 @@ def test_columns_are_reused_and_cleaned(qwen: Any, snapshots: SnapshotCache, ran
     assert snapshots.width == 0 and not snapshots.lora.layers
 
 
-def test_snapshot_id_may_move_to_another_snapshot(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
+def test_snapshot_id_may_move_to_another_snapshot(qwen: Any, snapshots: SnapshotCache) -> None:
     spec = LoraSpec(8)
     for seed, name in enumerate(("old", "new")):
         snapshots.publish(name, random_lora(qwen.cfg, spec, seed), spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,79 +12,71 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.closeness import close
-from tests.compute.sampler.conftest import Tiny
-from tests.compute.sampler.test_prefix_cache import assert_same
+from tests.compute.conftest import ask, result_of, run_all
+from tests.compute.sampler.conftest import Tiny, prompt
+from tests.compute.sampler.test_prefix_cache import assert_same, hit
 
 from tinkerflow.backend.compute.kernels import delta_gpu, delta_tpu
 from tinkerflow.backend.compute.models.lora import Lora
-from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler import decode as decode_module
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE, Key, PagePool, PageTable
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
-from tinkerflow.backend.spec.commands import SampleRequest, SampleStep
+from tinkerflow.backend.spec.commands import SampleStep
 
 
-@pytest.fixture
-def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
-    """hit(sampler, request): the number of cached prompt tokens of a request that runs alone."""
-    return lambda sampler, request: int(run_all(sampler, request)[request.request_id].prompt_cache_hit_tokens)
-
-
-def test_conversation_continues_from_a_cached_state_bit_for_bit(
-    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any
-) -> None:
+def test_conversation_continues_from_a_cached_state_bit_for_bit(hybrid: Tiny) -> None:
     whole, warm, hits = prompt(480), hybrid.sampler(), []
     for length in (100, 129, 300, 480):
         turn = ask("turn", whole[:length], 6, temperature=1.0, seed=length)
-        cold = run_all(hybrid.sampler(), turn)["turn"]
+        cold = result_of(hybrid.sampler(), turn)
         for _ in range(2):
-            result = run_all(warm, turn)["turn"]
+            result = result_of(warm, turn)
             assert_same(result, cold)
             hits.append(result.prompt_cache_hit_tokens)
     assert hits == [0, 99, 0, 128, 128, 299, 256, 479]
     assert warm.pages.used == 0
 
 
-def test_state_is_kept_where_two_prompts_diverge(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
+def test_state_is_kept_where_two_prompts_diverge(hybrid: Tiny) -> None:
     sampler, common = hybrid.sampler(), prompt(200)
     assert hit(sampler, ask("a", common + prompt(100, 1), 2)) == 0
     assert hit(sampler, ask("b", common + prompt(150, 2), 2)) == 0  # pages are cached, but no state to continue from
     third = ask("c", common + prompt(90, 3), 5)
-    result = run_all(sampler, third)["c"]
+    result = result_of(sampler, third)
     assert result.prompt_cache_hit_tokens == 128
-    assert_same(result, run_all(hybrid.sampler(), third)["c"])
+    assert_same(result, result_of(hybrid.sampler(), third))
 
 
-def test_evicted_states_are_computed_again(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
+def test_evicted_states_are_computed_again(hybrid: Tiny) -> None:
     sampler = hybrid.sampler()
     assert sampler.pages.states is not None
     first = ask("first", prompt(140, 99), 3)
-    cold = run_all(sampler, first)["first"]
+    cold = result_of(sampler, first)
     assert hit(sampler, first) == 139
     for seed in range(sampler.pages.states.pages):
         run_all(sampler, ask("other", prompt(130, seed), 1))
-    again = run_all(sampler, first)["first"]
+    again = result_of(sampler, first)
     assert again.prompt_cache_hit_tokens == 0
     assert_same(again, cold)
 
 
-def test_samples_of_one_prompt_diverge(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any) -> None:
+def test_samples_of_one_prompt_diverge(hybrid: Tiny) -> None:
     """Each sample has its own copy of the prompt's state. Prompts are new or cached, with one token or many."""
     for length in (1, 200):
         tokens, sampler = prompt(length, length), hybrid.sampler()
         group = ask("group", tokens, 12, num_samples=3, temperature=1.0, seed=4)
-        cold = run_all(sampler, group)["group"]
+        cold = result_of(sampler, group)
         assert len({tuple(one.tokens_T.tolist()) for one in cold.sequences}) == 3
-        assert_same(run_all(sampler, group)["group"], cold)
+        assert_same(result_of(sampler, group), cold)
         greedy = replace(group, temperature=0.0)
         alone = run_all(hybrid.sampler(), replace(greedy, num_samples=1))["group"].sequences[0]
         for one in run_all(sampler, greedy)["group"].sequences:
             assert one.tokens_T.tolist() == alone.tokens_T.tolist()
 
 
-def test_equal_commands_give_equal_bits(hybrid: Tiny, ask: Any, prompt: Any) -> None:
+def test_equal_commands_give_equal_bits(hybrid: Tiny) -> None:
     """A restarted worker group computes the same results, with requests that arrive, end and are cancelled."""
 
     def played() -> list[Any]:
@@ -136,16 +127,14 @@ def test_numbers_of_states_go_to_the_rows(hybrid: Tiny) -> None:
     assert np.all([plan.free(shard) for shard in range(plan.shards)] == np.array([plan.pages - 1]))
 
 
-def test_cancelled_request_of_a_running_group_leaves_no_state(
-    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any
-) -> None:
+def test_cancelled_request_of_a_running_group_leaves_no_state(hybrid: Tiny) -> None:
     sampler = hybrid.sampler(prefill_budget=32)
     requests = [ask(str(i), prompt(100, i), 5) for i in range(16)]
     sampler.step(SampleStep(tuple(requests)))
     sampler.step(SampleStep(cancel=("0",)))
     sampler.step(SampleStep(cancel=tuple(str(i) for i in range(1, 16))))
     assert sampler.pages.used == 0
-    assert run_all(sampler, ask("next", prompt(9), 3))["next"].error is None
+    assert result_of(sampler, ask("next", prompt(9), 3)).error is None
 
 
 @pytest.mark.parametrize("kernel", [delta_gpu, pytest.param(delta_tpu, marks=pytest.mark.thorough)], ids=["GPU", "TPU"])

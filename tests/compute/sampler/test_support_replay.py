@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import add_adapter, ask, forward, gradients, result_of
 from tests.compute.test_experts import adapted_weights
 
 from tinkerflow.backend.spec.commands import (
@@ -30,17 +31,17 @@ FILTERS = {"temperature": 1.0, "top_k": 5, "top_p": 0.7}
 
 
 @pytest.fixture(scope="module")
-def executor(qwen3: Any, adapter: Any) -> Any:
+def executor(qwen3: Any) -> Any:
     executor = qwen3.executor()
-    adapter(executor, "a", train_unembed=False)
-    adapter(executor, "b", seed=7, train_unembed=False)
+    add_adapter(executor, "a", train_unembed=False)
+    add_adapter(executor, "b", seed=7, train_unembed=False)
     executor.execute(PublishSnapshot("a", "s"))
     return executor
 
 
-def sampled(executor: Any, ask: Any, run_all: Any, count: int = 3, **more: Any) -> Any:
+def sampled(executor: Any, count: int = 3, **more: Any) -> Any:
     request = ask("r", PROMPT, 30, snapshot_id="s", seed=5, num_samples=count, **{**FILTERS, "supports": True, **more})
-    return run_all(executor, request)["r"].sequences
+    return result_of(executor, request).sequences
 
 
 def datum(sequence: Any, advantage: float = 1.0) -> Example:
@@ -62,10 +63,10 @@ def data_of(sequences: Any) -> tuple[Example, ...]:
     return tuple(datum(one, advantage) for one, advantage in zip(sequences, (1.0, -0.5, 0.25), strict=True))
 
 
-def test_equal_weights_have_ratio_one(executor, ask, run_all, forward):
+def test_equal_weights_have_ratio_one(executor):
     """The probabilities of the supports differ from 1. The logprobs of the answer remain those over all tokens."""
-    plain = sampled(executor, ask, run_all, supports=False)
-    sequences = sampled(executor, ask, run_all)
+    plain = sampled(executor, supports=False)
+    sequences = sampled(executor)
     assert plain[0].supports is None
     assert [one.tokens_T.tolist() for one in sequences] == [one.tokens_T.tolist() for one in plain]
     for one in sequences:
@@ -108,11 +109,9 @@ def masked_loss(model: Any, named: Any, data: Any, loss: str, config: Any) -> tu
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "gspo"])
 @pytest.mark.parametrize("policy", ["a", "b"])
-def test_losses_and_gradients_equal_masked_logits_in_float64(
-    qwen3, executor, ask, run_all, forward, gradients, loss, policy
-):
+def test_losses_and_gradients_equal_masked_logits_in_float64(qwen3, executor, loss, policy):
     """Samples of adapter a train a copy of it, and another policy."""
-    data = data_of(sampled(executor, ask, run_all))
+    data = data_of(sampled(executor))
     state = executor.execute(ExportAdapter(policy, optimizer=False))
     executor.execute(ImportAdapter(name := f"{policy} for {loss}", state))
     config = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e6} if loss == "gspo" else {}
@@ -130,8 +129,8 @@ def test_losses_and_gradients_equal_masked_logits_in_float64(
         assert np.abs(wanted).max() > 0
 
 
-def test_full_training_supports_masked_vocabularies(executor, qwen3, ask, run_all, forward, gradients):
-    data = data_of(sampled(executor, ask, run_all))
+def test_full_training_supports_masked_vocabularies(executor, qwen3):
+    data = data_of(sampled(executor))
     executor.execute(CreateAdapter("all", LoraSpec(0), 0))
     result = forward(executor, "all", data, "importance_sampling", backward=True)
     model = copy.deepcopy(qwen3.model).double()
@@ -145,9 +144,9 @@ def test_full_training_supports_masked_vocabularies(executor, qwen3, ask, run_al
         assert np.abs(array - wanted[name]).max() < 2e-3 * max(1.0, np.abs(wanted[name]).max()), name
 
 
-def test_prompts_with_different_supports_are_not_merged(executor, ask, run_all, forward):
+def test_prompts_with_different_supports_are_not_merged(executor):
     """In one row with a shared prefix, each example has the loss that it has alone."""
-    one = datum(sampled(executor, ask, run_all, 1)[0])
+    one = datum(sampled(executor, 1)[0])
     counts_N = one.supports.counts_N.copy()
     counts_N[30:] = 0
     tokens_M, log_mass_N = one.supports.tokens_M[: counts_N.sum()], np.where(counts_N > 0, one.supports.log_mass_N, 0)
@@ -159,11 +158,11 @@ def test_prompts_with_different_supports_are_not_merged(executor, ask, run_all, 
     assert together == pytest.approx(sum(alone), rel=1e-4) and abs(alone[0] - alone[1]) > 1e-2
 
 
-def test_experts_and_supports_are_replayed_together(moe, adapter, ask, run_all, forward):
+def test_experts_and_supports_are_replayed_together(moe):
     executor = moe.executor()
-    adapter(executor, "a", train_unembed=False)
+    add_adapter(executor, "a", train_unembed=False)
     executor.execute(PublishSnapshot("a", "s"))
-    sequences = sampled(executor, ask, run_all, routes=True)
+    sequences = sampled(executor, routes=True)
     data = []
     for example, one in zip(data_of(sequences), sequences, strict=True):
         routes_Tn = np.full((len(example.tokens_T), one.routes_Tn.shape[1]), -1, np.int16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.compute.conftest import examples, forward
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.spec.checkpoint import Digest
@@ -29,16 +30,16 @@ STORED = StoredState(SPEC, 1, "adamw", "runs/r/recovery/n/a", FILES)
 
 
 @pytest.fixture
-def pieces(shared_executor, forward, examples) -> dict[str, np.ndarray]:
+def pieces(executor) -> dict[str, np.ndarray]:
     """The pieces of an adapter after one step, with accumulated gradients for the next one."""
-    shared_executor.execute(CreateAdapter("source", SPEC, 3))
+    executor.execute(CreateAdapter("source", SPEC, 3))
     for _ in range(2):
-        forward(shared_executor, "source", examples((9,)), backward=True)
-        if not shared_executor._adapters.get("source").step:
-            shared_executor.execute(OptimStep("source", AdamParams(learning_rate=0.1)))
-    kept = shared_executor.execute(ExportAdapter("source", optimizer=True, keep="folder"))
+        forward(executor, "source", examples((9,)), backward=True)
+        if not executor._adapters.get("source").step:
+            executor.execute(OptimStep("source", AdamParams(learning_rate=0.1)))
+    kept = executor.execute(ExportAdapter("source", optimizer=True, keep="folder"))
     assert kept == AdapterKept(SPEC, 1, "adamw")
-    return dict(shared_executor.take_kept(WriteState("source", "folder")))
+    return dict(executor.take_kept(WriteState("source", "folder")))
 
 
 def same(one: AdapterState, other: AdapterState) -> bool:
@@ -52,56 +53,54 @@ def fetched(executor, pieces) -> AdapterState:
     return executor.execute(ExportAdapter("again", optimizer=True))
 
 
-def test_read_pieces_form_the_adapter_again(shared_executor, pieces):
+def test_read_pieces_form_the_adapter_again(executor, pieces):
     assert {name.partition("/")[0] for name in pieces} == {"weights", "mu", "nu", "grad"}
-    assert sorted(shared_executor.needed_tensors(STORED, {name: a.shape for name, a in pieces.items()})) == sorted(
-        pieces
-    )
-    before = shared_executor.execute(ExportAdapter("source", optimizer=True))
-    after = fetched(shared_executor, pieces)
+    assert sorted(executor.needed_tensors(STORED, {name: a.shape for name, a in pieces.items()})) == sorted(pieces)
+    before = executor.execute(ExportAdapter("source", optimizer=True))
+    after = fetched(executor, pieces)
     assert same(before, after)
     assert (after.step, after.optimizer) == (1, "adamw")
     with pytest.raises(ServerError, match="was not fetched"):
-        shared_executor.execute(ImportAdapter("again", STORED))
+        executor.execute(ImportAdapter("again", STORED))
 
 
-def test_adapter_survives_another_mesh_and_the_driver(shared_executor, pieces):
+def test_adapter_survives_another_mesh_and_the_driver(executor, pieces):
     halves = {}
     for name, array in pieces.items():
         middle, (array_name, _, starts) = array.shape[-1] // 2, name.partition("@")
         halves[name] = array[..., :middle]
         halves[f"{array_name}@{','.join([*starts.split(',')[:-1], str(middle)])}"] = array[..., middle:]
-    shared_executor.execute(ImportAdapter("again", AdapterState(SPEC, 1, halves)))
-    again = shared_executor.execute(ExportAdapter("again", optimizer=True))
-    assert same(again, shared_executor.execute(ExportAdapter("source", optimizer=True)))
+    executor.execute(ImportAdapter("again", AdapterState(SPEC, 1, halves)))
+    again = executor.execute(ExportAdapter("again", optimizer=True))
+    assert same(again, executor.execute(ExportAdapter("source", optimizer=True)))
 
 
-def test_missing_or_foreign_piece_is_named(shared_executor, pieces):
+def test_missing_or_foreign_piece_is_named(executor, pieces):
     name = "weights/q.A@0,0,0"
     without = {piece: array for piece, array in pieces.items() if piece != name}
     with pytest.raises(UserError, match=r"saved tensor 'weights/q\.A' of shape .* is missing or cut"):
-        fetched(shared_executor, without)
+        fetched(executor, without)
     for wrong in ("weights/other.A@0,0,0", "other/q.A@0,0,0", "weights/q.A@x"):
         with pytest.raises(UserError, match=f"saved tensor '{wrong}'"):
-            fetched(shared_executor, pieces | {wrong: pieces[name]})
+            fetched(executor, pieces | {wrong: pieces[name]})
 
 
-def test_fetched_state_survives_dropping_an_earlier_snapshot(shared_executor, pieces):
-    before = shared_executor.execute(ExportAdapter("source", optimizer=False))
-    shared_executor.keep_fetched(FetchState("sampled", STORED), before.weights)
-    shared_executor.keep_fetched(FetchState("sampled", STORED.copy_with(folder="late")), {})
-    shared_executor.execute(DropSnapshot("sampled"))  # sent before the fetch, and executed after it
-    shared_executor.execute(LoadSnapshot("sampled", STORED))
+def test_fetched_state_survives_dropping_an_earlier_snapshot(executor, pieces):
+    before = executor.execute(ExportAdapter("source", optimizer=False))
+    executor.keep_fetched(FetchState("sampled", STORED), before.weights)
+    executor.keep_fetched(FetchState("sampled", STORED.copy_with(folder="late")), {})
+    executor.execute(DropSnapshot("sampled"))  # sent before the fetch, and executed after it
+    executor.execute(LoadSnapshot("sampled", STORED))
     with pytest.raises(ServerError, match="in late was not fetched"):
-        shared_executor.execute(LoadSnapshot("sampled", STORED.copy_with(folder="late")))
-    shared_executor.execute(DropSnapshot("sampled"))
+        executor.execute(LoadSnapshot("sampled", STORED.copy_with(folder="late")))
+    executor.execute(DropSnapshot("sampled"))
 
 
-def test_kept_copy_is_taken_once_and_for_its_own_folder_only(shared_executor, pieces):
+def test_kept_copy_is_taken_once_and_for_its_own_folder_only(executor, pieces):
     with pytest.raises(ServerError, match="no copy"):
-        shared_executor.take_kept(WriteState("source", "folder"))
-    shared_executor.execute(ExportAdapter("source", optimizer=True, keep="older"))
-    shared_executor.execute(ExportAdapter("source", optimizer=True, keep="newer"))
+        executor.take_kept(WriteState("source", "folder"))
+    executor.execute(ExportAdapter("source", optimizer=True, keep="older"))
+    executor.execute(ExportAdapter("source", optimizer=True, keep="newer"))
     with pytest.raises(ServerError, match="no copy for older"):
-        shared_executor.take_kept(WriteState("source", "older"))
-    assert shared_executor.take_kept(WriteState("source", "newer")).keys() == pieces.keys()
+        executor.take_kept(WriteState("source", "older"))
+    assert executor.take_kept(WriteState("source", "newer")).keys() == pieces.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.compute.conftest import examples, forward
 
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.lora_weights import from_peft, init_lora, to_peft
@@ -15,9 +16,9 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.fixture
-def state(shared_executor):
-    shared_executor.execute(CreateAdapter("source", LoraSpec(4), 3))
-    return shared_executor.execute(ExportAdapter("source", optimizer=True))
+def state(executor):
+    executor.execute(CreateAdapter("source", LoraSpec(4), 3))
+    return executor.execute(ExportAdapter("source", optimizer=True))
 
 
 def test_names_and_back(qwen3, state):
@@ -38,35 +39,35 @@ def test_initial_adapter_part_does_not_depend_on_other_adapted_parts(qwen3):
     assert 0.8 * bound < np.abs(whole[NAME]).max() <= bound
 
 
-def test_training_leaves_an_imported_state_alone(shared_executor, state, examples, forward):
+def test_training_leaves_an_imported_state_alone(executor, state):
     before = {name: array.copy() for name, array in state.weights.items()}
-    shared_executor.execute(ImportAdapter("copy", state))
-    forward(shared_executor, "copy", examples((9,)), backward=True)
-    shared_executor.execute(OptimStep("copy", AdamParams(learning_rate=0.1)))
+    executor.execute(ImportAdapter("copy", state))
+    forward(executor, "copy", examples((9,)), backward=True)
+    executor.execute(OptimStep("copy", AdamParams(learning_rate=0.1)))
     assert all((array == before[name]).all() for name, array in state.weights.items())
 
 
-def test_optimizer_starts_fresh_without_moments(shared_executor, state, examples, forward):
+def test_optimizer_starts_fresh_without_moments(executor, state):
     """The step restarts at 0, too, because AdamW corrects its moments by it."""
     ends = []
-    shared_executor.execute(ImportAdapter("late", state.copy_with(moments={}, step=100)))
+    executor.execute(ImportAdapter("late", state.copy_with(moments={}, step=100)))
     for name in ("late", "later"):
-        forward(shared_executor, name if name == "late" else "later", examples((9,)), backward=True)
-        shared_executor.execute(OptimStep(name, AdamParams(learning_rate=0.1)))
-        after = shared_executor.execute(ExportAdapter(name, optimizer=True))
+        forward(executor, name if name == "late" else "later", examples((9,)), backward=True)
+        executor.execute(OptimStep(name, AdamParams(learning_rate=0.1)))
+        after = executor.execute(ExportAdapter(name, optimizer=True))
         if name == "late":
             assert after.step == 1
-            shared_executor.execute(ImportAdapter("later", after))
-            forward(shared_executor, "late", examples((9,)), backward=True)
-            shared_executor.execute(OptimStep("late", AdamParams(learning_rate=0.1)))
-            after = shared_executor.execute(ExportAdapter("late", optimizer=True))
+            executor.execute(ImportAdapter("later", after))
+            forward(executor, "late", examples((9,)), backward=True)
+            executor.execute(OptimStep("late", AdamParams(learning_rate=0.1)))
+            after = executor.execute(ExportAdapter("late", optimizer=True))
         ends.append(after)
     assert ends[0].step == ends[1].step == 2
     assert all((array == ends[1].weights[name]).all() for name, array in ends[0].weights.items())
 
 
 @pytest.mark.parametrize("moments", [False, True])
-def test_a_tensor_that_does_not_fit_is_named(shared_executor, state, moments):
+def test_a_tensor_that_does_not_fit_is_named(executor, state, moments):
     end = ".mu" if moments else ""
     held = dict(state.moments if moments else state.weights)
     without = {name: array for name, array in held.items() if name != NAME + end}
@@ -78,6 +79,6 @@ def test_a_tensor_that_does_not_fit_is_named(shared_executor, state, moments):
     for message, tensors in wrongs.items():
         bad = state.copy_with(**{"moments" if moments else "weights": tensors})
         with pytest.raises(UserError, match=message):
-            shared_executor.execute(ImportAdapter("refused", bad))
+            executor.execute(ImportAdapter("refused", bad))
         with pytest.raises(NotFoundError):
-            shared_executor.execute(ExportAdapter("refused", optimizer=False))
+            executor.execute(ExportAdapter("refused", optimizer=False))

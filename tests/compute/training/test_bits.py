@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.closeness import close
+from tests.compute.conftest import examples, forward
 
 from tinkerflow.backend.compute.kernels.matmul import matmul
 from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 
-def test_neighboring_rows_change_no_bit(shared_executor, examples, forward):
-    executor = shared_executor
+def test_neighboring_rows_change_no_bit(executor):
 
     def run(name: str, between) -> list[bytes]:
         executor.execute(CreateAdapter(name, LoraSpec(4), 11))
@@ -37,8 +37,7 @@ def test_neighboring_rows_change_no_bit(shared_executor, examples, forward):
     assert run("alone", lambda step: None) == run("beside", other)
 
 
-def test_continuing_from_an_export_is_bitwise_equal(shared_executor, examples, forward):
-    executor = shared_executor
+def test_continuing_from_an_export_is_bitwise_equal(executor):
     executor.execute(CreateAdapter("first", LoraSpec(4), 2))
     for step in range(2):
         forward(executor, "first", examples((20, 30), seed=step), backward=True)

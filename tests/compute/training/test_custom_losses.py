@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compute.closeness import close
+from tests.compute.conftest import add_adapter, examples, forward, gradients
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
 from tinkerflow.backend.compute.training.custom_loss import custom_loss
@@ -262,11 +263,10 @@ def test_an_index_tensor_that_points_outside_makes_the_loss_nan(pick):
     assert math.isnan(value)
 
 
-def test_server_trains_with_a_custom_loss_like_the_client(shared_executor, examples, adapter, forward, gradients):
+def test_server_trains_with_a_custom_loss_like_the_client(executor):
     """The SDK trains with a local callable in three steps: forward, the loss's slope, and weighted cross entropy."""
-    executor = shared_executor
-    adapter(executor, "custom")
-    adapter(executor, "client")
+    add_adapter(executor, "custom")
+    add_adapter(executor, "client")
     given = examples((9, 30, 4))
     mine = tuple(
         replace(e, inputs={"old": e.inputs["logprobs"][:, 0], "advantages": e.inputs["advantages"][:, 0]})
@@ -285,9 +285,8 @@ def test_server_trains_with_a_custom_loss_like_the_client(shared_executor, examp
     assert max(np.abs(ours[n] - theirs[n]).max() for n in theirs) < 1e-4 * scale
 
 
-def test_nan_slope_changes_nothing(shared_executor, examples, adapter, gradients):
-    executor = shared_executor
-    adapter(executor, "nan")
+def test_nan_slope_changes_nothing(executor):
+    add_adapter(executor, "nan")
     loss = trace(lambda logprobs: (torch.sqrt(logprobs).sum(), {}), logprobs=1)
     plain = tuple(Example(e.tokens_T, e.targets_TK, e.weights_TK) for e in examples((5, 9)))
     with pytest.raises(UserError, match=r"data\[0\]: custom gives the loss nan"):

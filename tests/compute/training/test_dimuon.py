@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.compute.closeness import close
+from tests.compute.conftest import examples, forward, gradients
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
@@ -45,8 +46,7 @@ STEPS = (
 )
 
 
-def test_steps_with_changing_parameters(shared_executor, examples, forward, gradients):
-    executor = shared_executor
+def test_steps_with_changing_parameters(executor):
     executor.execute(CreateAdapter("dimuon", LoraSpec(4), 7, "dimuon"))
     weights = {n: w.astype(np.float64) for n, w in executor.execute(ExportAdapter("dimuon", False)).weights.items()}
     momentum = {n: np.zeros_like(w) for n, w in weights.items()}
@@ -72,8 +72,8 @@ def test_steps_with_changing_parameters(shared_executor, examples, forward, grad
         weights = {n: w.astype(np.float64) for n, w in state.weights.items()}
 
 
-def test_restored_state_continues_bit_for_bit(shared_executor, examples, forward):
-    executor, params = shared_executor, DimuonParams(learning_rate=1e-2)
+def test_restored_state_continues_bit_for_bit(executor):
+    params = DimuonParams(learning_rate=1e-2)
     executor.execute(CreateAdapter("on", LoraSpec(4), 3, "dimuon"))
     forward(executor, "on", examples((9,)), backward=True)
     executor.execute(OptimStep("on", params))
@@ -87,8 +87,7 @@ def test_restored_state_continues_bit_for_bit(shared_executor, examples, forward
     assert all((first.moments[n] == m).all() for n, m in second.moments.items())
 
 
-def test_optimizers_cannot_be_mixed(shared_executor, examples, forward):
-    executor = shared_executor
+def test_optimizers_cannot_be_mixed(executor):
     executor.execute(CreateAdapter("a", LoraSpec(4), 3, "adamw"))
     executor.execute(CreateAdapter("d", LoraSpec(4), 3, "dimuon"))
     forward(executor, "d", examples((9,)), backward=True)

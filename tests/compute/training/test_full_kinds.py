@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.compute.conftest import build
+from tests.compute.conftest import ask, build, examples, forward, result_of
 from tests.compute.test_parity import scores
 
 from tinkerflow.backend.catalog.merging import merge
@@ -33,7 +33,7 @@ from tinkerflow.backend.spec.optimizers.adamw import AdamParams
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("glm4_moe_lite", "gemma4_text", "gpt_oss")),
     ],
 )
-def test_layers_of_every_kind_train_whole(family, tmp_path, examples, forward, ask, run_all):
+def test_layers_of_every_kind_train_whole(family, tmp_path):
     """Compares linear attention, experts of both routers, latents, heads of two widths and layer inputs with torch.
 
     As in transformers, corrections of routers and scalars of layers are not trained or saved, but a snapshot samples
@@ -66,9 +66,7 @@ def test_layers_of_every_kind_train_whole(family, tmp_path, examples, forward, a
     with torch.no_grad():
         wanted = merged.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0, 9:]
     executor.execute(PublishSnapshot("m", "m"))
-    assert (
-        run_all(executor, ask("x", prompt, 5, snapshot_id="m"))["x"].sequences[0].tokens_T.tolist() == wanted.tolist()
-    )
+    assert result_of(executor, ask("x", prompt, 5, snapshot_id="m")).sequences[0].tokens_T.tolist() == wanted.tolist()
     kept = executor.execute(ExportAdapter("m", optimizer=True, keep="folder"))
     files = {"part-00000.safetensors": Digest.of(b"")}
     stored = StoredState(kept.spec, kept.step, kept.optimizer, "folder", files)

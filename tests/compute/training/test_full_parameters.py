@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from tests.compute.conftest import add_adapter, examples, forward, gradients
 
 from tinkerflow.backend.compute.planning import training_memory
 from tinkerflow.backend.core.errors import AllocationError, UserError
@@ -40,9 +41,9 @@ def bits(state: AdapterState) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # tied unembedding; biases and a separate unembedding
-def test_ten_full_training_steps_equal_torch(family, request, shared_executor, examples, forward):
+def test_ten_full_training_steps_equal_torch(family, request, executor):
     reference = request.getfixturevalue(family)
-    executor = shared_executor if family == "qwen3" else reference.executor()
+    executor = executor if family == "qwen3" else reference.executor()
     model = copy.deepcopy(reference.model)
     executor.execute(CreateAdapter("m", ALL, 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
@@ -70,60 +71,60 @@ def loss_of(model: Any, example: Any) -> torch.Tensor:
     return -(picked * torch.tensor(example.weights_TK)).sum()
 
 
-def test_full_state_resumes_bit_for_bit_from_pieces_and_from_an_export(shared_executor, examples, forward):
-    shared_executor.execute(CreateAdapter("a", ALL, 0))
+def test_full_state_resumes_bit_for_bit_from_pieces_and_from_an_export(executor):
+    executor.execute(CreateAdapter("a", ALL, 0))
     for _ in range(2):
-        forward(shared_executor, "a", examples((9, 14)), backward=True)
-        shared_executor.execute(OptimStep("a", STEP))
-    forward(shared_executor, "a", examples((9,), seed=4), backward=True)
-    shared_executor.execute(ExportAdapter("a", optimizer=True, keep="folder"))
-    pieces = shared_executor.take_kept(WriteState("a", "folder"))
+        forward(executor, "a", examples((9, 14)), backward=True)
+        executor.execute(OptimStep("a", STEP))
+    forward(executor, "a", examples((9,), seed=4), backward=True)
+    executor.execute(ExportAdapter("a", optimizer=True, keep="folder"))
+    pieces = executor.take_kept(WriteState("a", "folder"))
     assert {name.partition("/")[0] for name in pieces} == {"weights", "mu", "nu", "grad"}
     shapes = {name: piece.shape for name, piece in pieces.items()}
-    assert sorted(shared_executor.needed_tensors(STORED, shapes)) == sorted(pieces)
-    exported = shared_executor.execute(ExportAdapter("a", optimizer=True))
-    shared_executor.keep_fetched(FetchState("b", STORED), dict(pieces))
-    shared_executor.execute(ImportAdapter("b", STORED))
-    shared_executor.execute(ImportAdapter("c", exported))
-    shared_executor.keep_fetched(FetchState("d", STORED), exported.weights | exported.moments)
-    shared_executor.execute(ImportAdapter("d", STORED))
+    assert sorted(executor.needed_tensors(STORED, shapes)) == sorted(pieces)
+    exported = executor.execute(ExportAdapter("a", optimizer=True))
+    executor.keep_fetched(FetchState("b", STORED), dict(pieces))
+    executor.execute(ImportAdapter("b", STORED))
+    executor.execute(ImportAdapter("c", exported))
+    executor.keep_fetched(FetchState("d", STORED), exported.weights | exported.moments)
+    executor.execute(ImportAdapter("d", STORED))
     ends = []
     for name in ("a", "b", "c", "d"):
-        assert bits(shared_executor.execute(ExportAdapter(name, optimizer=True))) == bits(exported)
-        forward(shared_executor, name, examples((9,), seed=5), backward=True)
-        shared_executor.execute(OptimStep(name, STEP))
-        ends.append(bits(shared_executor.execute(ExportAdapter(name, optimizer=True))))
+        assert bits(executor.execute(ExportAdapter(name, optimizer=True))) == bits(exported)
+        forward(executor, name, examples((9,), seed=5), backward=True)
+        executor.execute(OptimStep(name, STEP))
+        ends.append(bits(executor.execute(ExportAdapter(name, optimizer=True))))
     assert all(end == ends[0] for end in ends[1:])
 
 
-def test_full_training_does_not_change_adapters_or_the_base_model(shared_executor, examples, adapter, forward):
-    adapter(shared_executor, "beside")
-    before = forward(shared_executor, "beside", examples((9,))).loss_sum
-    shared_executor.execute(CreateAdapter("w", ALL, 0))
-    forward(shared_executor, "w", examples((9,)), backward=True)
-    shared_executor.execute(OptimStep("w", STEP))
-    assert forward(shared_executor, "beside", examples((9,))).loss_sum == before
-    shared_executor.execute(CreateAdapter("again", ALL, 0))
-    forward(shared_executor, "again", examples((9,)), backward=True)
-    shared_executor.execute(OptimStep("again", STEP))
-    states = [shared_executor.execute(ExportAdapter(name, optimizer=True)) for name in ("w", "again")]
+def test_full_training_does_not_change_adapters_or_the_base_model(executor):
+    add_adapter(executor, "beside")
+    before = forward(executor, "beside", examples((9,))).loss_sum
+    executor.execute(CreateAdapter("w", ALL, 0))
+    forward(executor, "w", examples((9,)), backward=True)
+    executor.execute(OptimStep("w", STEP))
+    assert forward(executor, "beside", examples((9,))).loss_sum == before
+    executor.execute(CreateAdapter("again", ALL, 0))
+    forward(executor, "again", examples((9,)), backward=True)
+    executor.execute(OptimStep("again", STEP))
+    states = [executor.execute(ExportAdapter(name, optimizer=True)) for name in ("w", "again")]
     assert bits(states[0]) == bits(states[1])
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
-def test_other_losses_also_train_all_parameters(shared_executor, examples, forward, gradients, loss):
-    shared_executor.execute(CreateAdapter("l", ALL, 0))
-    forward(shared_executor, "l", examples((9, 14)), loss=loss, backward=True)
-    found = gradients(shared_executor, "l")
+def test_other_losses_also_train_all_parameters(executor, loss):
+    executor.execute(CreateAdapter("l", ALL, 0))
+    forward(executor, "l", examples((9, 14)), loss=loss, backward=True)
+    found = gradients(executor, "l")
     assert "model.norm.weight" in found
     assert all(np.isfinite(array).all() and array.any() for array in found.values())
 
 
-def test_full_optimizer_starts_fresh_without_moments_and_invalid_tensors_are_named(shared_executor):
-    shared_executor.execute(CreateAdapter("s", ALL, 0))
-    state = shared_executor.execute(ExportAdapter("s", optimizer=False))
-    shared_executor.execute(ImportAdapter("t", state.copy_with(step=0)))
-    assert bits(shared_executor.execute(ExportAdapter("t", optimizer=False))) == bits(state)
+def test_full_optimizer_starts_fresh_without_moments_and_invalid_tensors_are_named(executor):
+    executor.execute(CreateAdapter("s", ALL, 0))
+    state = executor.execute(ExportAdapter("s", optimizer=False))
+    executor.execute(ImportAdapter("t", state.copy_with(step=0)))
+    assert bits(executor.execute(ExportAdapter("t", optimizer=False))) == bits(state)
     name = "model.layers.1.mlp.down_proj.weight"
     without = {key: array for key, array in state.weights.items() if key != name}
     wrongs = {
@@ -133,14 +134,14 @@ def test_full_optimizer_starts_fresh_without_moments_and_invalid_tensors_are_nam
     }
     for message, weights in wrongs.items():
         with pytest.raises(UserError, match=message):
-            shared_executor.execute(ImportAdapter("bad", state.copy_with(weights=weights)))
+            executor.execute(ImportAdapter("bad", state.copy_with(weights=weights)))
 
 
-def test_unsupported_options_of_full_training_are_refused(shared_executor):
+def test_unsupported_options_of_full_training_are_refused(executor):
     with pytest.raises(UserError, match=r"rank 0 trains all parameters.* dimuon steps the matrices of adapters alone"):
-        shared_executor.execute(CreateAdapter("x", ALL, 0, "dimuon"))
+        executor.execute(CreateAdapter("x", ALL, 0, "dimuon"))
     with pytest.raises(UserError, match=r"rank 0 trains all parameters: train_attn, train_mlp and train_unembed must"):
-        shared_executor.execute(CreateAdapter("x", LoraSpec(0, train_attn=False), 0))
+        executor.execute(CreateAdapter("x", LoraSpec(0, train_attn=False), 0))
 
 
 def test_memory_is_counted_and_leaves_room_for_adapters(qwen3):
@@ -158,7 +159,7 @@ def test_memory_is_counted_and_leaves_room_for_adapters(qwen3):
         executor.execute(CreateAdapter("never", ALL, 0))
 
 
-def test_loading_a_state_takes_at_most_the_counted_memory(shared_executor, monkeypatch):
+def test_loading_a_state_takes_at_most_the_counted_memory(executor, monkeypatch):
     def held() -> dict[int, jax.Array]:
         gc.collect()
         return {one.unsafe_buffer_pointer(): one for one in jax.live_arrays()}  # reading makes another one
@@ -168,15 +169,15 @@ def test_loading_a_state_takes_at_most_the_counted_memory(shared_executor, monke
     def count() -> int:
         return sum(one.nbytes for place, one in held().items() if place not in before)
 
-    shared_executor.execute(CreateAdapter("l", ALL, 0))
-    state = shared_executor.execute(ExportAdapter("l", optimizer=True))
-    store, keep = shared_executor._adapters, shared_executor._adapters.set
+    executor.execute(CreateAdapter("l", ALL, 0))
+    state = executor.execute(ExportAdapter("l", optimizer=True))
+    store, keep = executor._adapters, executor._adapters.set
     monkeypatch.setattr(store, "set", lambda *given: (found.append(count()), keep(*given)))
-    shared_executor.execute(ImportAdapter("l", state))
-    counted = training_memory.adapter_bytes(shared_executor._cfg, shared_executor._config, ALL, "adamw")
+    executor.execute(ImportAdapter("l", state))
+    counted = training_memory.adapter_bytes(executor._cfg, executor._config, ALL, "adamw")
     counts = 2 * 4  # of steps, int32
     assert counted / 2 < found[0] <= counted + counts
-    shared_executor.execute(DropAdapter("l"))
+    executor.execute(DropAdapter("l"))
 
 
 def test_models_find_room_again_in_any_order(qwen3):

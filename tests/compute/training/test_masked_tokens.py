@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compute.conftest import add_adapter, examples, gradients
 from tests.compute.training.test_custom_losses import elementwise, gspo, masked, ppo, reductions, shapes, trace
 from tests.compute.training.test_losses import EXPECTED
 from tests.compute.training.test_sequence_losses import judge
@@ -245,15 +246,15 @@ def test_careful_program_matches_the_usual_one(fn):
 
 
 # ------------------------------------------------------------------ through a model
-def test_placeholders_keep_gradients_finite_in_every_loss(shared_executor, examples, adapter, gradients):
-    executor, (example,) = shared_executor, examples((9,))
+def test_placeholders_keep_gradients_finite_in_every_loss(executor):
+    (example,) = examples((9,))
     example = replace(example, weights_TK=np.abs(example.weights_TK))
     traced = trace(weighted, logprobs=1, old=1, advantages=1, weights=1)
     for spec in LOSSES.values():
         found = []
         for filler in (0.0, -9999.0):
             name = f"{spec.name} {filler}"
-            adapter(executor, name)
+            add_adapter(executor, name)
             columns = {"weights": example.weights_TK.copy(), **{k: v.copy() for k, v in example.inputs.items()}}
             columns["logprobs"][:] = -4.0
             columns["logprobs"][:3], columns["weights"][:3] = filler, 0.0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict
 from tests.compute.closeness import close
+from tests.compute.conftest import examples, forward, gradients
 from tests.compute.training.test_dimuon import matrix_sign
 
 from tinkerflow.backend.compute.training.optimizer import fresh_state, step
@@ -26,8 +27,7 @@ STEPS = (
 )
 
 
-def test_steps_with_changing_parameters(shared_executor, examples, forward, gradients):
-    executor = shared_executor
+def test_steps_with_changing_parameters(executor):
     executor.execute(CreateAdapter("adam", LoraSpec(4), 7))
     weights = {n: w.astype(np.float64) for n, w in executor.execute(ExportAdapter("adam", False)).weights.items()}
     mu, nu = ({n: np.zeros_like(w) for n, w in weights.items()} for _ in range(2))
@@ -57,8 +57,7 @@ def test_steps_with_changing_parameters(shared_executor, examples, forward, grad
         nu = {n: state.moments[f"{n}.nu"].astype(np.float64) for n in weights}
 
 
-def test_step_clears_the_gradients(shared_executor, examples, forward, gradients):
-    executor = shared_executor
+def test_step_clears_the_gradients(executor):
     executor.execute(CreateAdapter("clear", LoraSpec(4), 0))
     forward(executor, "clear", examples((9,)), backward=True)
     assert any(np.abs(g).max() > 0 for g in gradients(executor, "clear").values())
@@ -66,8 +65,7 @@ def test_step_clears_the_gradients(shared_executor, examples, forward, gradients
     assert gradients(executor, "clear") == {}
 
 
-def test_non_finite_norm_changes_nothing(shared_executor, examples, forward, gradients):
-    executor = shared_executor
+def test_non_finite_norm_changes_nothing(executor):
     executor.execute(CreateAdapter("nan", LoraSpec(4), 0))
     (example,) = examples((9,))
     huge = type(example)(example.tokens_T, example.targets_TK, np.full_like(example.weights_TK, 3e38))

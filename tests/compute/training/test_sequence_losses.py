@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.compute.closeness import close
+from tests.compute.conftest import add_adapter, examples, forward, gradients
 
 from tinkerflow.backend.compute.training.sequence_losses import SequenceLoss, SequenceLosses
 from tinkerflow.backend.core.errors import UserError
@@ -82,12 +83,12 @@ def check(loss, config, data, logprobs):
 
 @pytest.mark.parametrize(("loss", "config"), CASES)
 @pytest.mark.parametrize("targets", [1, 3])
-def test_value_and_slope(loss, config, targets, examples):
+def test_value_and_slope(loss, config, targets):
     data = examples(LENGTHS, targets)
     check(loss, config, data, near(data))
 
 
-def test_gspo_takes_a_datums_own_thresholds_and_mask(examples):
+def test_gspo_takes_a_datums_own_thresholds_and_mask():
     data = examples(LENGTHS)
     rng = np.random.default_rng(3)
     masks = [(rng.random(e.targets_TK.shape) < 0.5).astype(np.float32) for e in data]
@@ -103,7 +104,7 @@ def test_gspo_takes_a_datums_own_thresholds_and_mask(examples):
     check("gspo", {}, wide, logprobs)
 
 
-def test_prompt_tokens_without_advantage_are_left_out_of_the_ratio(examples):
+def test_prompt_tokens_without_advantage_are_left_out_of_the_ratio():
     """RL data has logprob 0 and advantage 0 on the prompt, so the ratio must count sampled tokens only."""
     (example,) = examples((8,))
     old, advantages = (example.inputs[name].copy() for name in ("logprobs", "advantages"))
@@ -118,11 +119,10 @@ def test_prompt_tokens_without_advantage_are_left_out_of_the_ratio(examples):
 
 
 @pytest.mark.parametrize("loss", ["gspo", "stable_reinforce"])
-def test_training_is_the_same_packed_and_alone(shared_executor, examples, adapter, forward, gradients, loss):
-    executor = shared_executor
+def test_training_is_the_same_packed_and_alone(executor, loss):
     data = examples(LENGTHS)
-    adapter(executor, "together")
-    adapter(executor, "apart")
+    add_adapter(executor, "together")
+    add_adapter(executor, "apart")
     close = [lp[:, None] for lp in forward(executor, "together", data).logprobs]
     data = tuple(given(e, logprobs=lp + np.float32(0.0002)) for e, lp in zip(data, close, strict=True))
     together = forward(executor, "together", data, loss, backward=True, **LOSSES[loss].defaults)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.compute.closeness import close, close_logprobs
-from tests.compute.conftest import VOCAB, build, seeing
+from tests.compute.conftest import VOCAB, add_adapter, build, forward, gradients, seeing
 
 from tinkerflow.backend.compute.training import forward_backward as passes
 from tinkerflow.backend.compute.training.packing import pack
@@ -72,12 +72,10 @@ def forests() -> Iterator[list[Example]]:
         pytest.param("gemma4_text", "ppo", marks=pytest.mark.thorough),
     ],
 )
-def test_a_tree_gives_the_log_probabilities_and_gradients_of_its_examples(
-    family, loss, tmp_path, adapter, forward, gradients
-):
+def test_a_tree_gives_the_log_probabilities_and_gradients_of_its_examples(family, loss, tmp_path):
     executor = build(tmp_path, family, tied=True).executor()
     for name in ("tree", "alone"):
-        adapter(executor, name)
+        add_adapter(executor, name)
     for data in forests():
         assert placed(data, executor.branch_tokens, loss=LOSSES[loss].of_pass) < sum(len(one.tokens_T) for one in data)
         together = forward(executor, "tree", tuple(data), loss, backward=True)
@@ -91,14 +89,14 @@ def test_a_tree_gives_the_log_probabilities_and_gradients_of_its_examples(
     assert max(np.abs(gradient).max() for gradient in expected.values()) > 1e-2
 
 
-def test_setting_disables_shared_prefixes(tmp_path, adapter, forward, monkeypatch):
+def test_setting_disables_shared_prefixes(tmp_path, monkeypatch):
     data = branches(1, [(0, 90), (60, 20), (60, 30), (80, 9)])
     made = []
     monkeypatch.setattr(passes, "pack", lambda *args, **how: made.append(pack(*args, **how)) or made[-1])
     model, computed, logprobs = build(tmp_path, "qwen3", tied=True), [], []
     for shared in (True, False):
         executor = model.executor(share_prefixes=shared)
-        adapter(executor, "a")
+        add_adapter(executor, "a")
         made.clear()
         logprobs.append(forward(executor, "a", tuple(data)).logprobs)
         places = [place for batches in made for batch in batches for place in batch.places]
@@ -110,7 +108,7 @@ def test_setting_disables_shared_prefixes(tmp_path, adapter, forward, monkeypatc
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rank", [4, 0])
-def test_equal_images_are_shared_and_other_images_are_not(rank, tmp_path, forward, gradients):
+def test_equal_images_are_shared_and_other_images_are_not(rank, tmp_path):
     executor = build(tmp_path, "qwen3_vl", tied=True).executor()
     data = [seeing(one, (8, 2, 3), (30, 3, 2)) for one in branches(2, [(0, 90), (60, 20), (60, 30)])]
     other = data[2].images[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import add_adapter, examples, forward, gradients
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.spec.commands import (
@@ -22,9 +23,8 @@ LENGTHS = (3, 40, 17, 100, 5, 64, 31)
 
 
 @pytest.mark.parametrize("loss", UNTRACED)
-def test_packed_examples_are_independent(shared_executor, examples, adapter, forward, loss):
-    executor = shared_executor
-    adapter(executor, "pack")
+def test_packed_examples_are_independent(executor, loss):
+    add_adapter(executor, "pack")
     data = examples(LENGTHS, targets=2)
     together = forward(executor, "pack", data, loss)
     alone = [forward(executor, "pack", (example,), loss) for example in data]
@@ -34,11 +34,10 @@ def test_packed_examples_are_independent(shared_executor, examples, adapter, for
     assert together.loss_sum == pytest.approx(sum(b.loss_sum for b in alone), rel=1e-4)
 
 
-def test_two_halves_accumulate_to_the_whole(shared_executor, examples, adapter, forward, gradients):
-    executor = shared_executor
+def test_two_halves_accumulate_to_the_whole(executor):
     data = examples(LENGTHS)
-    adapter(executor, "whole")
-    adapter(executor, "halves")
+    add_adapter(executor, "whole")
+    add_adapter(executor, "halves")
     whole = forward(executor, "whole", data, backward=True)
     halves = [forward(executor, "halves", part, backward=True) for part in (data[:3], data[3:])]
     assert sum(h.loss_sum for h in halves) == pytest.approx(whole.loss_sum, rel=1e-5)
@@ -48,42 +47,41 @@ def test_two_halves_accumulate_to_the_whole(shared_executor, examples, adapter, 
     assert max(np.abs(first[n] - second[n]).max() for n in first) < 1e-3 * max(np.abs(g).max() for g in first.values())
 
 
-def test_same_seed_same_adapter(shared_executor):
+def test_same_seed_same_adapter(executor):
     states = []
     for name, seed in (("s1", 5), ("s2", 5), ("s3", 6)):
-        shared_executor.execute(CreateAdapter(name, LoraSpec(4), seed))
-        states.append(shared_executor.execute(ExportAdapter(name, False)).weights)
+        executor.execute(CreateAdapter(name, LoraSpec(4), seed))
+        states.append(executor.execute(ExportAdapter(name, False)).weights)
     assert all((w == states[1][n]).all() for n, w in states[0].items())
     assert any((w != states[2][n]).any() for n, w in states[0].items())
     assert all((w == 0).all() for n, w in states[0].items() if "lora_B" in n)
 
 
-def test_disabled_parts_have_no_weights(shared_executor):
-    shared_executor.execute(CreateAdapter("attn", LoraSpec(3, train_mlp=False, train_unembed=False), 0))
-    names = shared_executor.execute(ExportAdapter("attn", False)).weights
+def test_disabled_parts_have_no_weights(executor):
+    executor.execute(CreateAdapter("attn", LoraSpec(3, train_mlp=False, train_unembed=False), 0))
+    names = executor.execute(ExportAdapter("attn", False)).weights
     assert names
     assert all("self_attn" in name for name in names)
 
 
-def test_unknown_and_dropped_adapters_are_named(shared_executor, examples, forward):
-    shared_executor.execute(CreateAdapter("gone", LoraSpec(2), 0))
-    shared_executor.execute(DropAdapter("gone"))
-    shared_executor.execute(DropAdapter("never"))
+def test_unknown_and_dropped_adapters_are_named(executor):
+    executor.execute(CreateAdapter("gone", LoraSpec(2), 0))
+    executor.execute(DropAdapter("gone"))
+    executor.execute(DropAdapter("never"))
     for name in ("gone", "never"):
         with pytest.raises(NotFoundError, match=name):
-            forward(shared_executor, name, examples((4,)))
+            forward(executor, name, examples((4,)))
 
 
-def test_impossible_specs_are_named(shared_executor):
+def test_impossible_specs_are_named(executor):
     with pytest.raises(UserError, match="rank"):
-        shared_executor.execute(CreateAdapter("bad", LoraSpec(-1), 0))
+        executor.execute(CreateAdapter("bad", LoraSpec(-1), 0))
     with pytest.raises(UserError, match="train_"):
-        shared_executor.execute(CreateAdapter("bad", LoraSpec(2, False, False, False), 0))
+        executor.execute(CreateAdapter("bad", LoraSpec(2, False, False, False), 0))
 
 
-def test_warm_executor_does_not_recompile(shared_executor, examples, adapter, forward):
-    executor = shared_executor
-    adapter(executor, "warm")
+def test_warm_executor_does_not_recompile(executor):
+    add_adapter(executor, "warm")
 
     def traffic(seed: int) -> None:
         for loss in UNTRACED:
@@ -94,6 +92,6 @@ def test_warm_executor_does_not_recompile(shared_executor, examples, adapter, fo
 
     traffic(1)
     warm = executor.compiles
-    adapter(executor, "second")
+    add_adapter(executor, "second")
     traffic(2)
     assert executor.compiles == warm

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
+from tests.compute.conftest import examples, forward
 
 from tinkerflow.backend.compute import adapter_programs
 from tinkerflow.backend.compute.training import train_programs
@@ -70,7 +71,7 @@ def test_models_that_alternate_between_ranks_reuse_their_programs() -> None:
         steps.trim({spec})
 
 
-def test_the_executor_forgets_the_shapes_of_dropped_adapters(qwen3, shapes, examples, forward, monkeypatch) -> None:
+def test_the_executor_forgets_the_shapes_of_dropped_adapters(qwen3, shapes, monkeypatch) -> None:
     monkeypatch.setattr(adapter_programs, "memory_maps_used", lambda: 0.0)  # other tests leave programs in this process
     executor = qwen3.executor()
     for spec in shapes[:4]:
