@@ -83,6 +83,17 @@ def test_routing_without_groups_in_the_file_is_that_of_transformers():
     assert parse_config(without, name="m") == parse_config(whole, name="m")
 
 
+def test_longrope_of_phi3_without_its_first_context_is_that_of_transformers():
+    """The context decides which factors are used, and how much attention grows."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    whole = transformers.AutoConfig.for_model("phi3", max_position_embeddings=131072, rope_scaling=factors).to_dict()
+    without = {key: value for key, value in whole.items() if key not in ("rope_parameters", "rope_scaling")}
+    del without["original_max_position_embeddings"]
+    found = parse_config(without | {"rope_theta": 10000.0, "rope_scaling": factors}, name="m")
+    assert found == parse_config(whole, name="m")
+    assert (found.ropes[0].scaling.original_max_positions, found.ropes[0].scaling.long) == (4096, True)
+
+
 def test_a_text_model_of_mistral3_has_the_defaults_of_its_own_type():
     text = {**FIELDS, "model_type": "mistral", "num_key_value_heads": 4}
     for kind, window, eps in (("mistral", 4096, 1e-6), ("ministral3", None, 1e-5)):
