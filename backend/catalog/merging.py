@@ -200,10 +200,12 @@ def _write(path: Path, shard: list[_Written], merger: _Merger) -> None:
 
 def _write_config(path: Path, merger: _Merger, *, widened: bool) -> None:
     values = dict(read_object(path, path.name))
+    text = dict(values["text_config"]) if isinstance(values.get("text_config"), dict) else {}
     if widened:
         values.pop("quantization_config", None)
+        text.pop("quantization_config", None)
     if merger.unties or (parse_config(values, name=path.name).tied and not merger.cfg.tied):
-        values["tie_word_embeddings"] = False
-        if isinstance(values.get("text_config"), dict):
-            values["text_config"] = {**values["text_config"], "tie_word_embeddings": False}
+        values["tie_word_embeddings"] = text["tie_word_embeddings"] = False
+    if isinstance(values.get("text_config"), dict):
+        values["text_config"] = text
     path.write_text(json.dumps(values, indent=2) + "\n")

@@ -211,6 +211,18 @@ def test_fp8_weights_are_widened_by_every_merge(tmp_path: Path) -> None:
         np.testing.assert_array_equal(merged[name], wanted)
 
 
+def test_quantization_of_the_text_model_leaves_its_config_too(tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+    text = {**CONFIG, "model_type": "gemma3_text", "sliding_window": 4}
+    cfg, base = of_base(model_type="gemma3", text_config=text)
+    name = "model.language_model.layers.1.self_attn.q_proj.weight"
+    packed = {name: base[name].astype(ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": np.ones((), np.float32)}
+    folder = written(tmp_path / "base", base | packed, model_type="gemma3", text_config=text | quantized)
+    merging.merge(folder, AdapterState(LoraSpec(4), 0, tensors(cfg)), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"] == text and "quantization_config" not in config
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_fully_trained_weights_replace_the_base_weights(tmp_path: Path, tied: bool) -> None:
     _, base = of_base(tie_word_embeddings=tied)
