@@ -20,7 +20,6 @@ from tinkerflow.backend.compute.models.families import family_of, projections
 from tinkerflow.backend.compute.models.family import LANGUAGE_MODEL, TEXT_MODEL, open_unpacked
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.peft_names import PEFT, matrix_rank, modules, pair_names
-from tinkerflow.backend.compute.models.tied_head import HEAD
 from tinkerflow.backend.compute.weights.files import DTYPES
 from tinkerflow.backend.core.errors import StoreError
 from tinkerflow.backend.core.ids import IMPORTED, CheckpointKind, model_id
@@ -131,7 +130,8 @@ def _without_effect(tensors: Mapping[str, Floats], modules: Collection[str]) -> 
 def _check_copy(cfg: ModelConfig, folder: Path, name: str, copy: Floats) -> None:
     """Raise UserError if a copy of the unembedding differs from that of the base model, which the service computes."""
     family = family_of(cfg)
-    own = open_unpacked(family, cfg, folder, str(folder))[family.names.embed if cfg.tied else HEAD]
+    unembed = f"{projections(cfg)['unembed'].module}.weight"
+    own = open_unpacked(family, cfg, folder, str(folder))[family.names.embed if cfg.tied else unembed]
     numbers = own.view(DTYPES[own.dtype])
 
     def is_copied(rows: slice) -> bool:
