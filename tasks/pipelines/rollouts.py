@@ -423,12 +423,11 @@ class Rollouts:
             reply = await call_in_loop(episode.environment.answered, text)
             if not isinstance(reply, Reply):
                 raise UserError(f"`answered` must return a Reply, got {type(reply).__name__} {shorten(show(reply))}")
-            messages = checked_messages(reply.messages)
             episode.add_reward(reply)
             episode.turns.append(turn)
             episode.answered.append(len(episode.messages))
-            episode.messages += [Message(role="assistant", content=text), *messages]
-            episode.ended = not messages
+            episode.messages += [Message(role="assistant", content=text), *checked_messages(reply.messages)]
+            episode.ended = not reply.messages
 
     async def _stop(self, episode: Episode) -> None:
         """Add the last reward of an environment that did not end the conversation."""
