@@ -5,9 +5,11 @@ The help of every command imports this module, so it imports pydantic and rich o
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -108,6 +110,23 @@ def write_output(file: Path, text: str) -> None:
         file.write_text(text)
     except OSError as error:
         raise UserError(f"--output {str(file)!r}: cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Write a new file or folder, or a draft beside it, in the block.
+
+    option: the name for people of the option or argument with the path. UserError: the disk is full, or there cannot
+    be a file in that place.
+    """
+    try:
+        yield
+    except OSError as error:
+        folder, at = path.absolute().parent, Path(error.filename or "/").absolute()
+        is_there = bool(error.filename) and (folder == at or folder in at.parents or at in folder.parents)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) and not is_there:
+            raise  # of a file that is read, or of a closed output
+        raise UserError(f"{option} {str(path)!r}: cannot be written ({error.strerror})") from error
 
 
 def existing(settings: Settings, url: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tinkerflow.backend.core.disk import flush
@@ -88,7 +88,8 @@ def _write(folder: Path) -> None:
     (folder / "config.json").write_text(_json(_config()), encoding="utf-8")
     (folder / "generation_config.json").write_text(_json(generation), encoding="utf-8")
     write_tokenizer(folder)
-    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = save(_weights(), metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(weights)  # `save_file` raises no OSError on a full disk
     for path in folder.iterdir():
         flush(path)  # a power cut must not leave a folder with empty files
 

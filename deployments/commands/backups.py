@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tinkerflow.deployments.options import DataDir, settings_with
+from tinkerflow.deployments.options import DataDir, settings_with, writing
 
 app = typer.Typer()
 
@@ -22,8 +22,9 @@ def backup(
     """
     from tinkerflow.deployments.backup import write_backup
 
-    for line in write_backup(settings_with(data_dir=data_dir), file):
-        print(line)
+    with writing("backup", file):
+        for line in write_backup(settings_with(data_dir=data_dir), file):
+            print(line)
 
 
 @app.command()

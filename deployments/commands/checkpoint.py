@@ -23,6 +23,7 @@ from tinkerflow.deployments.options import (
     setting,
     settings_with,
     write_output,
+    writing,
 )
 
 if TYPE_CHECKING:
@@ -247,8 +248,24 @@ def merge(
     _found(opened, path, settings)
     state, saved = opened.load(path, optimizer=False)
     folder = find_model(resolve_base_model(settings, base_model)) if base_model else _base(settings, saved)
-    merge_model(folder, state, to, print)
-    (to / "README.md").write_text(_card(opened, saved, folder, settings, merged=True))
+    with _draft_of(to):
+        merge_model(folder, state, to, print)
+        (to / "README.md").write_text(_card(opened, saved, folder, settings, merged=True))
+
+
+@contextmanager
+def _draft_of(to: Path) -> Iterator[Path]:
+    """The draft of a new folder, as in `merge_model`. It is removed if the block fails, for example on a full disk.
+
+    UserError: it cannot be written.
+    """
+    draft = to.parent / f".{to.name}.partial"
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        with writing("--to", to):
+            yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 @app.command()
@@ -273,16 +290,15 @@ def export(
         raise UserError(f"to {to}: already exists; name a new folder")
     base = _base(settings, saved)
     text = _card(opened, saved, base, settings)
-    unfinished = to.parent / f".{to.name}.partial"  # as in merge_model
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    for name, digest in saved.files.items():
-        if name != OPTIMIZER:
-            with (unfinished / name).open("wb") as file:
-                for start in range(0, digest.size, BLOCK):
-                    file.write(opened.read_range(saved, name, start, BLOCK))
-    (unfinished / "README.md").write_text(text)
-    unfinished.rename(to)
+    with _draft_of(to) as draft:
+        draft.mkdir(parents=True)
+        for name, digest in saved.files.items():
+            if name != OPTIMIZER:
+                with (draft / name).open("wb") as file:
+                    for start in range(0, digest.size, BLOCK):
+                        file.write(opened.read_range(saved, name, start, BLOCK))
+        (draft / "README.md").write_text(text)
+        draft.rename(to)
     print(f"written: {', '.join(sorted(file.name for file in to.iterdir()))}")
     if hint := merge_hint(saved, base):
         print(hint)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tinkerflow.deployments.options import DataDir, setting, settings_with
+from tinkerflow.deployments.options import DataDir, setting, settings_with, writing
 
 app = typer.Typer(help="Create or download base models.", no_args_is_help=True)
 
@@ -17,7 +17,8 @@ def make_tiny_model(folder: Annotated[Path, typer.Argument(help="folder to write
     """Write the tiny embedded model (Qwen3) and its tokenizer, with the same bytes every time."""
     from tinkerflow.deployments.tiny_model import make_tiny
 
-    make_tiny(folder)
+    with writing("folder", folder):
+        make_tiny(folder)
     print(folder)
 
 

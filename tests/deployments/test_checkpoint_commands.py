@@ -301,7 +301,7 @@ def test_an_exported_checkpoint_is_an_adapter_of_peft_with_its_card(tmp_path: Pa
     good = stored.read_bytes()
     stored.write_bytes(bytes(len(good)))
     assert "SHA-256" in str(CliRunner().invoke(every_command(), arguments).exception)
-    assert not (tmp_path / "out/deep").exists()  # so the same command can be repeated
+    assert not list((tmp_path / "out").iterdir())  # so the same command can be repeated
     stored.write_bytes(good)
     done = CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
     written, hint = done.stdout.splitlines()
@@ -315,5 +315,10 @@ def test_an_exported_checkpoint_is_an_adapter_of_peft_with_its_card(tmp_path: Pa
     assert f"checkpoint `{path}`" in card and card.endswith("Base model: mit (its README.md).\n")
     again = CliRunner().invoke(every_command(), arguments)
     assert isinstance(again.exception, UserError) and "name a new folder" in str(again.exception)
+    for command in ("export", "merge") if kind == "weights" else ("export",):
+        impossible = ["checkpoint", command, path, "--to", str(stored / "x"), "--data-dir", str(tmp_path)]
+        error = CliRunner().invoke(every_command(), impossible).exception
+        assert isinstance(error, UserError)
+        assert error.message == f"--to '{stored / 'x'}': cannot be written (Not a directory)"
     arguments[2] = f"{path}b"
     assert isinstance(CliRunner().invoke(every_command(), arguments).exception, NotFoundError)

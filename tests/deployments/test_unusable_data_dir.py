@@ -17,7 +17,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import cli
 from tinkerflow.deployments.commands import one_line
 from tinkerflow.deployments.data_dir import make_data_dir
-from tinkerflow.deployments.options import existing
+from tinkerflow.deployments.options import existing, writing
 from tinkerflow.deployments.parts import open_journal
 
 GIVEN = {
@@ -148,3 +148,20 @@ def test_backup_refuses_an_empty_source_and_a_missing_folder(tmp_path: Path, mon
     line = f"backup {words[1]}: cannot be written in its folder (No such file or directory)"
     assert line_of(words, monkeypatch) == line
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_backup_names_the_file_that_a_full_disk_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fills_the_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open_journal(Settings(data_dir=tmp_path)):
+        pass
+    monkeypatch.setattr("tinkerflow.deployments.backup._add_all", fills_the_disk)
+    words = ["backup", str(tmp_path / "b.tar"), "--data-dir", str(tmp_path)]
+    assert line_of(words, monkeypatch) == f"backup '{words[1]}': cannot be written (No space left on device)"
+
+
+def test_an_error_of_another_file_is_not_one_of_the_output(tmp_path: Path) -> None:
+    for fault in (BrokenPipeError(errno.EPIPE, "closed"), FileNotFoundError(errno.ENOENT, "none", "/models/a")):
+        with pytest.raises(type(fault)), writing("--to", tmp_path / "x"):
+            raise fault

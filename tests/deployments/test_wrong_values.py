@@ -299,6 +299,7 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
         {"TINKER_BASE_URL": "localhost:1"},
         "no server answers at localhost:1 (Request URL is missing an 'http://' or 'https://' protocol.): start it with",
     ),
+    (["models", "make-tiny", "/proc/x"], {}, "folder '/proc/x': cannot be written (No such file or directory)"),
     (["restore", "/no/such/file"], {}, "backup /no/such/file: cannot be restored"),
     (["restore", __file__], {}, "test_wrong_values.py: cannot be restored (file could not be opened successfully)"),
     (
