@@ -211,9 +211,8 @@ class SampledSequence:
 
     top: the `topk_sample` most likely tokens at each position, best first; None if it is 0.
     routes_Tn int16: the experts of the token before each token, in every layer: L * k numbers, -1 in layers without
-    experts. These experts computed the token's logits. None without `SampleRequest.routes`.
-    supports: of its tokens; None without `SampleRequest.supports`.
-    weights: the first token and the optimizer steps of each part with the same weights.
+    experts. These experts computed the token's logits. None without `SampleRequest.routes`. supports: of its tokens;
+    None without `SampleRequest.supports`. weights: the first token and the steps of each part with the same weights.
     """
 
     tokens_T: Int32
