@@ -32,7 +32,7 @@ class StopDetector:
         self._tokens = tokens
         self._strings = strings
         self._decode = decode
-        self._prompt = [*map(int, prompt[-_CONTEXT:])] if strings and decode else []
+        self._prompt = [*prompt[-_CONTEXT:]] if strings and decode else []
         self._window = max((len(string) for string in strings), default=1) - 1
         # Tokens whose text is in _text or before the sequence; the context in which later tokens are decoded.
         self._settled = [] if decode and decode(self._prompt).endswith(_UNFINISHED) else self._prompt

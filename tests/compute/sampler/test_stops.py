@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,7 +60,7 @@ def test_space_before_the_first_word_continues_the_prompt() -> None:
         return decode(tokens).removeprefix(" ")
 
     said, (first, second) = spell(b"ENDx"), spell(b" a", b" a")
-    watch = StopDetector(frozenset(), (" a",), sentence_piece, np.array(said))
+    watch = StopDetector(frozenset(), (" a",), sentence_piece, said)
     assert watch.end_of([first]) == watch.fresh().end_of([first]) == 1
     assert StopDetector(frozenset(), (" a",), sentence_piece).end_of([first, second]) == 2
     unfinished = StopDetector(frozenset(), ("a\u20ac",), decode, spell(b"\xe2"))
