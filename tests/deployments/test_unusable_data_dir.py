@@ -87,7 +87,7 @@ def test_an_empty_data_dir_is_not_the_current_folder(
     line = "tinkerflow key list: --data-dir '': must name a folder; . is the current one\n"
     assert capsys.readouterr().err == line
     with pytest.raises(ValidationError, match="must name a folder"):
-        Settings(data_dir="")
+        Settings.model_validate({"data_dir": ""})
 
 
 def test_a_store_outside_of_a_missing_data_dir_is_accepted(tmp_path: Path) -> None:
