@@ -21,6 +21,11 @@ from tinkerflow.backend.service import LOCK, Owner, read_owner
 from tinkerflow.deployments.options import minute
 
 NEEDED_BYTES = 100 * 2**20
+# Beginnings of the names of all entries of a data dir. A new disk contains lost+found.
+OWN_ENTRIES = (
+    *(LOCK, "group.secret", "jax-cache", "journal.db", "logs", "models", "pipelines", "prefect", "store", "tracking"),
+    "lost+found",
+)
 
 
 @contextmanager
@@ -48,7 +53,7 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
                 f"data_dir '{data_dir}': its disk has {free / 2**20:.0f} MiB left, {needs}; make space, or choose "
                 "another --data-dir"
             )
-        make_private(*open_to_others(data_dir))
+        make_private(*exposed(data_dir))
         try:
             yield
         finally:
@@ -101,6 +106,18 @@ def fix_of(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM):
         return "run as its owner, or choose another --data-dir"
     return "choose another --data-dir"
+
+
+def exposed(data_dir: Path) -> list[Path]:
+    """The files and folders of the service that other users may read or enter.
+
+    The data dir itself is one of them only if it contains nothing else: it may be a folder such as /tmp or a home.
+    """
+    entries = [*data_dir.iterdir()]
+    own = [entry for entry in entries if entry.name.startswith(OWN_ENTRIES)]
+    if len(own) == len(entries):
+        return open_to_others(data_dir)
+    return [path for entry in own for path in open_to_others(entry)]
 
 
 def open_to_others(folder: Path) -> list[Path]:

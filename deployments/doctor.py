@@ -6,7 +6,6 @@ The checks read the database, and never create or upgrade it.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import uuid
@@ -30,7 +29,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.checkpoint import RUNS
 from tinkerflow.backend.spec.commands import CompileStatus
 from tinkerflow.backend.store.blobs import open_blobs
-from tinkerflow.deployments.data_dir import NEEDED_BYTES, open_to_others
+from tinkerflow.deployments.data_dir import NEEDED_BYTES, exposed
 from tinkerflow.deployments.options import database_of, is_in_missing_data_dir, minute
 from tinkerflow.deployments.status import ended
 
@@ -69,10 +68,9 @@ def check_data_dir(settings: Settings) -> str:
         if not os.access(above, os.W_OK | os.X_OK):
             raise UserError(f"{folder}: {above} cannot be written: choose another --data-dir")
         return f"{folder}: `tinkerflow up` creates it"
-    if readable := open_to_others(folder):
+    if readable := exposed(folder):
         count = f"{len(readable)} files and folders, such as {readable[0]}"
-        fix = f"run `tinkerflow up`, or chmod -R go= {shlex.quote(str(folder))}"
-        raise UserError(f"{count}, can be read by other users: {fix}")
+        raise UserError(f"{count}, can be read by other users: run `tinkerflow up`, which makes them private")
     if (free := shutil.disk_usage(folder).free) < NEEDED_BYTES:
         raise UserError(f"{folder}: its disk has {free / 2**20:.0f} MiB left: free some, or choose another --data-dir")
     return f"{folder}: private, {free / 2**30:.1f} GiB free"

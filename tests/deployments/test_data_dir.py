@@ -43,10 +43,10 @@ def test_files_of_an_earlier_release_are_made_private(tmp_path: Path) -> None:
     for file in ("journal.db", "logs/engine.log"):
         (data_dir / file).write_text("")
         (data_dir / file).chmod(0o644)
-    (data_dir / "link").symlink_to(elsewhere)
+    (data_dir / "logs/link").symlink_to(elsewhere)
     data_dir.chmod(0o755)
     with pytest.raises(
-        UserError, match=r"4 files and folders, .*, can be read by other users: run `tinkerflow up`, or"
+        UserError, match=r"4 files and folders, .*, can be read by other users: run `tinkerflow up`, which"
     ):
         check_data_dir(Settings(data_dir=data_dir))
     with owned(data_dir, "http://here"):
@@ -54,6 +54,21 @@ def test_files_of_an_earlier_release_are_made_private(tmp_path: Path) -> None:
         assert {p.stat().st_mode & 0o777 for p in data_dir.rglob("*") if p.is_file() and not p.is_symlink()} == {0o600}
     assert elsewhere.stat().st_mode & 0o777 == 0o644
     assert "private" in check_data_dir(Settings(data_dir=data_dir))
+
+
+def test_other_files_of_the_folder_keep_their_modes(tmp_path: Path) -> None:
+    """A mistyped --data-dir may be a home, or /tmp."""
+    (tmp_path / "store").mkdir()
+    for file in ("store/a", "notes.txt"):
+        (tmp_path / file).write_text("")
+    for path, mode in ((tmp_path, 0o1777), (tmp_path / "store", 0o755), (tmp_path / "notes.txt", 0o644)):
+        path.chmod(mode)
+    for _ in range(2):
+        with owned(tmp_path, "http://here"):
+            pass
+    modes = {path.name: path.stat().st_mode & 0o7777 for path in (tmp_path, *tmp_path.rglob("*"))}
+    expected = {tmp_path.name: 0o1777, "store": 0o700, "a": 0o600, "notes.txt": 0o644, "up.lock": 0o600}
+    assert modes == expected and "private" in check_data_dir(Settings(data_dir=tmp_path))
 
 
 def _own(data_dir: str, owns: object, ends: object) -> None:

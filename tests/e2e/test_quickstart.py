@@ -18,6 +18,7 @@ from rich.console import Console
 from tests.waiting import wait_for
 
 from tinkerflow.backend.core.prefect_access import find_server
+from tinkerflow.deployments.data_dir import OWN_ENTRIES
 from tinkerflow.deployments.pig_latin import LESSONS
 from tinkerflow.deployments.quickstart import teach
 
@@ -92,6 +93,8 @@ def test_quickstart_teaches_pig_latin_and_shows_where_to_open_its_run(kept):
     prefect, flow_run = kept.prefect
     run = f"{prefect}/api/flow_runs/{flow_run}"
     assert httpx.get(run, headers=find_server(kept.data_dir).headers, timeout=60).is_success
+    others = [entry.name for entry in kept.data_dir.iterdir() if not entry.name.startswith(OWN_ENTRIES)]
+    assert others == ["quickstart.log"], "`up` repairs the modes of all other entries"
     assert httpx.get(run, timeout=60).status_code == 401
 
 
