@@ -28,7 +28,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
 _SLOW = 8  # threads for work that may take seconds
-# Of the OpenAPI document. Without it, FastAPI would describe its own format of errors.
+# The error format in the OpenAPI document. Without this entry, FastAPI would describe its own format.
 _REFUSALS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "The request is wrong: the body has the reason."}}
 _HEAVY = 2  # threads for large bodies: few, because parsing a body also takes memory
 
@@ -46,7 +46,8 @@ def create_app(
     Every endpoint needs a key, except healthz, the front page, the OpenAPI document, and signed links.
     Visitors of the console sign in with a key.
 
-    settings: of the service. journal, store: open. subscriptions: running. clock: by default the machine's.
+    settings: the service's settings. journal, store: must be open. subscriptions: must be running. clock: by default
+    the machine's clock.
     """
     # The OpenAPI document describes each endpoint. FastAPI's page for it would load scripts from another site.
     app = FastAPI(title="tinkerflow", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
@@ -76,7 +77,8 @@ def create_app(
     errors.install(app)
     openapi.serve_document(app)
     app.add_api_route(f"{API}/healthz", _healthz, methods=["GET"])
-    # Every module of `routes` defines a `router`, and some a `link_router`, whose routes need a signed link, not a key.
+    # Every module of `routes` defines a `router`, and some a `link_router` with routes that need a signed link, not a
+    # key.
     modules = [import_module(f"{routes.__name__}.{module.name}") for module in pkgutil.iter_modules(routes.__path__)]
     for module in sorted(modules, key=lambda module: -module.router.busy):
         app.include_router(

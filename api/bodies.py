@@ -23,7 +23,7 @@ from tinkerflow.backend.core.fairness import FairQueue
 BODY = "tinkerflow.body"  # in a request's scope: its `Body`
 SMALL = 2**16  # bytes of the largest body that takes nothing from a BodyMemory
 MEDIUM = 2**23  # bytes of the largest body that does not wait for larger ones
-WAIT_SECONDS = 10.0  # for memory; then the client is asked to send the request again
+WAIT_SECONDS = 10.0  # longest wait for memory; then the client must send the request again
 _PATIENCE_SECONDS = 2.0  # bodies wait this long before slower ones give way
 _SLOW_RATE = 2**20  # bytes per second of a body that does not give way
 _MAX_WINDOW = 2**27  # bytes of history that a zstd frame may require
@@ -51,11 +51,11 @@ class Share:
 class BodyMemory:
     """Memory for bodies. A project may hold at most half of it, or a single body of any size.
 
-    Bodies wait in a queue that is fair among projects. While a body waits, slowly arriving bodies give way.
+    Bodies wait in a queue that is fair among projects. While a body waits, bodies that arrive slowly give way.
     """
 
     def __init__(self, total: int) -> None:
-        """total: bytes."""
+        """total: size of the memory in bytes."""
         self._total = total
         self._held: Counter[str] = Counter()
         self._receiving: set[Share] = set()
@@ -146,15 +146,16 @@ class Body:
     def __init__(self, request: Request, most: int, rule: str, owner: str, memories: Memories) -> None:
         """Nothing is read yet.
 
-        request: the body's. most: maximum size in bytes, before and after decompression. rule: the origin of this
-        limit, for errors. owner: the project whose memory is taken. memories: shared by all requests.
+        request: the request with the body. most: maximum size in bytes, before and after decompression. rule: the
+        origin of this limit, for errors. owner: the project that the memory is charged to. memories: shared by all
+        requests.
         """
         self._request = request
         self._most = most
         self._rule = rule
         self._owner = owner
         self._memories = memories
-        self.size = 0  # of the content, once it is read
+        self.size = 0  # size of the content, once it is read
         self._memory: BodyMemory | None = None
         self._share: Share | None = None
 
@@ -221,7 +222,7 @@ class Body:
 
 
 def content_size(frame: bytes) -> int:
-    """The size of a zstd frame's content, as its header declares. UserError: the header is invalid or declares none.
+    """The size of a zstd frame's content, as its header declares. UserError: the header is invalid or declares no size.
 
     Without a declared size, a truncated frame would pass.
     """

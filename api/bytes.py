@@ -1,4 +1,4 @@
-"""Large answers, sent piece by piece: all bytes or a Range, of a file or of a tar archive made on the fly.
+"""Large answers, sent piece by piece: all bytes or a Range, from a file or from a tar archive that is made on the fly.
 
 A file is never held in memory as a whole. starlette's FileResponse needs a local path, but a store may be remote. Files
 of a store are read in blocks, which are verified by their checksums.
@@ -39,7 +39,7 @@ def send(request: Request, sources: Sequence[ByteSource], headers: Mapping[str, 
     """Answer a GET or HEAD request for the concatenated sources: 206 for a Range, 416 for a Range beyond the end.
 
     A list of ranges, or a range of another version (If-Range), is answered with all bytes, as RFC 9110 allows.
-    headers: added to ours. etag: must change with the content.
+    headers: added to our headers. etag: must change with the content.
     """
     size = sum(source.size for source in sources)
     quoted = f'"{etag}"'
@@ -63,7 +63,7 @@ def send(request: Request, sources: Sequence[ByteSource], headers: Mapping[str, 
 
 
 def _range(asked: str, size: int) -> tuple[int, int] | None:
-    """The half-open range, or None for the whole."""
+    """The half-open range, or None for all bytes."""
     found = _RANGE.fullmatch(asked.replace(" ", ""))
     if found is None or found[1] == found[2] == "":
         return None
@@ -79,7 +79,7 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
 
 
 async def _pieces(sources: Sequence[ByteSource], start: int, end: int) -> AsyncIterator[bytes]:
-    at = 0  # the source's first position
+    at = 0  # the position of the source's first byte
     for source in sources:
         position, stop = max(start - at, 0), min(end - at, source.size)
         while position < stop:

@@ -28,8 +28,8 @@ from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
-CONTROL_BYTES = 2**20  # of a body that contains neither data nor a prompt
-MOST_VALUES = 2**21  # in a JSON body; prompts of token ids contain the most
+CONTROL_BYTES = 2**20  # maximum size of a body that contains neither data nor a prompt
+MOST_VALUES = 2**21  # values in a JSON body; prompts of token ids contain the most
 
 AccessScope = Literal["owned", "accessible"]
 

@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10
 HEADER_BYTES = 2**16
-BODY_SECONDS = 30  # for a body of any size, in addition to its bytes at BODY_RATE
+BODY_SECONDS = 30  # extra time for a body of any size, in addition to its bytes at BODY_RATE
 BODY_RATE = 2**13  # bytes per second
 WRITE_SECONDS = 120
 STRANGERS = 256
-_UNREAD_BYTES = 2**30  # of a body whose request was already answered; beyond that, the connection is closed
+_UNREAD_BYTES = 2**30  # bytes of a body that arrive after its answer; beyond them, the connection is closed
 _SECOND = 1.0
 _KEY = "tinkerflow.connection"  # in a request's scope
 
@@ -35,12 +35,12 @@ class Connection(HttpToolsProtocol):
     """One connection of a client. `watch` advances its clocks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start the clocks. args, kwargs: of uvicorn's protocol."""
+        """Start the clocks. args, kwargs: arguments of uvicorn's protocol."""
         super().__init__(*args, **kwargs)
         self.accepted = False  # whether a key was accepted on this connection
         self.address = ""
         self.born = self.loop.time()
-        self._in_headers = True  # of a request that has begun, or of the first one
+        self._in_headers = True  # whether headers are awaited: the first ones, or those of a request that has begun
         self._in_body = False
         self._size = 0  # bytes of the current headers or body
         self._waited = 0.0  # seconds spent waiting for the client's bytes

@@ -61,7 +61,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
-    """Replace our field names by the client's, at the beginning of a message and after "up to".
+    """Replace our field names with the client's, at the beginning of a message and after "up to".
 
     names: the client's field for the beginning of each of our fields. The longest matching beginning is used.
     """

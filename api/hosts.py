@@ -1,9 +1,9 @@
 """Restricts the host names of requests, and the web pages that may change something through a visitor's browser.
 
 A server that needs no key accepts only names of its own machine, the host of the setting `public_url`, and the setting
-`allowed_hosts`. Otherwise a web page could point its own name at our address, and its scripts would be same-origin with
-us (DNS rebinding). A server with keys accepts every name unless `allowed_hosts` is set, because foreign pages have no
-key. Headers such as X-Forwarded-Host are ignored.
+`allowed_hosts`. Otherwise a web page could point its own host name at our address, and its scripts would have our
+origin (DNS rebinding). A server with keys accepts every name unless `allowed_hosts` is set, because foreign pages have
+no key. Headers such as X-Forwarded-Host are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OWN_SITE = ("same-origin", "none")
 
 
 class HostGuard:
-    """Passes requests for our own names to the app. All other requests are answered 403 before they are read."""
+    """Passes requests for our own names to the app. All other requests get a 403 before they are read."""
 
     def __init__(self, app: ASGIApp, settings: Settings, is_open: Callable[[], Awaitable[bool]]) -> None:
         """app: answers the requests. settings: define the names. is_open: whether the server needs no key."""

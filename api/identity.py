@@ -33,12 +33,12 @@ T = TypeVar("T")
 REMEMBERED_SECONDS = 5.0  # after this time a key is looked up again, so a revoked key may work this long
 _NO_KEYS_SECONDS = 1.0
 _MOST_REMEMBERED = 10_000
-_GUESSES = 30  # unknown keys that an address may send before further ones are answered 429
+_GUESSES = 30  # unknown keys that an address may send before further unknown keys get a 429
 _GUESS_SECONDS = 2.0  # after this time an address may send one more unknown key
 _MOST_ASKED = 256  # concurrent look-ups; beyond this number, keys that were never seen before are refused
 _MOST_ADDRESSES = 10_000
 _AUDIT_SECONDS = 60.0  # between two entries for the same refused key
-_INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # RFC 6750: the SDK exchanges its key again
+_INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # RFC 6750: makes the SDK exchange its key again
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Identity:
     """The sender of a request.
 
     owner: the project whose rows the sender reads and writes. key_id: the key, or "" on a server that needs no key.
-    admin: whether the sender may read the rows of all projects. name: of the key. expires: when the sender's token
+    admin: whether the sender may read the rows of all projects. name: the key's name. expires: when the sender's token
     expires; None for a key. sign_in: the console sign-in that the token belongs to, or "". limits: the project's own
     limits, by fields of `Limits`.
     """
@@ -107,7 +107,7 @@ class Authenticator:
     the key is revoked, both are refused within REMEMBERED_SECONDS.
 
     Unknown keys cost little. A single thread looks up keys that were never seen before, so known keys are not delayed.
-    An address that has sent too many unknown keys is answered 429.
+    An address that has sent too many unknown keys gets a 429.
     """
 
     def __init__(self, settings: Settings, journal: Journal, clock: Clock, threads: Executor | None = None) -> None:
@@ -122,7 +122,7 @@ class Authenticator:
         self._threads = threads
         self._first_look = ThreadPoolExecutor(1, "new-keys")
         self._guesses = Guesses(clock)
-        self._audited: dict[str, float] = {}  # by digest of a refused key, when it may be logged again
+        self._audited: dict[str, float] = {}  # when a refused key may be logged again, by the key's digest
         self._asking: dict[str, asyncio.Future[Any]] = {}
 
     async def identity(self, shown: str | None, address: str = "") -> Identity:
@@ -229,7 +229,7 @@ class Authenticator:
     async def _ask(self, name: str, threads: Executor | None, question: Callable[..., T], *args: object) -> T:
         """Query the journal once for all concurrent requests with the same `name`.
 
-        After a key expired from memory, thousands of requests may need it.
+        After a key has expired from memory, thousands of requests may need it.
         """
         asking = self._asking.get(name)
         if asking is None:

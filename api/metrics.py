@@ -51,7 +51,8 @@ _PAGES = "Pages of the KV cache, used and free."
 class Answered:
     """The answered requests of one operation: their number by status, and their durations.
 
-    took: the number in each interval that ends at one of SECONDS, and last the number of longer ones. seconds: the sum.
+    took: the number of requests in each interval that ends at one of SECONDS, and last the number of longer requests.
+    seconds: the sum of the durations.
     """
 
     statuses: Counter[int] = field(default_factory=Counter)
@@ -64,7 +65,7 @@ class Known:
     """Metrics from the journal, for one page.
 
     bases: the served base models. waiting: the numbers of waiting `samples` and `models`. observed: the service's
-    figures at the time `now`. parts: the last heartbeats.
+    figures at the time `now`. parts: the last heartbeats of the service's parts.
     """
 
     bases: Sequence[BaseModelView]

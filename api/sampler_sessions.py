@@ -17,7 +17,7 @@ from tinkerflow.backend.core.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointView, Journal, Limits, NewSampler, NewSession, SessionState
 
 NAME = "OpenAI and Anthropic endpoints"  # the display name of these sessions
-_MOST_SAMPLERS = 256  # in one session. Then a new session begins, so that unused checkpoints are released
+_MOST_SAMPLERS = 256  # samplers in one session. Then a new session begins, so that unused checkpoints are released
 
 
 @dataclass

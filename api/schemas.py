@@ -9,7 +9,7 @@ from pydantic import Field
 from tinkerflow.backend.wire import WireModel
 
 API = "/api/v1"
-OPEN_API = "/v1"  # of the endpoints that other vendors' clients use
+OPEN_API = "/v1"  # the prefix of the endpoints that other vendors' clients use
 
 Wire = WireModel
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 0.25
 _STOP_SECONDS = 3  # for answers that are still being written
-_KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client closes it
+_KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client closes the connection
 _BACKLOG = 2048  # the SDK opens one connection for each of up to 2,000 samples
 _BEAT_SECONDS = 5.0
 _THREADS = 16  # concurrent journal calls; SQLite serves them one by one

@@ -3,7 +3,7 @@
 Invalid content is not refused but stored as a failed request. A forward_backward request is never refused, because a
 refused chunk other than the first makes the SDK wait forever. Even a request with an unknown model or with unreadable
 bytes gets an id, which then contains the reason (`refuse`), and polling the id returns the failure. Nothing is stored
-for such an id, and a client that invents one only reads its own text.
+for such an id, and a client that invents such an id only reads its own text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ M = TypeVar("M", bound=Wire)
 _SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
 _LONGEST_REASON = 500  # characters
 _VALUES_PER_TOKEN = MAX_LISTED + 2  # numbers for each position of the context: the token, and tokens to score there
-_NUMBER_BYTES = 12  # of a token id in JSON
+_NUMBER_BYTES = 12  # bytes of a token id in JSON
 _OTHER_VALUES = 2**18
 
 
@@ -94,9 +94,10 @@ async def submit_for_model(
 ) -> Response:
     """Store an operation on a model, and respond with its id.
 
-    call: its request. kind: of the operation. check: raises UserError for invalid content, which fails the operation.
-    body: the JSON to store; None: the request's body. not_content: fields in which a repeated submission may differ.
-    UserError: the body does not name its model or its seq_id. NotFoundError, ConflictError: see `Requests.submit`.
+    call: the operation's request. kind: the operation's kind. check: raises UserError for invalid content, which fails
+    the operation. body: the JSON to store; None: the request's body. not_content: fields in which a repeated submission
+    may differ. UserError: the body does not name its model or its seq_id. NotFoundError, ConflictError: see
+    `Requests.submit`.
     """
     payload = await call.body() if body is None else body
 
@@ -198,7 +199,7 @@ def _may_take_images(card: ModelCard) -> bool:
 def uploaded_files(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
     """The project's files at these locations; other locations are left out.
 
-    UserError: there are too many files, or they would make the request too large.
+    UserError: there are too many files, or the files would make the request too large.
     """
     ids = {
         location: location.removeprefix(LOCATIONS)

@@ -13,8 +13,8 @@ from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.catalog.model_card import TOKENIZER, ModelCard
 from tinkerflow.backend.core.errors import ServerError
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
-_MOST_HELD_BACK = 16  # tokens that may form one character; bytes that are not text must not stop a stream
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoded text of an incomplete character
+_MOST_HELD_BACK = 16  # the most tokens that form one character; bytes that are not text must not stop a stream
 _CONTEXT = 5  # tokens of the prompt before a text, as in vLLM
 _WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's form of a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's form of a byte that is not a character
@@ -77,7 +77,8 @@ class Tokenizer:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """The bytes by the characters of byte-level tokenizers: visible ones themselves, others from U+0100 on."""
+    """The byte of each character in byte-level tokenizers: visible characters are themselves, others begin at U+0100.
+    """
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -149,7 +150,8 @@ class Detokenizer:
         return self._release(last=True)
 
     def _settle(self, most: int) -> str:
-        """The text of the fresh tokens, which become known; "" if it may be incomplete and they are at most `most`."""
+        """The text of the fresh tokens, which become known; "" if it may be incomplete and has at most `most` tokens.
+        """
         if not self._fresh:
             return ""
         decode = self._tokenizer.decode

@@ -70,7 +70,7 @@ class Answer(Protocol):
     """An answer in the format of one of the APIs."""
 
     def whole(self, result: SampleResult) -> dict[str, Any]:
-        """The whole answer, once the samples are done."""
+        """The whole answer, once all samples are done."""
 
     def events(self) -> AsyncIterator[bytes]:
         """The events of a stream, as they arrive."""
@@ -81,8 +81,8 @@ async def respond(
 ) -> Response:
     """Send an answer over HTTP, whole or as a stream. If the client disconnects early, the generation is cancelled.
 
-    call: the client's. generation: the sample. answer: in the format of the API. stream: send events. error_name: the
-    type of an event that reports an error.
+    call: the client's call. generation: the sample. answer: the answer in the format of the API. stream: send events.
+    error_name: the type of an event that reports an error.
     """
     try:
         if stream:
@@ -151,7 +151,8 @@ class AnswerReader:
     def reasoning_tokens(self) -> int:
         """The number of tokens that the reasoning so far encodes to, but at most the number sampled.
 
-        It would exceed that number if an answer ends inside a character, which the text shows as a replacement.
+        Without this limit, an answer that ends inside a character would give more, because its text ends with a
+        replacement character.
         """
         if not self.answer.reasoning:
             return 0

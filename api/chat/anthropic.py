@@ -33,7 +33,7 @@ class MessageAnswer:
         self._prompt = prompt
         self._reader = reader
         self._open: str | None = None  # the type of the block that receives deltas
-        self._index = -1  # of the newest block
+        self._index = -1  # number of the newest block
         self._calls = iter(reader.answer.calls)  # calls not sent yet
 
     def whole(self, result: SampleResult) -> Json:

@@ -66,8 +66,8 @@ class Prompt:
     spec: the parser. tools: callable tools. thinks: reasoning is separate from content. opened: the prompt without
     `begun` ends inside reasoning. begun: the end of the prompt. It is the beginning of the answer, so the parser reads
     it. schema: the sampled text is JSON of this schema. schema_field: the schema's field in the request. ends: tokens
-    that end the answer, in addition to the base model's. messages, prefill: of the conversation, as text. images: of
-    the prompt.
+    that end the answer, in addition to the base model's. messages, prefill: the conversation's, as text. images: the
+    prompt's images.
     """
 
     tokens: list[int]

@@ -17,7 +17,7 @@ from tinkerflow.backend.spec.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]
 _REASONS = {"stop": "stop", "length": "length", "calls": "tool_calls"}
-_LOWEST = -9999.0  # JSON has no infinity; OpenAI's own value
+_LOWEST = -9999.0  # OpenAI's own value, since JSON has no infinity
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallBreaks, C
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Event | None, None, T]  # events, and None for "more text is needed"; then a result
-Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # by tool, the JSON schema of its parameters
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # each tool's JSON schema of its parameters
 
 # The usual form of a call, up to the beginning of its arguments.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _ARGUMENTS = ("arguments", "parameters")
-_DEEPEST = 128  # nested brackets; Python's decoder fails at a thousand
+_DEEPEST = 128  # nested brackets; Python's decoder fails at 1,000
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # inside a string
 _OUTSIDE = re.compile(r"[\s:,\-+.0-9eEtrufalsn]+")  # outside of strings and brackets
 _CLOSES = {"{": "}", "[": "]"}
@@ -197,7 +197,7 @@ class Reader:
         return True
 
     def refuse(self, taken: list[str], *, begun: bool = False) -> Steps[None]:
-        """Yield a text that looked like a call as content. begun: CallBegins was already yielded."""
+        """Yield as content a text that looked like a call. begun: CallBegins was already yielded."""
         text = "".join(taken)
         yield self._content(CallBreaks(text) if begun else ContentDelta(text))
 
@@ -217,7 +217,8 @@ class Reader:
         return True
 
     def _object(self, scan: ObjectScan, taken: list[str], *, shown: bool = False) -> Steps[bool]:
-        """Read an object to its end or first error. Returns whether it is complete. shown: yield it as arguments."""
+        """Read an object to its end or its first error. Returns whether it is complete. shown: yield it as arguments.
+        """
         while True:
             if not taken and shown:
                 self.text = self.text.lstrip()

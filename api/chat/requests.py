@@ -1,4 +1,4 @@
-"""The common parts of requests for answers to OpenAI's and Anthropic's endpoints: tools, formats, message parts."""
+"""The common parts of requests to OpenAI's and Anthropic's endpoints for answers: tools, formats, message parts."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def begun(
         priority="batch" if body.service_tier == "flex" else "interactive",
     )
 
-    prompt = replace(prompt, images=())  # free them: the journal holds them, and the answer may take long
+    prompt = replace(prompt, images=())  # free their memory: the journal holds them, and the answer may take long
     stops, special, one_call = body.stops, not body.skip_special_tokens, not body.parallel_tool_calls
     return generation, prompt, lambda: AnswerReader(target, prompt, stops, special=special, one_call=one_call)
 
@@ -192,7 +192,7 @@ def content_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) ->
 
 
 def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A message's content from parts of `part_of`. Parts are joined to one text unless some are images."""
+    """A message's content from parts of `part_of`. The parts become one text unless some are images."""
     return parts if any("picture" in part for part in parts) else "\n".join(part["text"] for part in parts)
 
 

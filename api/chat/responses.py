@@ -49,7 +49,7 @@ class ResponseAnswer:
         self._items: list[Json] = []
         self._calls = iter(reader.answer.calls)  # calls that are not items yet
         self._open = False  # whether the last item receives deltas
-        self._number = -1  # of the newest event
+        self._number = -1  # number of the newest event
 
     def whole(self, result: SampleResult) -> Json:
         for piece in collected(result):

@@ -114,7 +114,7 @@ class RunCurves:
 
 
 def charts(runs: Sequence[RunCurves], view: ChartView) -> list[Markup]:
-    """Charts of the rewards, the loss, the other metrics that clients stored, and the other figures, in this order."""
+    """Charts of the rewards, the loss, the other metrics that clients stored, and all other figures, in this order."""
     figures = []
     for title, value in _FIGURES.items():
         lines = [_line(run, title, value, view) for run in runs]

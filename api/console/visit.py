@@ -59,7 +59,7 @@ class FormFields(dict[str, str]):
     """The fields of a form. A field that was sent several times maps to its last value."""
 
     def __init__(self, sent: Sequence[tuple[str, str]]) -> None:
-        """sent: names and values in order."""
+        """sent: the submitted names and values, in order."""
         super().__init__(sent)
         self._sent = sent
 
@@ -70,7 +70,7 @@ class FormFields(dict[str, str]):
 
 @dataclass(frozen=True)
 class Visit:
-    """One authorized visit. fields: of the submitted form; empty for a GET request."""
+    """One authorized visit. fields: the submitted form's fields; empty for a GET request."""
 
     call: Call
     fields: FormFields = field(default_factory=lambda: FormFields([]))

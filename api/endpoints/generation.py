@@ -41,7 +41,7 @@ StopReason = Literal["stop", "length"]
 Top = list[list[tuple[int, float]]]
 _SEED_BITS = 63
 _SHORT = 1000  # tokens of an answer, listed ones included, that is written on the event loop
-_LONGEST = 256  # tokens of a piece, when all tokens are there
+_LONGEST = 256  # tokens of a piece, once all tokens have arrived
 _NAMES = {"sampling_params.": ""}  # requests of these endpoints have the same fields at their top level
 _giving_up: set[asyncio.Task[None]] = set()  # keeps references to running tasks
 
@@ -63,7 +63,7 @@ class SamplePiece:
 
 
 class Generation:
-    """An accepted sample. id: of its request, under which the journal stores tokens, logprobs and weights."""
+    """An accepted sample. id: the id of its request. The journal stores tokens, logprobs and weights under it."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Generation:
     ) -> None:
         """Use `generate`.
 
-        call, target, prompt_tokens: of the request. request_id, session_id: in the journal. listener: receives new
-        tokens; None if they are not streamed. names: for errors, the client's names of our fields.
+        call, target, prompt_tokens: the request's. request_id, session_id: the ids in the journal. listener: receives
+        new tokens; None if they are not streamed. names: the client's names of our fields, for errors.
         """
         self.id = request_id
         self.target = target
@@ -214,13 +214,13 @@ async def generate(
 ) -> Generation:
     """Submit a sample, and return without waiting for it.
 
-    call: the client's. target: the model to sample. prompt_tokens: at least one. params: sampling_params of the tinker
-    protocol (wire/requests.py), such as max_tokens, temperature, seed, stop and stop_token_ids. num_samples: the number
-    of samples. stream: iteration yields tokens as they are decoded, otherwise when all are done. top_logprobs: the
-    number of most likely tokens to list for each sampled token. prompt_logprobs, top_prompt_logprobs: the same for the
-    prompt, in the result. messages, prefill: the conversation of the prompt, and the beginning of the answer that the
-    prompt ends with; both are stored for people who rate the answer. images: of the prompt, with placeholders among the
-    tokens. priority: a project's interactive samples precede its batch samples.
+    call: the client's call. target: the model to sample. prompt_tokens: at least one. params: sampling_params of the
+    tinker protocol (wire/requests.py), such as max_tokens, temperature, seed, stop and stop_token_ids. num_samples: the
+    number of samples. stream: iteration yields tokens as they are decoded, otherwise when all are done. top_logprobs:
+    the number of most likely tokens to list for each sampled token. prompt_logprobs, top_prompt_logprobs: the same for
+    the prompt, in the result. messages, prefill: the conversation of the prompt, and the beginning of the answer that
+    the prompt ends with; both are stored for people who rate the answer. images: the prompt's images, with placeholders
+    among the tokens. priority: a project's interactive samples precede its batch samples.
     UserError: names the field, its value and the rule. TooManyError: too many requests of the project are waiting.
     """
     values: dict[str, Any] = {
@@ -252,7 +252,7 @@ async def generate(
 
 
 async def together(made: Sequence[Generation]) -> list[SampleResult]:
-    """The results of all. Raises the error of the first that fails; the others continue until they are cancelled."""
+    """The results of all generations. Raises the first error; other generations continue until they are cancelled."""
     return list(await asyncio.gather(*(one.result() for one in made)))
 
 

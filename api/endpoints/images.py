@@ -117,8 +117,9 @@ def place_images(
 
     Slow for many images, so do not call it on the event loop.
 
-    target: the sampled model. processor: of its images. tokens: of the prompt, one placeholder for each of `pictures`.
-    UserError: an image is invalid, or the prompt exceeds the context at an image; the error names the image.
+    target: the sampled model. processor: its image processor. tokens: the prompt's, one placeholder for each of
+    `pictures`. UserError: an image is invalid, or the prompt exceeds the context at an image; the error names the
+    image.
     """
     sign = target.tokenizer.token_text(processor.token)
     if (count := list(tokens).count(processor.token)) != len(pictures):
@@ -161,6 +162,6 @@ def fields_of(images: Sequence[PromptImage]) -> dict[str, str]:
     """The images' paths in the request, by their paths in the chunks of `chunks_of`."""
     names: dict[str, str] = {}
     for number, image in enumerate(images):
-        chunk = f"prompt.chunks[{2 * number + 1}]"  # each follows a text chunk
+        chunk = f"prompt.chunks[{2 * number + 1}]"  # each image follows a text chunk
         names |= {chunk: image.picture.field, f"{chunk}.data": image.picture.file_field}
     return names

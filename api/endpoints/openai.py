@@ -13,7 +13,7 @@ from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.backend.spec.commands import SampleResult
 
 MAX_TOP = 20  # most likely tokens listed at a position: OpenAI's own limit for chats
-MOST_CHOICES = 1024  # of one request, over all its prompts
+MOST_CHOICES = 1024  # answers to one request, over all its prompts
 # Passed on unchecked: backend/wire checks them, and its errors name the field.
 _HANDED_ON = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -68,7 +68,7 @@ class SamplingFields(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def params(self, target: Target, max_tokens: int | None) -> dict[str, Any]:
-        """The sampling_params of the tinker protocol. max_tokens: None: the rest of the context."""
+        """The sampling_params of the tinker protocol. max_tokens: None means the rest of the context."""
         given = {name: getattr(self, name) for name in _HANDED_ON if getattr(self, name) is not None}
         ends = [*(self.stop_token_ids or ()), *(() if self.ignore_eos else target.card.eos_token_ids)]
         return {**given, "max_tokens": max_tokens, "stop": self.stops, "stop_token_ids": ends}

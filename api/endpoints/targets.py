@@ -29,7 +29,7 @@ from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.backend.store.failures import store_errors
 
 CHAMPION = "champion/"
-_open = cache(open_blobs)  # one for each URL
+_open = cache(open_blobs)  # one object for each URL
 _LONGEST_TOKENS = 16  # characters per token, on average over a whole context; usual texts have about four
 _SHORT = 2000  # characters that are tokenized on the event loop, in under a millisecond
 _LISTED = 1000  # newest checkpoints of the project, of any kind; the list contains sampler weights only
@@ -132,7 +132,7 @@ def _list(call: Call) -> list[Listed]:
         try:
             card, checkpoint = _find(call, CHAMPION + name)
         except UserError:
-            continue  # of another project, or with deleted weights
+            continue  # the champion of another project, or one with deleted weights
         if checkpoint is not None:
             listed.append(_of_checkpoint(CHAMPION + name, checkpoint, card.max_context))
     for saved in call.journal.checkpoints.page(call.owner, limit=_LISTED).rows:
@@ -183,7 +183,7 @@ def _newest_of_run(call: Call, run_id: str) -> str:
 
 def _champion(call: Call, model: str) -> str:
     champion = None
-    with suppress(UserError), work_folder(call) as work:  # of an invalid name
+    with suppress(UserError), work_folder(call) as work:  # UserError: an invalid name
         champion = newest_champion(work, model.removeprefix(CHAMPION))
     with suppress(NotFoundError):  # another project's champion does not exist for this caller
         if champion is not None:

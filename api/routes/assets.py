@@ -19,7 +19,7 @@ from tinkerflow.backend.wire.images import LOCATIONS
 
 router = Router()
 
-_BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")  # of PNG and JPEG files
+_BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")  # the first bytes of PNG and JPEG files
 
 
 class AssetStored(Wire):
@@ -76,7 +76,7 @@ def _keep(call: Call, file: bytes) -> AssetStored:
         try:
             store.uploads.write_piece(asset_id, name, 0, file)
         except StoreError:
-            assets.give_up(asset_id, call.owner)  # otherwise it would count, but no list would show it
+            assets.give_up(asset_id, call.owner)  # otherwise the image would count, but no list would show it
             raise
         try:
             first = assets.arrived(asset_id, call.owner, name, call.key_id)

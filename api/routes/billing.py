@@ -21,13 +21,13 @@ router = Router(busy=1)
 HOUR = timedelta(hours=1)
 LONGEST = timedelta(days=14)
 GIGABYTE = 10**9
-_PRICED = {  # by the column of the vendor's price list
+_PRICED = {  # kinds of usage, by the column of the vendor's price list
     "prefill": UsageKind.PREFILL,
     "cached_prefill": UsageKind.CACHED_PREFILL,
     "sample": UsageKind.SAMPLE,
     "train": UsageKind.TRAINING,
 }
-MONTH_HOURS = 720  # the SDK's: a gigabyte-month is 720 gigabyte-hours
+MONTH_HOURS = 720  # the SDK's unit: a gigabyte-month is 720 gigabyte-hours
 
 
 class TokenUsage(Wire):
@@ -166,7 +166,7 @@ async def current_storage(call: Authorized, project_id: str | None = None) -> Cu
 def _hour(name: str, moment: datetime) -> datetime:
     try:
         moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    except OverflowError:  # in UTC, the time is outside the calendar
+    except OverflowError:  # the time in UTC is outside the calendar
         raise broken(name, moment.isoformat(), "a time within the years 1 to 9999 in UTC") from None
     if moment.minute or moment.second or moment.microsecond:
         raise UserError(f"{name} is {moment.isoformat()}: must be a whole hour in UTC")
@@ -197,7 +197,7 @@ def _used(used: Usage, settings: Settings) -> UsageEvent:
 
 
 def _price(kind: UsageKind, settings: Settings) -> float:
-    """The price of a million tokens; 0: not configured, or not of tokens."""
+    """The price of a million tokens; 0 if it is not configured, or if the usage is not counted in tokens."""
     return float(getattr(settings, f"price_{kind}", 0.0))
 
 

@@ -39,7 +39,7 @@ router = Router(busy=6, at=OPEN_API)
 
 Choice: TypeAlias = dict[str, Any]
 
-_MOST_PROMPTED = 2**20  # characters and token ids of all prompts of a request, unless a single one may have more
+_MOST_PROMPTED = 2**20  # characters and token ids of all prompts of a request, unless a single prompt may have more
 
 
 class CompletionBody(SamplingFields):
@@ -129,7 +129,7 @@ class _Answer:
     """The answer to one request, whole or in events. Its id is that of the first prompt's generation."""
 
     def __init__(self, call: Call, target: Target, body: CompletionBody, made: Sequence[Generation]) -> None:
-        """made: a generation for each prompt."""
+        """made: the generations, one for each prompt."""
         self._body = body
         self._made = made
         self._tokenizer = target.tokenizer
@@ -170,7 +170,7 @@ class _Answer:
         return usage_of_all
 
     def _text(self, number: int, start: int = 0) -> tuple[Detokenizer, Offsets]:
-        """For the tokens of a choice. number: of its prompt. start: the position of its first token."""
+        """The text of a choice's tokens. number: its prompt's number. start: the position of its first token."""
         body, prompt = self._body, self._made[number].prompt_tokens
         special = not body.skip_special_tokens
         text = Detokenizer(self._tokenizer, body.stops, special=special, prompt=prompt)
@@ -197,8 +197,8 @@ class _Answer:
     def _delta(self, number: int, piece: SamplePiece, text: Detokenizer, offsets: Offsets, *, first: bool) -> Choice:
         """A part of a choice.
 
-        number: of its prompt. piece: its tokens. text, offsets: of the whole choice. first: whether it is the first
-        part.
+        number: the prompt's number. piece: the part's tokens. text, offsets: of the whole choice. first: whether this
+        is the choice's first part.
         """
         body, made = self._body, self._made[number]
         new = text.feed(piece.tokens) + (text.finish() if piece.stop_reason else "")
@@ -223,7 +223,7 @@ class _Answer:
     def _logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Top | None, offsets: Sequence[int]
     ) -> Choice:
-        """The logprobs of these tokens in OpenAI's form. offsets: of the tokens in the text."""
+        """The logprobs of these tokens in OpenAI's form. offsets: the tokens' positions in the text."""
         names = [self._named(token) for token in tokens]
         values = [None if math.isnan(value) else value for value in logprobs]
         tops: list[dict[str, float] | None] | None = None

@@ -33,8 +33,8 @@ class WeightsCopied(Wire):
 async def copy_weights(call: Authorized) -> WeightsCopied:
     """Copy a checkpoint that is the caller's own, public, or opened by a weights access token. Returns the copy's path.
 
-    The copy belongs to a new run, which takes no work. All attempts with the same X-Idempotency-Key make one copy, even
-    if it has been deleted since.
+    The copy belongs to a new run, which takes no work. All attempts with the same X-Idempotency-Key make only one copy,
+    even if the copy has been deleted since.
     """
     body = CopyWeights.from_values(parse(await call.body()))
     return WeightsCopied(tinker_path=await asyncio.to_thread(_copy, call, body))
@@ -46,7 +46,7 @@ def _copy(call: Call, wanted: CopyWeights) -> str:
     session_id = _session_id(call, wanted, source_path)
     run_id = model_id(session_id, 0)
     path = str(CheckpointPath(run_id, source_path.kind, source_path.name))
-    if _has_session(call, session_id, owner):  # the copy was made, and may be deleted
+    if _has_session(call, session_id, owner):  # an earlier attempt made the copy, which may be deleted now
         return path
     token = call.request.headers.get(_TOKEN) or wanted.weights_access_token
     access = None if token is None else access_hash(token)

@@ -29,7 +29,7 @@ _MESSAGES = TypeAdapter(list[dict[str, str]])
 
 
 class Feedback(Strict):
-    """A rating of an answer. id: of the answer, or of one of its choices.
+    """A rating of an answer. id: the id of the answer, or of one of its choices.
 
     reward: any number; higher is better. label: good or bad. text: a better answer. At least one of these is required.
     """
@@ -41,7 +41,7 @@ class Feedback(Strict):
 
 
 class FeedbackKept(Wire):
-    """id: of the feedback. sample_id: the rated sample."""
+    """id: the feedback's id. sample_id: the rated sample."""
 
     id: int
     sample_id: str
@@ -73,7 +73,7 @@ async def give_feedback(call: Authorized) -> FeedbackKept:
     body = await call.parsed(Feedback, 8 * _LONGEST)
     if body.reward is None and body.label is None and body.text is None:
         raise UserError("reward, label and text are all absent: at least one must be given")
-    await asyncio.to_thread(call.journal.feedback.check, call.owner, call.limits)  # before the work
+    await asyncio.to_thread(call.journal.feedback.check, call.owner, call.limits)  # check this before the work
     request_id, index = _parts(body.id)
     view = await asyncio.to_thread(_sample, call, request_id)
     card = await asyncio.to_thread(base_model_card, call.journal, view.base_model)
@@ -128,7 +128,7 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
     prompt: list[dict[str, str]] | str
     try:
         prompt = _MESSAGES.validate_python(asked.get("messages"))
-    except ValidationError:  # there are none, or another client sent an unknown field
+    except ValidationError:  # there are no messages, or another client sent an unknown field
         chunks = asked["prompt"]["chunks"]
         prompt = tokenizer.decode([token for chunk in chunks for token in chunk.get("tokens", ())])
     return NewFeedback(

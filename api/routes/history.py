@@ -30,8 +30,8 @@ from tinkerflow.backend.spec.outliers import MOST_REPEATED, MOST_ROWS, MOST_TOKE
 
 router = Router(busy=1)
 
-_MOST_REQUESTS = 500  # on a page
-_MOST_BYTES = 2**23  # of the payloads on a page; a single larger request forms a page of its own
+_MOST_REQUESTS = 500  # requests on a page
+_MOST_BYTES = 2**23  # bytes of the payloads on a page; a larger request is on a page of its own
 After = Annotated[int, Query(ge=-1, lt=2**63)]
 
 

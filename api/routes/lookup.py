@@ -1,4 +1,4 @@
-"""Information about sessions: lists, search, project labels and timelines. Also the audit log."""
+"""Information about sessions (lists, search, project labels and timelines), and the audit log."""
 
 from __future__ import annotations
 

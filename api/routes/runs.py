@@ -18,7 +18,7 @@ from tinkerflow.backend.spec.run_metadata import Outcome
 
 router = Router(busy=3)
 
-_MOST_VALUES = 10_000  # in one request, which take the database about 0.1 s
+_MOST_VALUES = 10_000  # values in one request, which take the database about 0.1 s
 _LARGEST = 1e30  # magnitude of a value; the database averages values, and much larger ones would overflow
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9 ._/:@()-]{0,63}$"
 MetricName = Annotated[str, Field(pattern=_NAME)]
@@ -61,7 +61,7 @@ class RunMetricsBody(Strict):
 
 
 class RunOutcome(Strict):
-    """The outcome of a run's program, for the run's page. reason: for people."""
+    """The outcome of a run's program, for the run's page. reason: a text for people."""
 
     outcome: Outcome
     reason: str = Field("", max_length=1000)

@@ -42,7 +42,7 @@ class Telemetry(Wire):
 
 
 class TelemetryAccepted(Wire):
-    """The events were read."""
+    """The response to events that were read."""
 
     status: Literal["accepted"] = "accepted"
 

@@ -54,7 +54,7 @@ from tinkerflow.backend.wire import (
 router = Router(busy=8)
 
 _SEED_BITS = 31
-_MOST_OF_A_LOSS = 2**22  # bytes of a traced loss
+_MOST_OF_A_LOSS = 2**22  # maximum size of a traced loss in bytes
 
 
 class NamedModel(Wire):
@@ -214,7 +214,7 @@ def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> New
 
 @router.post("/unload_model", openapi_extra=takes(NamedModel))
 async def unload_model(call: Authorized) -> Response:
-    """Unload a model after its operations. It then no longer counts for max_live_models, and its session continues.
+    """Unload a model after its operations. It then no longer counts toward max_live_models, and its session continues.
 
     410: the model has already ended.
     """

@@ -90,7 +90,7 @@ async def upload_file(upload_id: str, file: str, services: Linked, request: Requ
 
 
 async def _take(services: Services, request: Request, upload: UploadView, file: str, name: str, most: int) -> int:
-    """Write the body to the store in pieces. Returns their number. BodyTooLargeError: there are over `most` bytes."""
+    """Write the body to the store in pieces. Returns their number. BodyTooLargeError: the body exceeds `most` bytes."""
     piece, count, size = bytearray(), 0, 0
     pieces = services.memories.pieces
 

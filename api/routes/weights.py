@@ -19,7 +19,7 @@ from tinkerflow.backend.wire import OnModel, SaveExternal, SaveForSampler, SaveW
 
 router = Router(busy=4)
 
-_MOST_PAGES = 16  # of 4 MiB, in a complete list
+_MOST_PAGES = 16  # pages of 4 MiB in a complete list
 # The SDK gives a retried unnamed save a new number, although it is the same save.
 _RENUMBERED = ("sampling_session_seq_id",)
 
@@ -122,7 +122,7 @@ async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authoriz
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes(TtlSeconds))
 async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorized) -> None:
-    """Let a checkpoint expire `ttl_seconds` from now, or never if that is null."""
+    """Let a checkpoint expire `ttl_seconds` from now, or never if the value is null."""
     values = parse(await call.body())
     if "ttl_seconds" not in values:
         raise UserError("ttl_seconds is absent: must be a number of seconds, or null for never")

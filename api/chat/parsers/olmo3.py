@@ -121,7 +121,7 @@ def _number(text: str) -> int | float:
 
 
 def _unescaped(text: str) -> str:
-    """The text of a string's source. Separately escaped surrogates are combined to one character."""
+    """The text of a string's source. Separately escaped surrogates are combined into one character."""
 
     def one(found: re.Match[str]) -> str:
         return _ESCAPES.get(found[3], found[0]) if found[3] else chr(int(found[1] or found[2], 16))

@@ -17,7 +17,7 @@ from tinkerflow.backend.journal import CheckpointKind, CheckpointView, ModelView
 from tinkerflow.backend.store import CheckpointPath
 
 PAGE = 50
-_MOST_STEPS = 1000  # of a run; longer histories are not read for a page
+_MOST_STEPS = 1000  # requests of a run; longer histories are not read for a page
 _ONE = "/checkpoints/{run_id}/{kind}/{name}"
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([hd])")
 _UNITS = {"h": 3600.0, "d": 86400.0}
@@ -59,7 +59,7 @@ async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: V
 
 @router.get(f"{_ONE}/download")
 async def download(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
-    """Redirect to a tar archive of the adapter's files, by a link that is valid for an hour."""
+    """Redirect to a tar archive of the adapter's files, through a link that is valid for an hour."""
     return await archive_redirect(visit.call, CheckpointPath(run_id, kind, name))
 
 
@@ -122,7 +122,8 @@ def _is_own(visit: Visit, saved: CheckpointView) -> bool:
 
 
 def _trained(visit: Visit, saved: CheckpointView) -> TrainedData | None:
-    """The data that a checkpoint was trained on, from its run's history; None if that is too long or unreadable."""
+    """The data that a checkpoint was trained on, from its run's history; None if the history is too long or unreadable.
+    """
     journal, store = visit.journal, visit.call.services.store
     try:
         if len(journal.histories.steps(saved.run_id)) > _MOST_STEPS:

@@ -17,7 +17,7 @@ from tinkerflow.backend.journal import KeyView, UsageKind, actor_of_key
 from tinkerflow.backend.journal.project_limits import LONGEST_NAME, LimitUse
 
 _DAYS = 30
-_PROJECTS = 20  # with their own limits, shown; `tinkerflow limit list` prints all
+_PROJECTS = 20  # projects with their own limits that are shown; `tinkerflow limit list` prints all
 NAMES = {  # kinds of usage, as pages show them
     UsageKind.TRAINING: "trained",
     UsageKind.PREFILL: "prompt",

@@ -1,4 +1,4 @@
-"""`/playground`: talk to base models, checkpoints and champions, two side by side, and see each token's probability.
+"""`/playground`: a chat with base models, checkpoints and champions, two side by side, with each token's probability.
 
 `/playground?model=NAME&other=NAME`; the SDK links to `?mode=checkpoint&checkpoint=tinker://…`. An answer is sent as
 server-sent events, one for each piece of text: `{text, tokens: [{text, p, top: [[text, p], …]}]}`, and a last one

@@ -18,7 +18,7 @@ from tinkerflow.backend.catalog.model_card import ModelCard, public_name
 from tinkerflow.backend.journal import LEASE_SECONDS, BaseModelView, UsageKind
 
 _OTHERS = "other projects"
-_TOKENS = frozenset(UsageKind) - {UsageKind.CHECKPOINT, UsageKind.CACHED_PREFILL}  # computed by the devices
+_TOKENS = frozenset(UsageKind) - {UsageKind.CHECKPOINT, UsageKind.CACHED_PREFILL}  # usage that the devices computed
 router = page_router()
 
 

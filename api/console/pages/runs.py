@@ -30,7 +30,7 @@ from tinkerflow.backend.spec.outliers import COLUMNS, BlamedRow, cells, remedy
 from tinkerflow.backend.spec.run_metadata import DEFAULTS, FLOW_RUN
 
 PAGE = 50
-_OF_A_RUN = 100  # checkpoints shown for a run
+_OF_A_RUN = 100  # most checkpoints shown for a run
 _LONG = 1024  # characters of a text in a URL
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Runs = Annotated[list[str], Query(max_length=LINES)]
