@@ -24,7 +24,7 @@ class CompileStatusWatch:
     """
 
     def __init__(self, journal: Journal, pool: Pool, card: ModelCard) -> None:
-        """Nothing is recorded yet. card: of the base model, from before its first worker group."""
+        """Nothing is recorded yet. card: the base model's card from before its first worker group."""
         self._journal = journal
         self._pool = pool
         self._card = card

@@ -52,7 +52,7 @@ class Dispatcher:
     ) -> None:
         """Nothing runs before `serve`.
 
-        settings, journal: of the engine. observer: shows the runs. served: every base model.
+        settings, journal: the engine's. observer: shows the runs. served: every base model.
         """
         self._settings = settings
         self._journal = journal
@@ -61,9 +61,9 @@ class Dispatcher:
         self._served = {model.card.name: model for model in served}
         self._sweeps = Sweeps(settings, journal, served)
         self._run_logs = RunLogs(journal, SystemClock(), settings.budget_tokens, settings.drift_limits)
-        self._runners: dict[str, ModelRunner | None] = {}  # None: being opened
-        self._adopted: dict[str, UUID] = {}  # by model: the flow run in which it resumes
-        self._group: asyncio.TaskGroup | None = None  # of the runners
+        self._runners: dict[str, ModelRunner | None] = {}  # None: the runner is being opened
+        self._adopted: dict[str, UUID] = {}  # by model: the flow run in which the model resumes
+        self._group: asyncio.TaskGroup | None = None  # the runners' tasks
         self._sweep_now, self._swept = asyncio.Event(), asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -147,7 +147,7 @@ class Dispatcher:
 
     async def _sweep(self) -> None:
         for model_id in await asyncio.to_thread(self._journal.recovery.unstored_models):
-            if model_id not in self._runners:  # an earlier engine ended before it stored them
+            if model_id not in self._runners:  # an earlier engine ended before it stored these saves
                 self.wake(model_id)
         await asyncio.to_thread(self._fail_unserved_samples)
         abandoned = await self._sweeps.sweep_journal()
@@ -214,7 +214,7 @@ class Dispatcher:
         return ModelRunner(served.context, observers, self._snapshots, model_id, model.step, paused=paused)
 
     def _fail_unserved_samples(self) -> None:
-        """Fail the samples of base models without which the engine was started again. No runner takes them."""
+        """Fail the samples of base models that the restarted engine no longer serves. No runner takes these samples."""
         for base_model in self._journal.queue.wanted():
             if base_model not in self._served:
                 error = self._not_served(base_model)

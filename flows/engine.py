@@ -59,7 +59,7 @@ async def run_engine(
 ) -> None:
     """Serve `settings.base_models` until cancelled; then stop cleanly and raise CancelledError.
 
-    on_ready: called once, when requests are executed. on_progress: gets lines for people about the start and
+    on_ready: called once, when the engine executes requests. on_progress: gets lines for people about the start and
     compilation. on_turn: called every second by the engine's event loop, in its thread, unless the loop is blocked.
     executor: the class that the worker processes run, as `module:name`.
 
@@ -172,7 +172,7 @@ def _serve_base_model(
     mirror: Mirror,
     stack: AsyncExitStack,
 ) -> ServedModel:
-    """Make the parts that serve one base model. card, pool: of the base model. The other arguments are the engine's."""
+    """Make the parts that serve one base model. card, pool: the base model's. The other arguments are the engine's."""
     saves = Saves()
     context = ExecutionContext(
         journal,

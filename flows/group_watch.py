@@ -15,7 +15,7 @@ from tinkerflow.flows.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
-SAVING_SECONDS = 15.0  # for snapshots when a worker group is about to end
+SAVING_SECONDS = 15.0  # time for snapshots when a worker group is about to end
 
 
 class GroupWatch:

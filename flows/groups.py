@@ -28,8 +28,8 @@ def group_config(
 ) -> GroupConfig:
     """The configuration for every process of a group. model_path: the base model's folder.
 
-    max_context: tokens. store_mark: of the store (`Store.mark`); "" = the processes do not access the store. experts:
-    whether the model has experts. Otherwise the size of the expert axis is 1.
+    max_context: in tokens. store_mark: the store's mark (`Store.mark`); "" = the processes do not access the store.
+    experts: whether the model has experts. If not, the size of the expert axis is 1.
 
     A field with the name of a setting holds that setting. The processes lay the mesh over the devices that they find.
     """

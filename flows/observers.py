@@ -105,14 +105,14 @@ class EngineObserver(Protocol):
         """The observers of one model's training run; none if nothing is shown.
 
         label: the client's name for the run. adopted: the flow run in which a retried run continues. trained, steps:
-        the tokens and optimizer steps that the run was trained before. created_at: the creation of the model.
+        the tokens and optimizer steps that the run was trained before. created_at: when the model was created.
         """
 
     def observe_sampling(self, base_model: str) -> Sequence[RunObserver]:
         """The observers of one base model's samples; none if nothing is shown."""
 
     def emit(self, event: str, name: str, of: str = "base-model", **payload: object) -> None:
-        """Report an event about the object `name` of the kind `of`, such as `tinkerflow.group.ended`."""
+        """Report an event, such as `tinkerflow.group.ended`, about the object `name` of the kind `of`."""
 
     async def watch(self, controls: RunControls) -> None:
         """Apply people's changes to the runs through `controls`, until cancelled."""

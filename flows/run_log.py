@@ -17,7 +17,7 @@ from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
 
-_MOST_WAITING = 1000  # events of all runs in memory; beyond it, the oldest are dropped
+_MOST_WAITING = 1000  # events of all runs in memory; beyond this number, the oldest events are dropped
 
 
 class RunLogs:
@@ -31,7 +31,7 @@ class RunLogs:
         self.some = asyncio.Event()  # there are events to write
 
     def observe(self, model_id: str, trained: Trained) -> RunLog:
-        """The observer of one model's training run. trained: before this engine."""
+        """The observer of one model's training run. trained: tokens that the run was trained on before this engine."""
         return RunLog(self, self._clock, model_id, trained, self._budget, self._drift_limits)
 
     def add(self, run_id: str, text: str, level: int) -> None:

@@ -16,7 +16,7 @@ from tinkerflow.backend.spec.drift import DRIFT_FIGURES, DriftLimits, UsualDrift
 from tinkerflow.backend.spec.outliers import UsualSteps
 from tinkerflow.tasks.execution.restore import Restored
 
-LINE_SECONDS = 1.0  # between two lines about steps
+LINE_SECONDS = 1.0  # seconds between two lines about steps
 INTERRUPTED = "its worker group ended; the next one executes the operations in flight again"
 
 Say = Callable[[str, int], None]
@@ -40,8 +40,8 @@ class RunReport:
         """Report a run from its current step on.
 
         clock: paces the lines. say: adds a line of a level to the run's logs. tell: emits an event with a payload.
-        trained: the tokens that the run was trained on before. budget: of tokens, after which an event is emitted; 0
-        for no budget. drift_limits: of `DRIFT_FIGURES`. says_steps: whether steps are also reported as lines.
+        trained: the tokens that the run was trained on before. budget: tokens after which an event is emitted; 0 for no
+        budget. drift_limits: limits of `DRIFT_FIGURES`. says_steps: whether steps are also reported as lines.
         """
         self._says_steps = says_steps
         self._clock, self._say, self._tell = clock, say, tell

@@ -198,7 +198,7 @@ class ModelBinding:
         self._model_id = model_id
         self._observers = observers
         self._schedule = schedule
-        self._crashes = 0  # of groups that were restoring this model
+        self._crashes = 0  # worker groups that were restoring this model
 
     def release(self) -> None:
         """Note that no group holds the model."""
@@ -274,9 +274,9 @@ class ModelRunner:
     ) -> None:
         """Nothing is taken from the journal before `serve`.
 
-        context: not bound to a worker group. observers: get reports about the work. snapshots: when a recovery snapshot
-        of `model_id` is due. steps_made: optimizer steps so far, for the names of task runs. paused: whether the run
-        begins paused.
+        context: not bound to a worker group. observers: get reports about the work. snapshots: decides when a recovery
+        snapshot of `model_id` is due. steps_made: optimizer steps so far, for the names of task runs. paused: whether
+        the run begins paused.
         """
         self.model_id = model_id
         self.observers = observers

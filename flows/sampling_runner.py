@@ -41,7 +41,7 @@ class SamplingRunner:
         self._stopping = False
         self._full = False  # more may wait in the journal
         self._taken: SampleRequests | None = None
-        self._odd_interactive: dict[str | None, bool] = {}  # by owner, of the next odd number of places
+        self._odd_interactive: dict[str | None, bool] = {}  # by owner, whether the next odd place is interactive
 
     def wake(self) -> None:
         """Read the journal again: there may be samples, or a worker group serves now."""
@@ -93,7 +93,7 @@ class SamplingRunner:
             self._taken.cancel(request_id)
 
     async def cancel_ended(self) -> None:
-        """Stop decoding for requests that another process has answered (a notification may be lost)."""
+        """Stop decoding for requests that another process has answered, since a notification may be lost."""
         if self._taken is None or not self._taken.ids:
             return
         for request_id in await self._context.read(self._context.journal.results.finished, self._taken.ids):

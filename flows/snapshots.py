@@ -36,7 +36,7 @@ class SnapshotSchedule:
         self.taking = self.hurried = False
 
     def dispatched(self, seq_id: int, *, step: bool) -> None:
-        """A request was dispatched. During replay a save may arrive after requests with higher seq_ids."""
+        """Note that a request was dispatched. During a replay, a save may arrive after requests with higher seq_ids."""
         self.seq_id = self._last = max(seq_id, self._last)
         self._steps += step
 
@@ -45,14 +45,14 @@ class SnapshotSchedule:
         self.seq_id, self._last, self.hurried = None, -1, False
 
     def restored(self, replayed: int, last: int) -> None:
-        """The model was restored by a replay, up to request `last`, with `replayed` optimizer steps.
+        """Note that a replay restored the model, up to request `last`, with `replayed` optimizer steps.
 
         These steps count toward the next snapshot; otherwise repeated crashes would replay more each time.
         """
         self._steps, self._last = replayed, last
 
     def hurry(self) -> None:
-        """The worker group is about to end: a snapshot is due if the model has changed."""
+        """Note that the worker group is about to end: a snapshot is due if the model has changed."""
         self.hurried = self.seq_id is not None
 
     def is_due(self, now: float) -> bool:

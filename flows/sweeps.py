@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 SWEEP_SECONDS = 5.0
 OVER = "its session has ended"
 _EXPIRED_AT_ONCE = 500
-_MOST_SEGMENTS = 4  # of each history in one sweep
+_MOST_SEGMENTS = 4  # segments of each history in one sweep
 
 
 class Sweeps:
@@ -35,7 +35,7 @@ class Sweeps:
     """
 
     def __init__(self, settings: Settings, journal: Journal, served: Sequence[ServedModel]) -> None:
-        """settings, journal: of the engine. served: every base model; all have the same store."""
+        """settings, journal: the engine's. served: every base model; all have the same store."""
         self._settings = settings
         self._journal = journal
         self._served = served
@@ -89,7 +89,7 @@ class Sweeps:
 
 async def drop_from_group(model: ServedModel, snapshot_ids: Sequence[str]) -> None:
     """Drop sampling snapshots from the base model's worker group, if the group still serves."""
-    with suppress(GroupFailedError):  # they ended with the group; the sweeps never wait for the next group
+    with suppress(GroupFailedError):  # the snapshots ended with the group; sweeps never wait for the next group
         await drop(model.context.bound_to(model.pool.generation), snapshot_ids)
 
 
@@ -171,7 +171,7 @@ def delete_histories(journal: Journal, store: Store, rules: HistoryRules) -> Non
 
 @contextmanager
 def _tried_again(failed: str) -> Iterator[None]:
-    """Wrap a change of the store and then the journal. failed: the log message if the store fails."""
+    """Wrap a change of the store and then of the journal. failed: the log message if the store fails."""
     try:
         yield
     except StoreError:

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 1.0
 IDLE_SECONDS = 5.0  # without work before a group ends for another one, since clients pause between two steps
-TURN_SECONDS = 300.0  # of a group that always has work, while others wait
-STARTS = 3  # that must fail in a row before requests fail
+TURN_SECONDS = 300.0  # length of a turn with constant work, while other base models wait
+STARTS = 3  # starts that must fail in a row before requests fail
 _AT_ONCE = 256
 RESTING = "no worker group runs this base model: one will be started"
 
@@ -106,8 +106,8 @@ class GroupTurns:
 
         journal: lists the base models with requests. served: every base model, with a pool that was opened on demand.
         turns: in which no base model has its turn. is_busy: whether an operation of a base model is being executed.
-        clock: of the turns. patience: seconds from the first of several failed starts in a row until requests fail,
-        after at least STARTS failures.
+        clock: gives the times of the turns. patience: seconds from the first of several failed starts in a row until
+        requests fail, after at least STARTS failures.
         """
         self._journal = journal
         self._pools = {model.card.name: model.pool for model in served}
@@ -127,13 +127,13 @@ class GroupTurns:
         turns, pools = self._turns, self._pools
         asked = [name for name in await asyncio.to_thread(self._journal.queue.wanted) if name in pools]
         for name in [name for name in turns.held if pools[name].resting]:
-            del turns.held[name]  # its group ended or could not be started, so other base models come first
+            del turns.held[name]  # the group ended or could not be started, so other base models come first
             if pools[name].trouble:
                 await self._note_failure(name, pools[name].trouble)
         wanted = [name for name in asked if name in turns.held or not pools[name].pausing]
         roomless = {name for name, pool in pools.items() if pool.lacks_capacity}
         for name, turn in turns.held.items():
-            turn.ending &= pools[name].ending  # False if it crashed before its release, and was started again
+            turn.ending &= pools[name].ending  # False if the group crashed before its release, and was started again
         ready = {name for name, pool in pools.items() if pool.ready}
         for name in ready:
             self._failures.pop(name, None)

@@ -67,7 +67,7 @@ class HintedPrompt:
 
     template: str
     renderer: Renderer
-    most: int  # tokens
+    most: int  # in tokens
 
     def __call__(self, episode: Episode) -> list[int]:
         """The tokens of the teacher's prompt for a conversation."""

@@ -132,7 +132,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
                     page = await asyncio.to_thread(record_evaluation, work_url, answers, facts)
                     line += f"; answers: {server.url}/training_runs/{page}" if page else ""
                     if page and (linked := training_runs.get()) is not None:
-                        linked[:] = linked or [page]  # the page of the first weights
+                        linked[:] = linked or [page]  # the page of the first weights' run
             scores[name] = scored.model_copy(update={"weights": path})
             log_line(f"{name}: {line}, {scored.rows} rows")
     return scores

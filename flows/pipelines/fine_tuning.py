@@ -48,7 +48,7 @@ from tinkerflow.tasks.pipelines.work import digest
 # A resumed run may have other values of these.
 _LIMITS = {"environment_seconds", "environment_retries", "margin", "approval_hours"}
 _LISTED = 100  # segments on the page of checkpoints
-_SHOWN = 200  # characters of a setting on the page of a training run
+_SHOWN = 200  # characters of a setting on a training run's page
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class TrainingResult(BaseModel):
     training from. weights: the checkpoint to sample from. Both are kept until deleted. steps: optimizer steps made.
 
     first, last: mean metrics of the first and the last tenth of the steps. held_out: metrics after the last segment.
-    samples: the answers after the last segment. left_out: rows that spoiled a step, if the run leaves such rows out.
+    samples: the answers after the last segment. left_out: rows that spoiled a step, if the run leaves out such rows.
     left_out_episodes: how many conversations `rl` left out of their groups in all steps; None = none.
     """
 
@@ -225,7 +225,7 @@ async def _export(trainer: Trainer, step: int) -> str:
 
 
 def decisive_parameters(parameters: PipelineParameters) -> dict[str, Any]:
-    """The parameters that affect the outcome, without names, places and mere observations."""
+    """The parameters that affect the outcome, without names, places and settings that only observe the run."""
     decides: dict[str, Any] = parameters.model_dump(
         mode="json",
         exclude={"name", "connection", "work", "resume", "samples", "data", "held_out", "tracking", "history"},
@@ -233,7 +233,7 @@ def decisive_parameters(parameters: PipelineParameters) -> dict[str, Any]:
     decides["training"].pop("state_days")
     for name, default in (("on_outlier", "report"), ("curriculum", None), ("trust_region", 0.0)):
         if decides.get(name) == default:
-            decides.pop(name, None)  # as in releases without it
+            decides.pop(name, None)  # as in releases without this parameter
     for name in _LIMITS & decides.keys():  # their defaults, as in plans of releases whose runs could not change them
         decides[name] = type(parameters).model_fields[name].default
     if "teacher" in decides:

@@ -83,7 +83,7 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
             scores=new,
             promoted_at=SystemClock().now(),
         )
-        promote(work_url, parameters.champion, promoted)  # again after a kill, which may have lost its event
+        promote(work_url, parameters.champion, promoted)  # repeated after a kill, which may have lost the event
     verdict = f"{'promoted' if better else 'kept the champion'}: {compared}, margin {parameters.margin:g}{answered}"
     log_line(verdict)
     page = _page(parameters.champion, verdict, before, promoted or before)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import tinker
 
 _FLAT_STEPS = 5  # steps with advantages of 0, after which the run warns
-_ROUNDING = 1e-9  # of advantages
+_ROUNDING = 1e-9  # advantages are rounded to this unit
 _RESAMPLED = 2**31  # plus the attempt's number, replaces the row's number in seeds of other rows
 
 

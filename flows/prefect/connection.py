@@ -36,7 +36,7 @@ from tinkerflow.flows.prefect.server import is_healthy, listen, start_server
 
 log = logging.getLogger(__name__)
 
-HEALTH_SECONDS = 2.0  # between two checks
+HEALTH_SECONDS = 2.0  # seconds between two checks
 LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, answers take seconds
 END_SECONDS = 5.0
 MOST_FAILURES = 30  # answers such as 500 to one request, from a server that is healthy; about a minute of them
@@ -59,8 +59,8 @@ class PrefectConnection:
     def __init__(self, api_url: str, journal: str = "", title: str = "training runs") -> None:
         """Prefect is assumed to be reachable until `watch` finds otherwise.
 
-        api_url: the Prefect API, empty for none. journal: the URL of the journal, from which `mark` derives, the tag of
-        all flow runs of its engines. title: the name of the deployment that Prefect shows for training runs.
+        api_url: the Prefect API, empty for none. journal: the URL of the journal. Its engines' flow runs all have the
+        tag `mark`, which derives from this URL. title: the name of the deployment that Prefect shows for training runs.
         """
         self.api_url = api_url
         self._reachable = asyncio.Event()
@@ -78,10 +78,10 @@ class PrefectConnection:
     def settings(self, credential: str = "") -> Iterator[None]:
         """Apply Prefect's client settings to everything that is started in the block.
 
-        Prefect's own logs are not sent to the server. A failing request is not retried for minutes.
+        Prefect's own logs are not sent to the server. Failing requests are not retried for minutes.
 
-        credential: of the server that we start; empty: the environment contains the server's. Our server uses no CSRF
-        tokens; for other servers each client requests one first, which takes 1 ms of CPU.
+        credential: the credential of the server that we start; empty: the environment contains the server's credential.
+        Our server uses no CSRF tokens; for other servers each client requests one first, which takes 1 ms of CPU.
         """
         updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
         if self.api_url:
@@ -99,7 +99,8 @@ class PrefectConnection:
                 await asyncio.sleep(HEALTH_SECONDS)
 
     def note_reachable(self, reachable: bool, why: str) -> None:
-        """Note whether Prefect answered, and `why` it did not. Calls the `on_reachable` callbacks when it is back."""
+        """Note whether Prefect answered, and `why` it did not. Calls the `on_reachable` callbacks when Prefect is back.
+        """
         if self.reachable and not reachable:
             log.warning("Prefect at %s cannot be reached (%s): operations continue untracked", self.api_url, why)
         if not self.reachable and reachable:
@@ -179,7 +180,7 @@ class RequestQueue:
             self._sending = self._connection.run_beside(self._send_all(), self._name)
 
     async def _send_all(self) -> None:
-        failures = 0  # in a row
+        failures = 0  # failures in a row
         try:
             while self._requests:
                 await self._connection.wait_until_reachable()
@@ -203,7 +204,7 @@ class RequestQueue:
 
 
 def event_about(event: str, name: str, of: str, payload: Mapping[str, object], once: str = "") -> Event:
-    """A Prefect event. event: its name. name, of: the subject of the event, and its kind. payload: the facts.
+    """A Prefect event. event: the event's name. name, of: the event's subject, and the subject's kind. payload: facts.
 
     once: Prefect keeps only one such event per subject with this text; "" = Prefect keeps all.
     """
@@ -277,7 +278,7 @@ async def _keep_server(
         steady = False
         try:
             server = await start_server(settings.data_dir, listener, settings.prefect_public_url)
-        except (ServerError, OSError) as error:  # OSError: for example, no disk or process is left
+        except (ServerError, OSError) as error:  # OSError: for example, the disk is full or no process can be started
             log.error("the Prefect server cannot be started: %s", error)
         else:
             if not first.done():

@@ -64,7 +64,7 @@ class ControlsWatch:
         for missing in self._paused.keys() - seen:
             try:
                 run = await client.read_flow_run(missing)
-            except ObjectNotFound:  # deleted together with its Resume button
+            except ObjectNotFound:  # the flow run was deleted together with its Resume button
                 await self._go_on(missing, self._paused[missing])
             else:
                 await self._obey(client, run)
@@ -107,7 +107,7 @@ class ControlsWatch:
             return
         state = run.state.id if run.state is not None else run.id
         if self._retried.get(run.id) == state:
-            return  # its new state is on its way to the server
+            return  # the run's new state is on its way to the server
         try:
             await self._controls.retry(model_id, run.id)
             self._retried[run.id] = state

@@ -17,10 +17,10 @@ from tinkerflow.backend.spec.outliers import BlamedRow, markdown_table, remedy
 from tinkerflow.backend.store import Store
 from tinkerflow.tasks.pipelines.curves import data_url, picture
 
-DRAW_SECONDS = 60.0  # between two drawings
+DRAW_SECONDS = 60.0  # seconds between two drawings
 DRAW_SHARE = 200  # the pause after a drawing is at least this many times as long as the drawing
-MOST_POINTS = 150  # of a curve, which is about 350 pixels wide in the picture
-MOST_CHECKPOINTS = 50  # on the page, the newest ones
+MOST_POINTS = 150  # points of a curve, which is about 350 pixels wide in the picture
+MOST_CHECKPOINTS = 50  # newest checkpoints on the page
 _CURVES = ("loss", "grad_norm", "learning_rate", "kl", "tokens_per_second")
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Drawing:
         """about: the run in one line. console: URL of the run's page in our console. store: of histories, if any."""
         self._journal, self._run_id, self._about, self._console = journal, run_id, about, console
         self._store = store
-        self.pause = DRAW_SECONDS  # until the next drawing
+        self.pause = DRAW_SECONDS  # seconds until the next drawing
 
     def note_flow_run(self, flow_run: UUID) -> None:
         """Store the id of the flow run with the artifacts. Call this in a thread."""

@@ -29,8 +29,8 @@ from tinkerflow.flows.prefect.drawing import Drawing
 
 log = logging.getLogger(__name__)
 
-LOG_SECONDS = 15.0  # lines of this period are sent in one request
-MOST_LINES = 500  # of logs that wait for the server
+LOG_SECONDS = 15.0  # log lines of this period are sent in one request
+MOST_LINES = 500  # log lines that wait for the server
 
 _ABOUT = """\
 The training runs of a Tinkerflow engine, which executes them itself. They begin when a client creates a model, and not
@@ -68,8 +68,8 @@ def task_named(name: str) -> Task[[], None]:
 class Heading:
     """The name and other attributes of a new flow run.
 
-    key: of the flow run that an earlier engine began and that this one continues; None for a new flow run. deployed:
-    whether the flow run gets the buttons that Prefect's UI shows only for deployments.
+    key: the key of the flow run that an earlier engine began and this engine continues; None for a new flow run.
+    deployed: whether the flow run gets the buttons that Prefect's UI shows only for deployments.
     """
 
     flow: Flow[..., Any]
@@ -128,7 +128,7 @@ class FlowRunRecord:
         async def put(client: PrefectClient) -> None:
             try:
                 drawn = await asyncio.to_thread(drawing.draw)
-            except AWAY as error:  # the next drawing shows it
+            except AWAY as error:  # the next drawing shows the change
                 log.info("flow run %s: its artifacts wait for the journal: %s", self._heading.name, error)
                 return
             for artifact in drawn:

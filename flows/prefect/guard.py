@@ -72,7 +72,7 @@ class GuardedApp:
         await answers(scope, receive, _without_frames(send))
 
     def _refusal(self, headers: Headers) -> str:
-        """Why a request is refused; empty if it is not."""
+        """Why a request is refused; empty if it is accepted."""
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(host_name(hosts[0])):
             return f"Host is {', '.join(hosts)!r}: must be a name of this server's machine"

@@ -44,7 +44,7 @@ from tinkerflow.tasks.execution.recheck import Difference
 from tinkerflow.tasks.execution.restore import Restored
 
 _LABEL = 60  # characters of a client's name for a run, in the flow run's name
-_MOST_LINES = 200  # of logs that wait for a flow run
+_MOST_LINES = 200  # log lines that wait for a flow run
 _FINAL_STATES = {"Completed": Completed, "Failed": Failed, "Cancelled": Cancelled}
 _UNFINISHED = ("PENDING", "RUNNING", "PAUSED")  # controls.py ends the runs that are to be cancelled
 WAITING = "the engine is not executing the run now; it continues with its next request"
@@ -65,9 +65,10 @@ class Mirror:
     ) -> None:
         """Nothing is shown yet.
 
-        connection, pacing: to Prefect, and of task runs. journal: for the artifacts of training runs, and the states of
-        runs that an earlier engine left behind; None: neither. api_url: of our console. budget_tokens: training tokens
-        of a run after which Prefect gets an event; 0: never. drift_limits: of `DRIFT_FIGURES`. store: of histories.
+        connection: to Prefect. pacing: of task runs. journal: for the artifacts of training runs, and for the states of
+        runs that an earlier engine left behind; None: neither is shown. api_url: our console's URL. budget_tokens:
+        training tokens of a run after which Prefect gets an event; 0: never. drift_limits: limits of `DRIFT_FIGURES`.
+        store: contains the histories.
         """
         self.connection = connection
         self._journal, self._api_url, self._store = journal, api_url, store
@@ -146,9 +147,9 @@ class Mirror:
     ) -> list[RunMirror]:
         """The mirror of one model's training run; none without Prefect.
 
-        model_id, base_model, created_at: of the run. label: the client's name for it. adopted: the flow run that a
-        person retried, in which the run continues. trained, steps: the tokens and optimizer steps that it was trained
-        before.
+        model_id, base_model, created_at: the run's. label: the client's name for the run. adopted: the flow run that a
+        person retried, in which the run continues. trained, steps: the tokens and optimizer steps that the run was
+        trained before.
         """
         if not self.is_on:
             return []
@@ -189,8 +190,9 @@ class RunMirror:
     ) -> None:
         """The flow run begins now, or as soon as Prefect is back and there is something to show.
 
-        mirror, heading: of the runner, and of its flow run. short: the beginning of task runs' names. adopted: the flow
-        run to continue. model_id, drawing, trained, steps: of a training run, its artifacts, and its past.
+        mirror: the runner's mirror. heading: its flow run's heading. short: the beginning of task runs' names. adopted:
+        the flow run to continue. model_id, drawing, trained, steps: a training run's id, artifacts, and earlier tokens
+        and steps.
         """
         self._mirror = mirror
         self._connection = mirror.connection

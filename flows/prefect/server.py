@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
 STOP_SECONDS = 5.0
-PORT_SECONDS = 2.0  # for the server of a killed engine to release its port
+PORT_SECONDS = 2.0  # time for the server of a killed engine to release its port
 SILENT_SECONDS = 120.0  # longer than waits on a busy machine: a minute was seen while its SQLite file was locked
 _RETENTION_DAYS = 30
 # Seconds between writes. The recorder cuts fractions off (prefect 3.8.8): below 1 it spins, and takes a whole core.
@@ -39,7 +39,7 @@ _BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}
 
 @dataclass(frozen=True)
 class PrefectServer:
-    """A running embedded server. access: how to reach it. log: the file that its output is appended to."""
+    """A running embedded server. access: how to reach the server. log: the file that its output is appended to."""
 
     access: PrefectAccess
     data_dir: Path
@@ -130,8 +130,9 @@ def check_versions(prefect: str = version("prefect"), sqlalchemy: str = version(
 async def start_server(data_dir: Path, listener: socket.socket, public_url: str = "") -> PrefectServer:
     """Start a server that answers at `listener`, with its database, pages and log (prefect.log) in `data_dir`.
 
-    listener: see `listen`. public_url: of a proxy that serves it to people, if there is one. ServerError: the server
-    ends, or does not answer within START_SECONDS, with the end of its log in the message; or the versions are wrong.
+    listener: see `listen`. public_url: the URL of a proxy that serves it to people, if there is one. ServerError: the
+    server ends, or does not answer within START_SECONDS, with the end of its log in the message; or the versions are
+    wrong.
     """
     check_versions()
     credential = make_credential(data_dir)

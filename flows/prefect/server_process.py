@@ -1,8 +1,8 @@
 """The process of the embedded Prefect server: `python -m …server_process SOCKET PARENT [PUBLIC_URL]`.
 
 It replaces `prefect server start`, without Prefect's command line. SOCKET: the number of the listening socket
-that the parent has opened. PARENT: the parent's process id. This process ends when the parent ends. PUBLIC_URL: of a
-proxy that serves it to people.
+that the parent has opened. PARENT: the parent's process id. This process ends when the parent ends. PUBLIC_URL: the URL
+of a proxy that serves it to people.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from prefect.states import Completed, Failed
 from tinkerflow.backend.journal import Outcome
 from tinkerflow.tasks.execution.operation import Operation
 
-# A run's page with 500 task runs takes six seconds to open (tests/benchmarks/RESULTS.md). So task runs show more and
-# more operations: five million operations of one run are 200 task runs.
+# A run's page with 500 task runs takes six seconds to open (tests/benchmarks/RESULTS.md). Therefore each later task run
+# shows more operations: 200 task runs show five million operations of one run.
 SINGLE = 60  # task runs of one batch each
 GROWTH = 1.1  # of the operations of each later task run
 
