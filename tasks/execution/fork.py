@@ -23,7 +23,7 @@ from tinkerflow.tasks.execution.state_transfers import meta_of
 
 log = logging.getLogger(__name__)
 
-KEPT_SECONDS = 86400.0  # an expired fork is made again at its next use
+KEPT_SECONDS = 86400.0  # seconds until a fork expires; its next use makes it again
 
 
 @dataclass(frozen=True)

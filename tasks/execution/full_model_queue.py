@@ -1,4 +1,4 @@
-"""The queue for full-parameter models: only as many are sampled at a time as fit into the workers' host memory.
+"""The queue for full-parameter models: only as many are sampled at once as fit into the workers' host memory.
 
 The weights of such a model stay in each worker's host memory while it is sampled, so requests for other models wait
 here. All requests wait in one queue, which owners share fairly (`FairQueue`, one request costs one). The first request
@@ -35,7 +35,7 @@ class FullModelQueue:
 
     @property
     def most(self) -> int:
-        """The number of models that may be sampled at a time."""
+        """The number of models that may be sampled at the same time."""
         return 1 + (self.host_bytes // self._size if self._size else 0)
 
     def loaded(self, size: int) -> None:

@@ -35,8 +35,8 @@ class HistoryReplay:
     ) -> None:
         """Load nothing yet.
 
-        context: bound to a worker group. adapter_id: of the replay. execute: the operations that change a model. Other
-        operations are skipped.
+        context: bound to a worker group. adapter_id: the replay's adapter. execute: the operations that change a model.
+        Other operations are skipped.
         """
         self.requests = 0
         self.differs: PastRequest | None = None
@@ -52,8 +52,8 @@ class HistoryReplay:
     async def run(self, start: int, last: int) -> None:
         """Execute the requests after `start` up to `last`. start: -1 for the creation.
 
-        GroupFailedError: the group ended. NotFoundError: the history lacks some of them. StoreError: a part of the
-        history is damaged. ServerError: a request that succeeded before fails.
+        GroupFailedError: the group ended. NotFoundError: the history lacks some of these requests. StoreError: a part
+        of the history is damaged. ServerError: a request that succeeded before fails.
         """
         run_id, reached = self._model.id, start
         history = past_requests(self._context.journal, self._context.store, run_id, after=start)

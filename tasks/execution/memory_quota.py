@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES
 
-IMAGES = 2 * MAX_REQUEST_PIXEL_BYTES  # bytes of pixels of one project
+IMAGES = 2 * MAX_REQUEST_PIXEL_BYTES  # bytes of one project's pixels
 BODIES = 2**26  # bytes of one project's bodies, while they are read
 
 

@@ -67,10 +67,10 @@ R = TypeVar("R", bound=Reply)
 
 log = logging.getLogger(__name__)
 
-READ_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, *[5.0] * 60)  # seconds: a database may be away for minutes
-WRITE_PAUSES = tuple(0.05 * 2**n for n in range(8))  # seconds: about 13 s without a database
-MOST_CRASHES = 2  # of worker groups that were executing a request
-MOST_DEATHS = 6  # crashes included
+READ_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, *[5.0] * 60)  # in seconds: a database may be away for minutes
+WRITE_PAUSES = tuple(0.05 * 2**n for n in range(8))  # in seconds: about 13 s in all without a database
+MOST_CRASHES = 2  # ended worker groups that were executing a request
+MOST_DEATHS = 6  # ended groups, crashes included
 _MOST = 64  # outcomes in one transaction
 Finish = Callable[[Sequence[Outcome]], object]
 _DECODERS = 4  # threads; one project uses at most half of them
@@ -365,7 +365,7 @@ class AnswerWriter:
             self._writer = None
 
     async def _write_batch(self, batch: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
-        """Store all in one transaction. If the database rejects the content of one, store each separately."""
+        """Store all outcomes in one transaction. If the database rejects one outcome, store each separately."""
         together = await self._store([outcome for outcome, _ in batch])
         for outcome, written in batch:
             error = together

@@ -4,7 +4,7 @@ A recovery snapshot ends an interval of a run. If the run has a history, a share
 separate adapter, each from the snapshot before it. Each result must equal the recorded one, byte for byte. The first
 difference shows the step at which a device, the memory or a program computed different bits. A third execution decides
 whether the recorded result was wrong. If so, or if all three differ, the run stops. The hosts of the worker group are
-always taken out of service, because one of their results was wrong.
+always taken out of service, because one of its results was wrong.
 
 A base model has one worker group, whose processes compute each result together. All executions therefore use the same
 devices, and the hosts of the group are the smallest unit that can be taken out.
@@ -37,8 +37,9 @@ _MEANINGS: Mapping[Wrong, str] = {
 class Difference:
     """A result that differs when it is computed again.
 
-    kind, seq_id: of the first such request. step: the step that the request made or belongs to. devices: of the worker
-    group. places: the group's ranks with their hosts. wrong: which result was wrong, according to a third execution.
+    kind, seq_id: the first such request's. step: the step that the request made or belongs to. devices: the worker
+    group's devices. places: the group's ranks with their hosts. wrong: which result was wrong, according to a third
+    execution.
     """
 
     kind: str
@@ -57,10 +58,10 @@ class Difference:
 async def recheck(
     context: ExecutionContext, taken: SnapshotTaken, execute: Mapping[Kind, Execute]
 ) -> Difference | None:
-    """Execute the interval that ends with the snapshot again, if it is drawn. Returns the first difference.
+    """Execute again the interval that ends with the snapshot, if the interval is drawn. Returns the first difference.
 
-    context: bound to the worker group. execute: the operations that change a model. If an interval cannot be executed
-    again, that is logged.
+    context: bound to the worker group. execute: the operations that change a model. An interval that cannot be executed
+    again is logged.
     """
     if random.random() >= context.recheck_share:
         return None

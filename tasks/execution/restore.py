@@ -133,7 +133,7 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
                 await context.send(ImportAdapter(model_id, good[1]), Done)
                 _compare_programs(context, model_id, good[2])
             return good[0] if good else None, tuple(unreadable.values())
-        for path in bad:  # then read the list again: a snapshot may have been recorded that depends on them
+        for path in bad:  # then read the list again: a new snapshot may depend on the unreadable ones
             await context.read(recovery.forget_snapshot, path)
 
 
@@ -215,7 +215,7 @@ class _Replay:
                 self.copies[request.id] = await self._operations.copy_state(execution)
                 return
             outcome = await self._operations.execute[request.kind](execution)
-            if executed.succeeded is False and outcome.error is None:  # its answer was not stored, or came too late
+            if executed.succeeded is False and outcome.error is None:  # the answer was not stored, or came too late
                 log.error(
                     "%s (seq_id %s) of model %s was answered as failed, but succeeds when it is replayed",
                     request.kind,
@@ -223,7 +223,7 @@ class _Replay:
                     request.model_id,
                 )
             for effect in outcome.effects:
-                if isinstance(effect, SnapshotTaken):  # from a load whose first snapshot could not be read
+                if isinstance(effect, SnapshotTaken):  # after a load with an unreadable first snapshot
                     await record(self._context, effect)
         except (GroupFailedError, AllocationError):  # not a failure of the request
             raise

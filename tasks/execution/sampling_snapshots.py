@@ -15,7 +15,7 @@ class Snapshots:
     """The engine's list of the snapshots in the group. A stored snapshot is loaded when it is sampled."""
 
     def __init__(self, saves: Saves) -> None:
-        """Begin with an empty list. saves: the saves in progress. Their snapshots are not stored, and are kept."""
+        """Begin with an empty list. saves: the saves in progress. Their snapshots are not stored yet, and are kept."""
         self._saves = saves
         self._present: dict[str, SnapshotHeld] = {}
         self._recorded: dict[str, None] = {}  # least recently used first
@@ -72,7 +72,7 @@ class Snapshots:
 
         most: the number of most recently used snapshots that are exempt, not counting snapshots on the host. Of the
         latter, only the most recently used one is exempt. coming: another snapshot on the host is about to be loaded,
-        so none of them is exempt. host_bytes: host memory in bytes that the other snapshots may take.
+        so no snapshot there is exempt. host_bytes: host memory in bytes that the other snapshots may take.
         """
         last_used = [*self._recorded, *(name for name in self._present if name not in self._recorded)]
         on_host = [name for name in last_used if self._present[name].on_host]

@@ -34,7 +34,7 @@ from types import TracebackType
 
 from tinkerflow.backend.core.errors import GroupFailedError
 
-MOST_DETACHED = 4  # saves of one model that are written at a time; each keeps a copy of the model in memory
+MOST_DETACHED = 4  # saves of one model that are written at the same time; each keeps a copy of the model in memory
 
 
 # ------------------------------------------------------------------ the progress of saves
@@ -238,8 +238,8 @@ class Slot:
 async def replay_in_order(model_id: str, works: Sequence[Callable[[Slot], Awaitable[None]]]) -> None:
     """Execute operations again, each in its own slot, so that they overlap in the pool and keep their order.
 
-    model_id: of the adapter. works: each gets its slot and must end it. The first failure is raised after the other
-    operations are cancelled. They neither detach saves nor wait for any.
+    model_id: the adapter's model. works: each gets its slot and must end this slot. The first failure is raised after
+    the other operations are cancelled. They neither detach saves nor wait for any.
     """
     sequencer = Sequencer(model_id, Saves())
     running = [asyncio.ensure_future(work(sequencer.slot())) for work in works]

@@ -2,8 +2,8 @@
 
 If every process reaches the store, each reads and writes its own part of a state, and the engine sends only names. If
 some process does not (a local store with workers on another host), the engine reads and writes full states, which
-travel with commands. Only this module distinguishes the two cases. If a process fails to read a state, the engine
-tries.
+travel with commands. Only this module distinguishes the two cases. If a process fails to read a state, the engine tries
+to read it.
 
 Recovery snapshots are committed like checkpoints, under a kind that clients never see. `__init__.py` explains their
 purpose, and flows/runner.py decides when one is taken.
@@ -88,7 +88,7 @@ class Copy:
     """A copy of a model that becomes a recovery snapshot. It is begun in its slot and committed later."""
 
     def __init__(self, context: ExecutionContext, model_id: str, name: str) -> None:
-        """Begin to copy. name: of the snapshot, never used before."""
+        """Begin to copy. name: the snapshot's name, never used before."""
         self._context, self._model_id, self._name = context, model_id, name
         self._folder = context.store.new_folder(model_id, RECOVERY, name) if context.pool.reaches_store else ""
         export = ExportAdapter(model_id, optimizer=True, keep=self._folder)
@@ -166,7 +166,7 @@ def meta_of(context: ExecutionContext, owner: str, request_id: str = "") -> Chec
 
 
 async def record(context: ExecutionContext, taken: SnapshotTaken) -> bool:
-    """Record a commit in the journal. Deletes it and returns False if it must not be used."""
+    """Record a commit in the journal. Deletes the commit and returns False if it must not be used."""
     if await context.read(context.journal.recovery.snapshot_taken, taken):
         return True
     await context.in_store(context.store.delete, taken.path)

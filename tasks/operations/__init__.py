@@ -20,4 +20,4 @@ OPERATIONS = OperationTable(
     },
     save_weights.copy_state,
 )
-SAVES = frozenset((Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL))  # they may be detached
+SAVES = frozenset((Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL))  # these may be detached

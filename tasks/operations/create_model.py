@@ -22,5 +22,5 @@ async def execute(execution: Execution) -> Outcome:
 
 
 def spec_of(model: ModelView | CheckpointView) -> LoraSpec:
-    """The shape of the adapter that the row of a model or checkpoint describes."""
+    """The shape of the adapter that a model's or checkpoint's row describes."""
     return LoraSpec(model.rank, model.train_attn, model.train_mlp, model.train_unembed, model.expert_rank)

@@ -69,7 +69,8 @@ async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bo
     """The state and the commit of a checkpoint that passed `check_readable`.
 
     optimizer: include the optimizer's moments. Without them, the step is 0 and the optimizer starts fresh.
-    NotFoundError: the checkpoint is no longer in the store. UserError: moments are wanted, but it contains none.
+    NotFoundError: the checkpoint is no longer in the store. UserError: moments are wanted, but the checkpoint contains
+    none.
     """
     try:
         state, saved = await context.in_store(context.store.load, path)
@@ -83,7 +84,7 @@ async def read_checkpoint(context: ExecutionContext, path: str, *, optimizer: bo
 
 
 async def check_readable(context: ExecutionContext, owner: str, path: str, access: str | None = None) -> CheckpointView:
-    """The checkpoint's row. NotFoundError or UserError if `owner` may not load it, or if its base model differs.
+    """The checkpoint's row. NotFoundError or UserError: `owner` may not load it, or its base model differs.
 
     A state that exists only in its run's history is first recomputed and saved (fork.py).
     """

@@ -61,8 +61,8 @@ from tinkerflow.tasks.operations.load_weights import check_readable, gone
 log = logging.getLogger(__name__)
 
 _CANCELLED = "sampling was stopped: the request has already been answered"
-_IDLE_SECONDS = 0.05  # without requests and training, before a piece of an answer is prefilled
-_POLL_SECONDS = 0.1  # between checks whether published weights are in the store
+_IDLE_SECONDS = 0.05  # idle time, without requests and training, before a piece of an answer is prefilled
+_POLL_SECONDS = 0.1  # seconds between checks whether published weights are in the store
 
 
 @dataclass
@@ -71,10 +71,10 @@ class _Sample:
 
     The body itself is not kept, because its prompt is a list that takes 36 bytes for each token.
 
-    prompt: number of tokens. targets: its target_prompt_logprobs. records: whether its sequences are recorded. ended:
-    gets its outcome; None before it waits for the decode batch. joined: when it joined the batch. cancelled: whether
-    the request was answered early, because its client or session ended. is_separate: whether it waits in a queue of its
-    own project. Such a request does not count toward the limit of waiting requests.
+    prompt: number of tokens. targets: the request's target_prompt_logprobs. records: whether its sequences are
+    recorded. ended: gets the outcome; None before the request waits for the decode batch. joined: when it joined the
+    batch. cancelled: whether the request was answered early, because its client or session ended. is_separate: whether
+    it waits in a queue of its own project. Such a request does not count toward the limit of waiting requests.
     """
 
     request: Pending
@@ -90,11 +90,11 @@ class _Sample:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for the decode batch, or is in it."""
+        """Whether the request waits for the decode batch, or is in the batch."""
         return self.ended is not None and not self.ended.done()
 
     def end(self, outcome: Outcome | Exception) -> None:
-        """If it still waits, let it continue with its outcome, or with the reason why there is none."""
+        """If the request still waits, let it continue with its outcome, or with the reason why there is no outcome."""
         if self.ended is None or self.ended.done():
             return
         if isinstance(outcome, Outcome):
@@ -122,7 +122,7 @@ class SampleRequests:
 
     @property
     def ids(self) -> frozenset[str]:
-        """Ids of the requests."""
+        """The requests' ids."""
         return frozenset(self._samples)
 
     @property
@@ -136,7 +136,7 @@ class SampleRequests:
         return sum(not sample.is_separate for sample in self._samples.values())
 
     async def drain(self) -> None:
-        """Wait until all are answered. The decode batch must keep running."""
+        """Wait until all requests are answered. The decode batch must keep running."""
         while self._samples:
             await asyncio.wait([sample.task for sample in self._samples.values()])
 
@@ -265,7 +265,7 @@ class _SampleOperation:
         # "constraint" may contain escapes.
         slow = not blank or b'"constraint"' in payload or b"\\" in payload
         if slow:
-            self._separate()  # it waits for its project's other checks, and then for its turn to compile
+            self._separate()  # the constraint waits for its project's other checks, and then for its turn to compile
         size = INLINE_BYTES + 1 if slow else len(payload)
         return await self._context.decode(sample.request.owner, size, parse)
 
@@ -286,7 +286,7 @@ class _SampleOperation:
 
     async def _load_and_sample(self, command: SampleRequest) -> Outcome:
         sampler, command = self._sample.sampler, replace(command, trace=tracing.current.get())
-        snapshot = sampler.snapshot_id  # None: the base model
+        snapshot = sampler.snapshot_id  # None for the base model
         if sampler.model_path is not None:
             snapshot = f"{sampler.id}@{self._context.pool.generation}"
         if snapshot is None:
@@ -309,18 +309,18 @@ class SampleBatch:
         """Begin with an empty batch. context: bound to the worker group. Tasks of `group` stream tokens."""
         self.context = context
         self._group = group
-        self._waiting: dict[str, _Sample] = {}  # waiting for the batch, or in it
-        self._admit: FairQueue[SampleRequest] = FairQueue()  # they join with the next steps
+        self._waiting: dict[str, _Sample] = {}  # requests that wait for the batch or are in it
+        self._admit: FairQueue[SampleRequest] = FairQueue()  # requests that join with the next steps
         # The constraints that the group keeps compiled, by owner, least recently used first. sampler.py has the same.
         self._compiled = OrderedDict[tuple[str, Constraint], None]()
         self._compiles = False  # whether the current step compiles a constraint
         self._compile_at = 0.0  # the event loop's time from which the next constraint may be compiled
-        self._cancel: list[str] = []  # they leave with the next step
-        self._decoding: set[str] = set()  # in the batch
+        self._cancel: list[str] = []  # requests that leave with the next step
+        self._decoding: set[str] = set()  # requests in the batch
         self._suspects: set[str] = set()  # were in a group that crashed; each is decoded alone until it is answered
         self._has_work = asyncio.Event()
         self._answers = False  # whether the group has answers to prefill
-        self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
+        self._streamed: list[StreamedTokens] = []  # tokens that go into the journal with the next write
         self._streaming: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -386,7 +386,7 @@ class SampleBatch:
             return
         except Exception as error:  # noqa: BLE001  each request in the batch fails with it
             self._fail(self._decoding, error)
-            self._cancel += sorted(self._decoding)  # the group may still have them
+            self._cancel += sorted(self._decoding)  # the group may still have these requests
             self._decoding = set()
             return
         if self._compiles:
@@ -460,7 +460,7 @@ class SampleBatch:
             sample.end(failed[sample.request.id])
         self._give_back(error)
         generation = await self.context.pool.serving()
-        self._give_back(error)  # also later requests, which depend on snapshots that the group held
+        self._give_back(error)  # also interrupt later requests, which depend on snapshots that the group held
         self.context = self.context.bound_to(generation)
 
     def _give_back(self, error: GroupFailedError) -> None:

@@ -90,7 +90,7 @@ async def save_weights_for_sampler(execution: Execution) -> Outcome:
     snapshot_id = inflight_id(model_id) if wanted.inflight else request.id
     opened = sampler_id(request.session_id, wanted.sampling_session_seq_id)
     sampler = NewSampler(opened, request.session_id, request.owner, context.card.name, snapshot_id=snapshot_id)
-    if request.answered:  # by a worker group that has ended; a replay has copied the published weights
+    if request.answered:  # a worker group that has ended published the weights; a replay has copied them
         return await _store_again(execution, sampler)
     await context.read(context.journal.samplers.check_free, sampler)
     recompute = (wanted.kv_cache or context.inflight_kv_cache) == "recompute"
@@ -134,10 +134,11 @@ async def _save(
 ) -> CheckpointSaved:
     """Copy the state, and commit it to the store as the checkpoint `name` of this `kind`. Returns its row.
 
-    The save is detached once the state is copied. execution: of the save. ttl_seconds: until it expires; None: never.
-    user_metadata: for people, none by default. overwrite: replace a checkpoint of this name. The name of
-    a deleted or expired checkpoint can always be reused. recipients: the keys that can decrypt an export; without them
-    it is not encrypted. StoreError: the store failed. UserError: the name is taken.
+    The save is detached once the state is copied. execution: the save's execution. ttl_seconds: seconds until the
+    checkpoint expires; None: never. user_metadata: for people, none by default. overwrite: replace a checkpoint of this
+    name. The name of
+    a deleted or expired checkpoint can always be reused. recipients: the keys that can decrypt an export; without
+    recipients, the export is not encrypted. StoreError: the store failed. UserError: the name is taken.
     """
     state = await copy_state(execution)
     await execution.slot.detach()

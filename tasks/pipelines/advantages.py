@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-_SMALL = 1e-6  # added to standard deviations: groups with equal rewards have none
+_SMALL = 1e-6  # added to standard deviations, which are 0 in groups with equal rewards
 
 
 def group_mean(rewards: Sequence[Floats]) -> list[Floats]:

@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 from pydantic import Field
 
-LOOK_SECONDS = 2  # between two checks for an answer
+LOOK_SECONDS = 2  # seconds between two checks for an answer
 
 
 class Approval(RunInput):
@@ -29,7 +29,7 @@ class Approval(RunInput):
 
 
 async def approval(question: str, hours: float) -> Approval | None:
-    """Wait for a person's answer to the form on the page of the run `approval of NAME`, NAME being this flow run.
+    """Wait for a person's answer to the form on the page of the run `approval of NAME`. NAME is this flow run's name.
 
     question: Markdown that the form shows. hours: the time limit. Returns None if no one answers within it.
     """
@@ -45,7 +45,7 @@ async def _ask(question: str, hours: float, asker: str) -> Approval | None:
     try:
         return await apause_flow_run(form, timeout=seconds, poll_interval=LOOK_SECONDS, key=key)
     except FlowPauseTimeout:
-        async with get_client() as client:  # otherwise Prefect would fail a run whose pause has expired
+        async with get_client() as client:  # otherwise Prefect would fail a run after its pause has expired
             state: State[None] = Running(message=f"no one answered within {hours:g} hours")
             await client.set_flow_run_state(str(flow_run.id), state, force=True)
         return None

@@ -31,13 +31,13 @@ from tinkerflow.tasks.pipelines.progress import Sample, SegmentRecord, StepMetri
 
 log = logging.getLogger(__name__)
 
-LIVE_SECONDS = 2.0  # between two updates of the progress
-LINE_SECONDS = 10.0  # between two log lines about steps
+LIVE_SECONDS = 2.0  # seconds between two updates of the progress
+LINE_SECONDS = 10.0  # seconds between two log lines about steps
 MOST_ROWS = 200
-MOST_POINTS = 1000  # of a line in a picture
+MOST_POINTS = 1000  # points of a line in a picture
 
-# Code that runs a flow in this process may set these. follower: shows progress; called with the step, the number of
-# steps and the step's metrics.
+# Code that runs a flow in this process may set these variables. follower: shows progress; called with the step, the
+# number of steps and the step's metrics.
 follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
 # phases: shows the phase of the run before its next step.
 phases: ContextVar[Callable[[str], None] | None] = ContextVar("phases", default=None)
@@ -84,7 +84,7 @@ class RunArtifacts:
         self._clock = clock or SystemClock()
         self._made: dict[str, UUID] = {}
         self._written_at = self._logged_at = -math.inf
-        self._first: tuple[int, float] | None = None  # the first step of this process, and when it was made
+        self._first: tuple[int, float] | None = None  # the number and the time of this process's first step
 
     async def progress(self, step: int, steps: int, values: Mapping[str, float]) -> None:
         """Show the progress of the run: a line every LINE_SECONDS, an artifact every LIVE_SECONDS, both at the end."""
@@ -140,7 +140,7 @@ class RunArtifacts:
         await self.text("data", "\n\n".join(data_page(name, report) for name, report in reports.items()), "data report")
 
     async def samples(self, segments: Sequence[SegmentRecord]) -> None:
-        """Show the answers after the first segment and after the last four, one column for each.
+        """Show the answers after the first segment and after the last four segments, with one column for each segment.
 
         A run may be resumed with other prompts for samples. A prompt that a segment did not sample has no answer there.
         """

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_SECONDS = 2.0
-LAST_SECONDS = 10.0  # for the answers of the last step; Prefect kills a cancelled run after 30 s
+LAST_SECONDS = 10.0  # time for the answers of the last step; Prefect kills a cancelled run after 30 s
 STUCK_SECONDS = 3.0  # how long code may block the event loop after a signal before it is interrupted
 _STOPPING = "stopping after this step, with its state saved; press Ctrl-C again to stop without saving"
 
@@ -55,7 +55,7 @@ class Control:
         self.flow_run = flow_run
         self.interrupted = ""  # the place of user code that blocked the event loop after a request to stop
         self._limit: asyncio.Timeout | None = None
-        self._gradual = 0  # blocks that end by themselves
+        self._gradual = 0  # number of open blocks that end by themselves
         self._stop = asyncio.Event()
         self._go = asyncio.Event()
         self._go.set()

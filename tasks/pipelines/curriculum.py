@@ -13,7 +13,7 @@ class Curriculum:
     """A pool of rows that grows from the easiest ones to all."""
 
     def __init__(self, rows: Sequence[Row], parameters: CurriculumParameters, steps: int, least: int) -> None:
-        """steps: of the training. least: minimum size of a pool. UserError: a row has no difficulty."""
+        """steps: number of training steps. least: minimum size of a pool. UserError: a row has no difficulty."""
         self._easiest_first = sorted(rows, key=lambda row: _difficulty(row, parameters.by))  # stable for equal rows
         self._first = parameters.first
         self._least = min(least, len(rows))

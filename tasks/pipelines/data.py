@@ -23,14 +23,14 @@ from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
 
 _SHOWN_ERRORS = 20
 _QUARANTINED = 20_000  # characters of a bad row in the quarantine
-FIRST_ROWS = 100  # by which the form of a data set is chosen
+FIRST_ROWS = 100  # first rows that determine the form of a data set
 
 
 @dataclass(frozen=True)
 class Use:
     """How a pipeline uses the rows of a data set.
 
-    name: of the pipeline. schemas: the schemas that it accepts. max_tokens: longest sequence, or longest prompt.
+    name: the pipeline's name. schemas: the schemas that it accepts. max_tokens: longest sequence, or longest prompt.
     learns: the pipeline trains on (or scores) the answers of rows. Otherwise it uses prompts, and samples answers.
     extra: the other fields that it uses; None = all. answer_tokens: longest sampled answer, which shares the context
     with its prompt.
@@ -74,7 +74,7 @@ class _Problem:
 
 
 class DataReport(BaseModel):
-    """The result of a check. digest: of the good rows, which `load_rows` reads from the work folder."""
+    """The result of a check. digest: the digest of the good rows, which `load_rows` reads from the work folder."""
 
     url: str
     form: str = Field("", description="how the rows are written; empty = no form has their fields")
@@ -110,7 +110,7 @@ class DataReport(BaseModel):
 
 
 class DataCheckError(UserError):
-    """More rows are wrong, or fewer are good, than the source allows. `report` contains the figures."""
+    """More rows are wrong or fewer rows are good than the source allows. `report` contains the figures."""
 
     def __init__(self, message: str, report: DataReport) -> None:
         """message: names the data, the value and the limit."""
@@ -122,7 +122,7 @@ class DataCheckError(UserError):
 class ReadRows:
     """The rows of a source: `good` rows with their content, and in `quarantine` each bad row with its error.
 
-    empty: the places of table rows without any value, which are neither good nor bad.
+    empty: the places of table rows without any values, which are neither good nor bad.
     """
 
     reader: RowReader
@@ -240,7 +240,8 @@ def tokenize(rows: Sequence[Row], renderer: Renderer, use: Use) -> Tokenized:
 
 
 def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
-    """Read and validate rows without tokenizing them. most: rows to read; 0 = as many as the source allows."""
+    """Read and validate rows without tokenizing them. most: number of rows to read; 0 = as many as the source allows.
+    """
     if use.extra is not None:
         refuse_unknown_fields(f"{source.parameter}.columns.", source.columns, use.extra)
     items = islice(read_rows(source), most or source.limit or None)
@@ -363,7 +364,7 @@ def _tokenized(work_url: str, key: str, rows: Sequence[Row], renderer: Renderer,
 def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use) -> DataReport:
     """Check all rows of a source, and store the good ones and their tokens in the work folder.
 
-    DataCheckError: more rows are wrong, or fewer are good, than the source allows. UserError: no sequence is short
+    DataCheckError: more rows are wrong or fewer rows are good than the source allows. UserError: no sequence is short
     enough, or the pipeline does not accept the schema.
     """
     report, read, tokenized = inspect(source, renderer, use, work_url)
@@ -378,7 +379,7 @@ def check_source(source: DataSource, work_url: str, renderer: Renderer, use: Use
 
 
 def refuse_bad(source: DataSource, report: DataReport) -> None:
-    """Raise DataCheckError if more rows are wrong, or fewer are good, than the source allows."""
+    """Raise DataCheckError if more rows are wrong or fewer rows are good than the source allows."""
     total = report.rows + report.bad_rows
     if not total:
         raise DataCheckError(f"{source.parameter}.url {source.url!r}: is empty: it contains no rows", report)

@@ -34,9 +34,9 @@ Reward = Callable[[Facts, str], float | Awaitable[float]]
 
 @dataclass(frozen=True)
 class Reply:
-    """The environment's reply to an answer: a reward, and the next messages. No messages: the conversation ends.
+    """The environment's reply to an answer: a reward, and the next messages. Without messages, the conversation ends.
 
-    parts: of the reward, by name, for people who look at rollouts. Training ignores them.
+    parts: the parts of the reward by name, for people who look at rollouts. Training ignores them.
     """
 
     reward: float
@@ -47,7 +47,8 @@ class Reply:
 class EnvironmentUnavailableError(ServerError):
     """Raised by an environment whose infrastructure failed: its sandbox died, or its server cannot be reached.
 
-    The failure does not depend on the model. The conversation is begun again, and is left out if that also fails.
+    The failure does not depend on the model. The conversation is begun again, and is left out if the second attempt
+    also fails.
     """
 
 
@@ -122,7 +123,7 @@ def facts_of(row: Row) -> Facts:
 def load(field: str, path: str) -> Callable[..., Any]:
     """Import `package.module:name`. Our own rewards are never refused.
 
-    UserError: of `import_named` or `refuse_code`, or the object is not callable.
+    UserError: raised by `import_named` or `refuse_code`, or the object is not callable.
     """
     if path.partition(":")[0] != REWARDS:
         refuse_code(field, path)
@@ -135,7 +136,7 @@ def load(field: str, path: str) -> Callable[..., Any]:
 def check_methods(environment: object, name: str) -> None:
     """Raise UserError unless the methods of an environment, or of a class of environments, are `async def`.
 
-    name: of the environment, for the error.
+    name: the environment's name, for the error.
     """
     for method in ("begin", "answered", "stopped", "close"):
         found = getattr(environment, method, None)
@@ -162,8 +163,8 @@ def refuse_code(field: str, path: str) -> None:
 def called_tools(text: str) -> tuple[str, list[Json]]:
     """Split an answer into its text and its tool calls, with `name` and `arguments`.
 
-    Calls have the form of Hermes and Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Others stay in the text,
-    such as a call without a name, or with half of a surrogate pair, which no tokenizer accepts.
+    Calls have the form of Hermes and Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Other calls stay in the
+    text, such as a call without a name, or with half of a surrogate pair, which no tokenizer accepts.
     """
     calls = []
     for found in [*_CALL.finditer(text)]:
@@ -177,7 +178,7 @@ def called_tools(text: str) -> tuple[str, list[Json]]:
 
 
 def checked_messages(value: object) -> list[Message]:
-    """The messages of an environment. UserError: it is not a list, or one lacks its `role` or `content`."""
+    """The messages of an environment. UserError: this is not a list, or a message lacks its `role` or `content`."""
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
         messages = [*value]
         if all(isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one for one in messages):
@@ -187,7 +188,7 @@ def checked_messages(value: object) -> list[Message]:
 
 
 def checked_reward(value: object, what: str = "reward") -> float:
-    """The reward as a number. what: name of the value for the error. UserError: it is not a finite number."""
+    """The reward as a number. what: the value's name for the error. UserError: the reward is not a finite number."""
     if isinstance(value, SupportsFloat):  # also numbers of NumPy and PyTorch
         with suppress(TypeError, ValueError, OverflowError):
             if math.isfinite(number := float(value)):

@@ -1,9 +1,9 @@
 """Leaves out the rows that spoil a step: the step is made again without them, from the state before it.
 
 After each step, its gradient norm and loss are compared with those of earlier steps. If the step is unusual, each of
-its rows is computed alone, in a fork of the training run before the step (docs/history.md). Rows that are unlike the
-others are left out until the step is usual, and rows that do not spoil it are put back. Training then continues in a
-new run that begins with the fork, so its weights are those of a run that never had the rows. All of this depends only
+its rows is computed alone, in a fork of the training run before the step (docs/history.md). Rows that differ from the
+other rows are left out until the step is usual, and rows that do not spoil it are put back. Training then continues in
+a new run that begins with the fork, so its weights are those of a run that never had the rows. All of this depends only
 on the data and on recorded steps, so a retry finds the same rows.
 """
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_IN_FLIGHT = 16  # rows that are sent before the result of the first is awaited
-_SECONDS = 30.0  # for a request to the server
-HISTORY = {"history": "true"}  # metadata of runs whose steps can be forked
+_IN_FLIGHT = 16  # rows that are sent before the result of the first row is awaited
+_SECONDS = 30.0  # time limit of a request to the server
+HISTORY = {"history": "true"}  # metadata of runs with steps that can be forked
 
 
 class RowRecipe(Protocol):
@@ -63,7 +63,7 @@ class OutlierWatch:
         """run: the parameters, connection and artifacts. recipe: makes the steps."""
         self._run, self._recipe = run, recipe
         self._usual = UsualSteps()
-        self._accepted = 0  # the step that was made again; it passes, however unusual it is
+        self._accepted = 0  # the step that was made again, which passes however unusual it is
         self.left_out: list[LeftOutRow] = []
         self._page: list[str] = []
 
@@ -98,8 +98,8 @@ class OutlierWatch:
     async def go_back(self, run_id: str, step: int, metadata: Mapping[str, str]) -> tinker.TrainingClient:
         """Restore the model of a run before `step` in a new run. The step's worst rows are left out from now on.
 
-        step: counted from 1. metadata: of the new run. If no rows explain the step, none are left out, and it passes
-        unchanged.
+        step: counted from 1. metadata: the new run's metadata. If no rows explain the step, no rows are left out, and
+        the step passes unchanged.
         """
         path = f"tinker://{run_id}/weights/@{step - 1}"
         rows = self._recipe.batch(step - 1)
@@ -145,9 +145,9 @@ class OutlierWatch:
         """Find the worst rows without which the step is usual. Returns their numbers; none if there are no such rows.
 
         Rows are left out one after another, worst first, until the step is usual. Then each of them, worst first, is
-        put back if the step stays usual with it: a harmless row may be more unlike the others than the row that spoils
-        the step. Only rows with a reason are left out, because the gradients of all rows are large after too large a
-        step. worst: the rows of the step, from `ranked`.
+        put back if the step stays usual with it: a harmless row may differ more from the other rows than the row that
+        spoils the step. Only rows with a reason are left out, because the gradients of all rows are large after too
+        large a step. worst: the rows of the step, from `ranked`.
         """
         chosen: list[Collection[int]] = []
         for row in worst:

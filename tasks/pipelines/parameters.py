@@ -65,7 +65,7 @@ PathOrRun: TypeAlias = Annotated[str, Matches(r"(tinker://.+|[^/]+)?", f"{_PATH_
 Resume: TypeAlias = Annotated[str, Matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})?", _RESUME_RULE)]
 Metric = Literal["loss", "exact_match", "reward"]
 PolicyLoss: TypeAlias = Literal["importance_sampling", "ppo", "cispo", "gspo", "dro"]
-MOST_POINTS = 256  # of a sweep
+MOST_POINTS = 256  # points of a sweep's grid
 Import: TypeAlias = Annotated[
     str, Matches(r"([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?", "write module:function, as in rewards:vowels")
 ]
@@ -161,7 +161,7 @@ class PipelineParameters(RunParameters):
         return {"data": self.data} | ({"held_out": self.held_out} if self.held_out else {})
 
     def base_model_and_format(self) -> tuple[str, Format]:
-        """The base model that is wanted, empty = the first one, and the format of rows."""
+        """The requested base model (empty = the first one), and the format of rows."""
         return self.model.base_model, self.model.format
 
     @model_validator(mode="after")
@@ -245,7 +245,7 @@ class SamplingParameters(PipelineParameters):
         description="How many optimizer steps the sampled weights may lag behind the trained weights: as many steps "
         "sample while others train. A segment begins with fresh samples. 0 = each step samples, then trains.",
     )
-    uses_fields: ClassVar[frozenset[str] | None]  # in addition to those of the row's form; None = all
+    uses_fields: ClassVar[frozenset[str] | None]  # fields in addition to those of the row's form; None = all
 
     def use(self) -> Use:
         schemas: tuple[Schema, ...] = ("prompt", "prompt_completion", "chat")
@@ -472,7 +472,7 @@ class NightlyParameters(ComparedParameters):
 
 
 class GridParameters(Parameters):
-    """The values to try, in every combination. An empty list = only the value of the fine-tune."""
+    """The values to try, in every combination. An empty list stands for only the fine-tune's own value."""
 
     learning_rate: list[Annotated[float, Field(gt=0, le=1)]] = Field([], description="Highest learning rates.")
     rank: list[Annotated[int, Field(ge=1, le=512)]] = Field([], description="Ranks of the adapter.")

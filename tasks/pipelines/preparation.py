@@ -38,7 +38,7 @@ class PreparedRun:
     """A run whose data passed its checks.
 
     base: samples from the base model. renderer: tokenizes rows. work_url: the work folder. artifacts: the run's page
-    for people. reports: of the data sets `data` and, if given, `held_out`.
+    for people. reports: the reports on the data sets `data` and, if given, `held_out`.
     """
 
     pipeline: str
@@ -112,9 +112,9 @@ def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) 
 
 
 def begun_with(source: DataSource, run: str, work_url: str, renderer: Renderer, use: Use) -> DataReport:
-    """The report of `check_data`. Ratings change while a run is interrupted, so a run keeps those that it began with.
+    """The report of `check_data`. Ratings change while a run is interrupted, so a run keeps its first ratings.
 
-    source, work_url, renderer, use: of `check_data`. run: the name that retries share; "" keeps nothing.
+    source, work_url, renderer, use: see `check_data`. run: the name that retries share; "" keeps nothing.
     """
     if not (run and source.url.startswith(JOURNAL)):
         return check_data(source, work_url, renderer, use)

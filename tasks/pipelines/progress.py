@@ -71,8 +71,8 @@ class RunProgress:
     def __init__(self, work_url: str, run: str, plan: str, parameters: Mapping[str, object] | None = None) -> None:
         """Open the record of a run.
 
-        run: the name that retries share. plan: digest of everything that determines the outcome. parameters: those of
-        the plan by name, for the error if they differ. UserError: the run was begun with another plan, so its steps
+        run: the name that retries share. plan: digest of everything that determines the outcome. parameters: the plan's
+        parameters by name, for the error if they differ. UserError: the run was begun with another plan, so its steps
         would not fit.
         """
         self._work = open_work(work_url)
@@ -85,7 +85,7 @@ class RunProgress:
             raise _refusal(run, _changes(_parameters(work_url, run), orjson.loads(own))) from None
 
     def segments(self) -> list[SegmentRecord]:
-        """The finished segments, in order of steps. ServerError: one is missing."""
+        """The finished segments, in order of steps. ServerError: a segment is missing."""
         names = sorted(self._work.children(f"{self._folder}/segments"))
         found = [
             SegmentRecord.model_validate(read_json(self._work, f"{self._folder}/segments/{name}")) for name in names
@@ -99,7 +99,7 @@ class RunProgress:
 
     def add(self, segment: SegmentRecord) -> None:
         """Record the next segment. UserError: another process has already recorded it."""
-        names = self._work.children(f"{self._folder}/segments")  # of their last steps
+        names = self._work.children(f"{self._folder}/segments")  # the numbers of their last steps
         if segment.first_step != max((int(name.removesuffix(".json")) for name in names), default=0) + 1:
             raise UserError(f"{self._folder}: step {segment.first_step} was made by another process meanwhile")
         try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Format = Literal["chat", "text"]
 SpecialTokens = Literal["text", "tokens"]
-_VERSION = "2"  # of the rules below; part of cache keys
+_VERSION = "2"  # version of the rules below; part of cache keys
 _MARK = re.compile("\ufdd0(\\d+)\ufdd1")  # replaces a special token in a text; the two code points are noncharacters
 
 
@@ -37,7 +37,7 @@ class TokenizedExample:
 
     @property
     def learned(self) -> float:
-        """The sum of the weights that the loss uses: no token predicts the first one, which only texts weight."""
+        """The sum of the weights that the loss uses. No token predicts the first token, which only texts weight."""
         return float(self.weights[1:].sum())
 
     def scaled(self, factor: float) -> TokenizedExample:
@@ -148,7 +148,8 @@ class Renderer:
         return self.text(self._tokens(self._text([*row.prompt, row.chosen[0]], row.tools)[len(before) :]))
 
     def prompt_example(self, row: Row) -> TokenizedExample:
-        """The row's prompt as a sequence with weights of 0. RowError: of `prompt`, or the row is a plain text."""
+        """The row's prompt as a sequence with weights of 0. RowError: raised by `prompt`, or the row is a plain text.
+        """
         if not row.prompt:
             raise RowError("text", row.text, "is not a prompt")
         tokens = self.prompt(row.prompt, row.tools)
@@ -159,7 +160,7 @@ class Renderer:
 
         Usually this is one sequence. Some templates rewrite earlier turns when later turns follow, for example to
         drop reasoning. Then each assistant message becomes one sequence, preceded by exactly the tokens that sampling
-        sees. The two answers of a preference are one group. A text is cut into equal sequences of at most
+        sees. The two answers of a preference form one group. A text is cut into equal sequences of at most
         `longest_text` tokens (0 = not cut).
 
         RowError: the template rejects the row, or does not show one of its fields.
@@ -282,7 +283,8 @@ class Renderer:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether the tokenizer begins every text with a space, as Llama 2's, even if it continues another text."""
+        """Whether the tokenizer begins every text with a space, as Llama 2's does, even if it continues another text.
+        """
         alone, line, both = (self._tokenizer.encode(text, add_special_tokens=False) for text in ("a", "\n", "\na"))
         return bool(both[: len(line)] == line and both[len(line) :] != alone)
 

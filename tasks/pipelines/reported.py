@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE = 500  # steps in one request
 _REASON = 1000  # characters
-_SECONDS = 10.0  # for one request
-_OWN_CHARTS = ("loss", "grad_norm", "learning_rate")  # the server measures these itself
+_SECONDS = 10.0  # time limit of one request
+_OWN_CHARTS = ("loss", "grad_norm", "learning_rate")  # figures that the server measures itself
 
 
 class ReportedMetrics:
@@ -28,7 +28,7 @@ class ReportedMetrics:
     """
 
     def __init__(self, server: ServerClients) -> None:
-        """server: its URL and key."""
+        """server: the server's URL and key."""
         self._http = server.http(_SECONDS)
         self._waiting: dict[str, dict[int, dict[str, float]]] = {}
         self._warned = False

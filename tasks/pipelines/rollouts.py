@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, instead of the number of a training step
+HELD_OUT = 2**32 - 1  # replaces the number of a training step in the seeds of held-out samples
 _BLOCKED_SECONDS = 60.0  # after this time, code that blocks the event loop is logged, unless its limit is shorter
 _ADVICE = "call blocking code with `await asyncio.to_thread(…)`"
-_RAREST = -80.0  # log probability; the threshold of a rarer token would exceed float32
-_REPEATED = 2**31  # in the seeds of conversations that are begun again, plus the number of the attempt
+_RAREST = -80.0  # a log probability; the threshold of a rarer token would exceed float32
+_REPEATED = 2**31  # plus the attempt's number, in the seeds of conversations that are begun again
 
 
 class FailedRowError(Exception):
@@ -99,7 +99,7 @@ class Trajectory:
     ) -> npt.NDArray[np.float64]:
         """The log probabilities [N] of the sampled tokens under another model.
 
-        prompt: the tokens that this model sees instead of the first turn's prompt; None: the same.
+        prompt: the tokens that this model sees instead of the first turn's prompt; None: the same tokens.
         """
         import tinker
 
@@ -114,8 +114,9 @@ class Trajectory:
     ) -> tinker.Datum:
         """The input for a policy's loss, with its provenance. Only sampled tokens are learned.
 
-        advantages_N: of sampled tokens. weight: of each of them; None = not sent. trust_region: how far a token's
-        probability may move, sent as thresholds of its ratio (Qi et al., 2026, "DPPO-Binary-TV"); 0 = not sent.
+        advantages_N: the sampled tokens' advantages. weight: each sampled token's weight; None = not sent.
+        trust_region: how far a token's probability may move, sent as thresholds of its ratio (Qi et al., 2026,
+        "DPPO-Binary-TV"); 0 = not sent.
         """
         import tinker
 
@@ -214,7 +215,8 @@ class Lost:
 
 
 def is_varied(group: Sequence[Episode]) -> bool:
-    """Whether the rewards of a group differ. Equal ones give no advantages (Yu et al., 2025, "DAPO", section 3.2)."""
+    """Whether the rewards of a group differ. Equal rewards give no advantages (Yu et al., 2025, "DAPO", section 3.2).
+    """
     return len({episode.reward for episode in group}) > 1
 
 
@@ -225,11 +227,11 @@ class Rollouts:
     Tokens are sampled at temperature 1 from the model's whole distribution, as the losses assume. A conversation ends
     when its next prompt and answer may exceed `max_context` tokens.
 
-    judge: name of the reward or environment for errors. max_bad_fraction: share of rows whose environment or reward may
-    fail; `failures` contains their prompts and errors, by the ids of the `Row` objects. environment_seconds: for each
-    call of an environment or reward. environment_retries: how many times a conversation is begun again if its
-    environment was unavailable. After that it is left out of its group. A group that is left with too few conversations
-    to compare is also left out.
+    judge: name of the reward or environment for errors. max_bad_fraction: share of rows with an environment or reward
+    that may fail; `failures` contains their prompts and errors, by the ids of the `Row` objects. environment_seconds:
+    limit for each call of an environment or reward. environment_retries: how many times a conversation is begun again
+    if its environment was unavailable. After that it is left out of its group. A group that is left with too few
+    conversations to compare is also left out.
 
     warned: the lines that were logged. plain_calls: makes plain functions run one after another, in the order of
     samples. A function with state, such as a random generator, therefore gives the same rewards again. places: limits
@@ -282,10 +284,10 @@ class Rollouts:
 
         A row whose environment fails gets no group.
 
-        sampler: of the model. rows: the beginnings of the conversations. seed: of their samples. lost: a list that gets
-        the conversations that are begun again or left out. needed: whether it is an error if no row gets a group.
-        UserError: no row got a group. EnvironmentUnavailableError: no row got one, because no environment was
-        available within `environment_seconds`.
+        sampler: samples from the model. rows: the beginnings of the conversations. seed: the seed of their samples.
+        lost: a list that gets the conversations that are begun again or left out. needed: whether it is an error if no
+        row gets a group. UserError: no row got a group. EnvironmentUnavailableError: no row got a group, because no
+        environment was available within `environment_seconds`.
         """
         lost = [] if lost is None else lost
         conversations = [self._group(sampler, row, [*seed, i], lost) for i, row in enumerate(rows)]
@@ -452,7 +454,7 @@ class Rollouts:
                     with _of_row(self.judge, answer):
                         yield
                 if now() > ends:
-                    raise TimeoutError  # the code blocked the event loop, so nothing interrupted it
+                    raise TimeoutError  # the code blocked the event loop, so nothing interrupted the code
             except UNAVAILABLE as error:
                 late = f"took longer than environment_seconds, {self.environment_seconds:g} s"
                 if limit.expired():

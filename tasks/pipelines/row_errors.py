@@ -10,8 +10,8 @@ import yaml
 from tinkerflow.backend.core.errors import UserError
 
 _SHOWN = 80  # characters of a wrong value that an error shows
-FEW = 3  # errors on one line
-PLACEHOLDER = "COLUMN"  # in an example of columns, if no column has a likely name
+FEW = 3  # most errors on one line
+PLACEHOLDER = "COLUMN"  # the column in an example if no column has a likely name
 _LIKELY = {  # names of columns, in lower case, that usually hold a field
     "prompt": ("prompt", "question", "instruction", "input", "query", "q", "frage", "pregunta"),
     "completion": ("completion", "answer", "response", "output", "reply", "a", "antwort", "respuesta"),
@@ -66,7 +66,7 @@ class RowError(UserError):
 
 
 def left_out(errors: Sequence[str], everywhere: str) -> str:
-    """The first few errors on one line. everywhere: the place of all of them; "" = there is none."""
+    """The first few errors on one line. everywhere: the place of all errors; "" = there is none."""
     more = [f"and {len(errors) - FEW} more"] if len(errors) > FEW else []
     return "; ".join([*errors[:FEW], *more, *([f"all: {everywhere}"] if everywhere else [])])
 

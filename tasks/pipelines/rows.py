@@ -125,7 +125,7 @@ class Row:
 class RowReader:
     """Parses rows of one form.
 
-    form: of the rows. columns: field of the form -> column of the data, if they differ. ignore: paths of fields to
+    form: the rows' form. columns: field of the form -> column of the data, if they differ. ignore: paths of fields to
     leave out, such as `id` or `messages.refusal`; `*` is every field that is not in the form. extra: the other fields
     that are used; None = all of them. user: the pipeline, for errors. forms: if the form is unknown, the forms that the
     pipeline accepts, for errors. parameter: data or held_out, for errors.

@@ -69,9 +69,10 @@ async def run_program(
     megabytes: int = 1024,
     stdin: str = "",
 ) -> Ran:
-    """Execute a command in a new sandbox. At most as many run at the same time as there are CPUs. Others wait.
+    """Execute a command in a new sandbox. As many commands as there are CPUs run at the same time; the others wait.
 
-    megabytes: memory of each process, and the size of the sandbox's /tmp. See `Sandbox.execute` for all others.
+    megabytes: memory of each process, and the size of the sandbox's /tmp. See `Sandbox.execute` for all other
+    arguments.
     """
     async with Sandbox(megabytes) as sandbox:
         return await sandbox.execute(command, files, seconds, stdin)
@@ -104,7 +105,7 @@ class Sandbox:
         folder: str = "",
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Ran:
-        """Execute a command. At most as many run at the same time as there are CPUs. Others wait.
+        """Execute a command. As many commands as there are CPUs run at the same time; the others wait.
 
         command: the program and its arguments; `python` is the sandbox's own Python. files: texts and bytes to write
         first, by path, absolute or relative to the sandbox's own folder. seconds: CPU time of each process; the

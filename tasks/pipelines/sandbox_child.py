@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_MOST = 2**20  # bytes of each output
-_FILE = 2**24  # bytes of each file
+_MOST = 2**20  # most bytes of each output
+_FILE = 2**24  # most bytes of each file
 _PROCESSES = 256
 _NOT_STARTED = 127  # the status that shells give a command that they cannot start
 _DROP_CAPABILITY, _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 24, 4, 38  # of prctl(2)
@@ -34,7 +34,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def own_files(megabytes: int, folders: list[str]) -> None:
     """Make all files read-only in this mount namespace, and /tmp and /dev/shm empty folders in memory.
 
-    folders: more empty folders. With any, the root becomes a new folder in memory that contains them and all others.
+    folders: more empty folders. If there are any, the root becomes a new folder in memory that contains them and all
+    other folders.
     """
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY)
     _check(_libc.syscall(_MOUNT_SETATTR, _HERE, b"/", _RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)))
@@ -106,7 +107,8 @@ def limit(seconds: float, megabytes: int, *, isolated: bool) -> None:
 
 
 def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, Any]:
-    """Execute a command. Returns its result. folder: of its files. isolated: this process has its own namespaces."""
+    """Execute a command. Returns its result. folder: its files' folder. isolated: this process has its own namespaces.
+    """
     seconds, megabytes, first = spec["seconds"], spec["megabytes"], os.getpid() == 1
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         program, *arguments = spec["command"]

@@ -14,7 +14,7 @@ from tinkerflow.tasks.pipelines.parameters import TrainingParameters
 def batch_of(step: int, *, size: int, rows: int, seed: int) -> list[int]:
     """The indices of the rows [size] of step `step` (from 0).
 
-    Each epoch takes every row once, in a new order. rows: number of all rows. seed: of the orders.
+    Each epoch takes every row once, in a new order. rows: number of all rows. seed: determines the orders.
     """
     picked = []
     for position in range(step * size, (step + 1) * size):

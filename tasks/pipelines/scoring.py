@@ -29,7 +29,7 @@ async def greedy_answers(
 ) -> list[Sample]:
     """Sample the greedy answer to each row's prompt. All are requested together.
 
-    max_tokens: of an answer. max_context: of a prompt with its answer.
+    max_tokens: limit of an answer. max_context: limit of a prompt with its answer.
     """
     import tinker
 
@@ -100,9 +100,9 @@ async def score(
 ) -> Scores:
     """Score the weights of `sampler`.
 
-    name: of the weights, for the task run's name. renderer: tokenizes prompts. rows, examples: the same data, as rows
-    and as tokens. max_tokens: of an answer. max_context: of a prompt with its answer. shown: number of answers to keep
-    in the scores.
+    name: the weights' name in the task run's name. renderer: tokenizes prompts. rows, examples: the same data, as rows
+    and as tokens. max_tokens: limit of an answer. max_context: limit of a prompt with its answer. shown: number of
+    answers to keep in the scores.
     """
     import tinker
 
@@ -124,7 +124,7 @@ async def score_reward(
 ) -> tuple[Scores, StepRollouts]:
     """Score the weights of `sampler` by a reward. Returns the scores, and the conversations for people.
 
-    With the same seed, `rl` draws the same samples on held-out rows. name: of the weights, for the task run's name.
+    With the same seed, `rl` draws the same samples on held-out rows. name: the weights' name in the task run's name.
     rollouts: holds the conversations. rows: the prompts. shown: number of answers to keep in the scores. UserError:
     more rows failed than `rollouts` allows.
     """

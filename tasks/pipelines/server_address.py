@@ -10,11 +10,11 @@ from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.service import api_answers, refuse_other_service, service_url
 from tinkerflow.backend.settings import Settings
 
-API_KEY = "tml-local"  # accepted by a server on loopback without keys
+API_KEY = "tml-local"  # a key that a server on loopback without keys accepts
 
 
 def server_from_environment(settings: Settings, server: str = "") -> tuple[str, str]:
-    """URL and key from TINKER_BASE_URL and TINKER_API_KEY, or of the service of the data dir.
+    """URL and key from TINKER_BASE_URL and TINKER_API_KEY, or from the service of the data dir.
 
     server: a URL that replaces TINKER_BASE_URL. UserError: no service of the data dir is running, and the API at the
     settings' host and port belongs to another service.

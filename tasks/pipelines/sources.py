@@ -35,12 +35,12 @@ from tinkerflow.tasks.pipelines.rows import strict_json
 JOURNAL = "journal://"
 _LINES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
-_ARROW_FILE = b"ARROW1"  # the beginning of an Arrow file; that of a stream is different
-_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")  # `datasets` writes them next to files of rows
+_ARROW_FILE = b"ARROW1"  # the beginning of an Arrow file; an Arrow stream begins differently
+_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")  # files that `datasets` writes next to files of rows
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ENDINGS = ".jsonl, .ndjson, .json, .csv, .tsv, .txt (also compressed), .parquet or .arrow"
 MAX_ROW_BYTES = 16 * 2**20
-_MAX_DOCUMENT_BYTES = 2**30  # of a .json file, which is read as a whole
+_MAX_DOCUMENT_BYTES = 2**30  # maximum size of a .json file, which is read as a whole
 _UTF_8 = "must be UTF-8; a file of Latin-1 becomes UTF-8 with `iconv -f latin1 -t utf-8 FILE > NEW_FILE`"
 _BATCH = 1024  # rows of a Parquet file in memory at a time
 
@@ -54,7 +54,7 @@ class DataSource(BaseModel):
     """A source of rows, the form of the rows, and the checks that they must pass."""
 
     model_config = ConfigDict(extra="forbid")
-    parameter: ClassVar[str] = "data"  # its name, for errors
+    parameter: ClassVar[str] = "data"  # the source's name, for errors
 
     url: str = Field(
         min_length=1,
@@ -151,7 +151,7 @@ def _made_rows(origin: str, rows: Iterable[object]) -> Iterator[RawRow]:
 
 
 def _files(filesystem: AbstractFileSystem, path: str, source: DataSource) -> list[str]:
-    """The files at a URL. UserError: there are none."""
+    """The files at a URL. UserError: there are no files."""
     if filesystem.isfile(path):
         return [path]
     if not filesystem.exists(path):
@@ -305,7 +305,7 @@ def _elements(data: bytes) -> list[bytes] | None:
 
 
 def _csv(file: IO[bytes], name: str, usual: str) -> Iterator[Item]:
-    """Rows of a CSV file. Empty cells are omitted. usual: the separator, unless line 1 contains more of another.
+    """Rows of a CSV file. Empty cells are omitted. usual: the separator, unless line 1 contains another one more often.
 
     Spreadsheets write an empty row as only separators.
     """
@@ -392,7 +392,7 @@ def _table(file: IO[bytes], name: str, kind: str) -> Iterator[Item]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without null fields, which a table's columns of objects use for absent ones."""
+    """The value without null fields. In a table's columns of objects, null stands for an absent field."""
     if isinstance(value, dict):
         return {name: _without_nulls(held) for name, held in value.items() if held is not None}
     return [_without_nulls(held) for held in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
 """Mirrors a pipeline's steps to the trackers in its parameter `tracking`. Training never waits for a tracker.
 
-Each tracker has a thread. The tracker's run is that of the pipeline: a retry, or a run with the same `resume`,
+Each tracker has a thread. The tracker's run represents the pipeline's run: a retry, or a run with the same `resume`,
 continues it, although its training run is a different one. Only values that the tracker lacks are written.
 """
 
@@ -37,7 +37,7 @@ class TrackedSteps:
         """Start a thread for each tracker. run: as shown by the trackers. clock: gives the time of values."""
         self._run, self._now = run, clock.now
         self._folder = Settings().tracking_folder
-        self._rows: list[StepRow] = []  # of this process; grows only
+        self._rows: list[StepRow] = []  # this process's steps; only grows
         self._changed = {tracker.name: threading.Event() for tracker in trackers}
         self._outcome: Outcome | None = None
         self._threads = [
@@ -108,7 +108,7 @@ async def tracked(run: PreparedRun, name: str, segments: Sequence[SegmentRecord]
     steps = TrackedSteps(trackers_named(run.parameters.tracking), describe(run, name), SystemClock())
     for segment in segments:
         steps.add_segment(segment)
-    outcome: Outcome = "unfinished"  # also of a run that is suspended, which is not an Exception
+    outcome: Outcome = "unfinished"  # also after a suspension, which raises no Exception
     try:
         yield steps
         outcome = "finished"

@@ -74,7 +74,7 @@ class Lineage:
 
 
 def data_name(url: str, key: str) -> str:
-    """A readable name of training data: the file and a digest. url: of the data. key: the data's name in plans."""
+    """A readable name of training data: the file and a digest. url: the data's URL. key: the data's name in plans."""
     scheme, _, rest = url.rpartition("://")
     file = rest.partition("?")[0].rstrip("/").rpartition("/")[2] or scheme
     return f"{file} {key.removeprefix('rendered/').removesuffix('.npz')}"
@@ -99,7 +99,7 @@ class Trainer:
 
         run: the parameters and the connection. recipe: makes the steps. progress: the record of this run. lineage: the
         origin, stored with checkpoints. watch: leaves out rows that spoil a step; None: no step is made again.
-        settings: of the pipeline, for the page of the training run.
+        settings: the pipeline's settings, for the page of the training run.
         """
         self.run = run
         self.training = run.parameters.training
@@ -201,7 +201,8 @@ class _SpoiledStepError(Exception):
 
 
 def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
-    """Whether a retry may succeed: not if a parameter or the data is wrong, or the server refuses (at a limit)."""
+    """Whether a retry may succeed. It cannot if a parameter or the data is wrong, or a limit makes the server refuse.
+    """
     from tinker import RequestFailedError
     from tinker.types import RequestErrorCategory
 

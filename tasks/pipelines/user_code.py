@@ -31,7 +31,7 @@ class InterruptedCodeError(BaseException):
     """
 
 
-_NOT_THEIRS = ("tinkerflow", "importlib")  # packages
+_NOT_THEIRS = ("tinkerflow", "importlib")  # packages with frames that are not the user's
 
 
 def import_named(field: str, path: str) -> object:
@@ -78,7 +78,7 @@ async def call_in_thread(function: Callable[..., T], *arguments: object) -> T:
     def call() -> None:
         try:
             value = context.run(function, *arguments)
-        except StopIteration as error:  # which no asyncio future takes, so its call would never end
+        except StopIteration as error:  # no asyncio future takes this error, so the call would never end
             found_nothing = RuntimeError("the function raised StopIteration: `next` found nothing")
             future.set_exception(found_nothing.with_traceback(error.__traceback__))
         except BaseException as error:  # noqa: BLE001  raised where the call is awaited
@@ -142,7 +142,7 @@ def place_in_loop(frame: FrameType | None) -> str:
     own = [(found, line) for found, line in walked[: calls[0] if calls else 0] if _is_theirs(found)]
     if not own:
         return ""
-    code = own[-1][0].f_code  # the outermost
+    code = own[-1][0].f_code  # the outermost frame
     line = next(line for found, line in own if found.f_code.co_filename == code.co_filename)
     return f"{code.co_qualname} ({code.co_filename}:{line})"
 

@@ -66,7 +66,7 @@ class WeightVersions:
                 sampler.cancel()
             elif error := request.exception():
                 sampler.set_exception(error)
-                sampler.exception()  # marks it as retrieved
+                sampler.exception()  # marks the result as retrieved
             else:
                 sampler.set_result(request.result())
 

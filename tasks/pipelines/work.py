@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @cache
 def open_work(url: str) -> Blobs:
     """Open the work folder at `url`. Each process has a single object per URL."""
-    from tinkerflow.backend.store.blobs import open_blobs  # here: parameter checks need no store
+    from tinkerflow.backend.store.blobs import open_blobs  # imported here, because parameter checks need no store
 
     return open_blobs(url)
 

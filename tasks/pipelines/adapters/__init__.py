@@ -46,7 +46,7 @@ def url_settings(query: str) -> dict[str, Any]:
 
 
 def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
-    """The function that makes conversations: with `environment`, or of one turn that the function `reward` rewards.
+    """The function that makes conversations: with `environment`, or with one turn that the function `reward` rewards.
 
     environment: the import path of a class, or PREFIX:NAME for an environment of a library in `adapters`.
     UserError: an import path is wrong, the function does not accept two arguments, or a method of the class is not

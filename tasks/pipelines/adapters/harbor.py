@@ -3,7 +3,7 @@
     data: {url: "harbor:///data/tasks"}
     environment: harbor:/data/tasks
 
-The folder is a task, or each of its subfolders is one: `task.toml`, `instruction.md`, `environment/Dockerfile` and
+The folder is a task, or each of its subfolders is a task: `task.toml`, `instruction.md`, `environment/Dockerfile` and
 `tests/test.sh`. Each conversation gets its own sandbox. The model calls the tool `bash`, and sees the output. Its first
 answer without a command ends the conversation. Then the tests replace /tests and are executed. They write the reward
 to /logs/verifier/reward.txt, or to reward.json with the reward's parts.
@@ -42,7 +42,7 @@ from tinkerflow.tasks.pipelines.sandbox import COMMAND, IMAGE, Ran, Sandbox
 _SCHEME = "harbor://"
 _ENTRY = "harbor"  # the field of a row that contains its task's folder
 _FENCED = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
-_SECONDS = 60.0  # of CPU time, for each process of a command
+_SECONDS = 60.0  # seconds of CPU time for each process of a command
 _SHOWN = 4_000  # characters of an output
 _REWARD = "/logs/verifier/reward"
 _SYSTEM = {"bin", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys", "tmp", "usr"}
@@ -59,8 +59,8 @@ _BASH = {
 @dataclass(frozen=True)
 class Task:
     """A task. instruction: for the model. workdir: the folder of its commands. files: of the sandbox, by absolute path.
-    tests: files of /tests. variables: for all commands. test_variables: for the tests only. test_seconds: CPU time of
-    the tests.
+    tests: the files in /tests. variables: for all commands. test_variables: for the tests only. test_seconds: CPU time
+    of the tests.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Task:
 
 
 def read_rows(url: str, split: str) -> Iterator[Json]:
-    """The tasks below a folder, by name. UserError: there are none, or one cannot be used."""
+    """The tasks below a folder, by name. UserError: there are no tasks, or one of them cannot be used."""
     if split:
         raise UserError(f"data.split {split!r}: {url} has no splits; name another folder of tasks")
     folder = Path(url.removeprefix(_SCHEME))
@@ -89,7 +89,7 @@ def read_rows(url: str, split: str) -> Iterator[Json]:
 
 
 def environment_maker(name: str) -> EnvironmentMaker:
-    """Conversations about the tasks of the folder `name`. UserError: a row does not come from it."""
+    """Conversations about the tasks of the folder `name`. UserError: a row does not come from this folder."""
     refuse_code("environment", f"harbor:{name}")
 
     def make(facts: Facts) -> _Terminal:
@@ -130,8 +130,9 @@ class _Terminal:
     async def stopped(self) -> Reply:
         """Execute the tests, and return their reward.
 
-        The model may have changed the sandbox so that they write none. If they write one in a new sandbox, the reward
-        is at most 0. EnvironmentUnavailableError: they also write none there, take too long, or the sandbox failed.
+        The model may have changed the sandbox so that the tests write no reward. If they write a reward in a new
+        sandbox, it counts as at most 0. EnvironmentUnavailableError: the tests write no reward there either, they take
+        too long, or the sandbox failed.
         """
         try:
             return await self._tested()
@@ -150,7 +151,7 @@ class _Terminal:
             raise EnvironmentUnavailableError(f"task {task.name}: its files cannot be written: {ran.errors}")
 
     async def _tested(self) -> Reply:
-        """The reward that the tests write. _NoRewardError: they wrote none."""
+        """The reward that the tests write. _NoRewardError: they wrote no reward."""
         task, log = self._task, "/logs/verifier/test-stdout.txt"
         cleared = await self._execute("rm -rf /tests")  # the model may have left a conftest.py there
         if cleared.status:

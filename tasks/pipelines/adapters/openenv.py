@@ -51,7 +51,7 @@ class _Played:
     def __init__(self, url: str, facts: Facts) -> None:
         self._url, self._facts = url, facts
         self._open = AsyncExitStack()
-        self._text_field = ""  # the only field of an action; "" if answers are JSON objects
+        self._text_field = ""  # an action's only field; "" if answers are JSON objects
 
     async def begin(self) -> Sequence[Message]:
         try:
