@@ -56,7 +56,7 @@ def write_backup(settings: Settings, file: Path) -> Iterator[str]:
         with opened as out, tarfile.open(fileobj=out, mode="w", dereference=True) as tar:
             yield from _add_all(tar, settings)
     except BaseException:
-        draft.unlink()  # perhaps it has filled the disk
+        draft.unlink()  # the backup may have filled the disk
         raise
     draft.rename(file)
     yield f"backup: {file}, {file.stat().st_size / 2**20:.1f} MiB"
@@ -117,16 +117,16 @@ def unused_places(settings: Settings) -> Iterator[str]:
 
 
 def _unpack(file: Path, data_dir: Path) -> dict[str, Any]:
-    """Unpack a backup. Returns its manifest. UserError: it is no backup. One of _DAMAGED: it is damaged."""
+    """Unpack a backup. Returns its manifest. UserError: the file is no backup. One of _DAMAGED: it is damaged."""
     with tarfile.open(file) as tar:
         first = tar.next()
         content = None if first is None or first.name != MANIFEST else tar.extractfile(first)
         if content is None:
             raise UserError(f"backup {file}: was not written by `tinkerflow backup`")
         manifest: dict[str, Any] = json.loads(content.read())
-        make_folder((data_dir / PREFECT).parent)  # the archive has only its file
+        make_folder((data_dir / PREFECT).parent)  # the archive has only a file for this
         tar.extractall(data_dir, filter=_private)
-        # tarfile also stops, without an error, at a damaged header and where a file was cut between two members.
+        # tarfile also stops without an error at a damaged header, or if the file was cut between two members.
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -143,8 +143,8 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-# Samples with their tokens. The journal also has the samplers that drew them. If these have no old name, this table is
-# not read, which would take `up` as long as reading most of the journal's bytes.
+# Samples with their tokens. The journal also has the samplers that drew them. If no sampler has an old name, this table
+# is not read, because `up` would have to read most of the journal's bytes.
 _LARGE = "stability_info"
 
 
@@ -212,7 +212,7 @@ def _add_folder(tar: tarfile.TarFile, name: str, folder: Path) -> str:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """The folder and everything in it, without folders that are deleted meanwhile. OSError: one cannot be read."""
+    """The folder and everything in it, without folders that are deleted meanwhile. OSError: a file cannot be read."""
 
     def check(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):

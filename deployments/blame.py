@@ -1,7 +1,7 @@
 """Find the rows that spoiled a step, by computing each row alone from the state before the step.
 
-An earlier step may have spoiled the weights instead. Then no row is unlike the others, and bisection finds the earlier
-step.
+An earlier step may have spoiled the weights instead. Then no row differs from the others, and bisection finds the
+earlier step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinkerflow.backend.spec.outliers import BlamedRow, examined, for_pages, ran
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.recorded_run import LOADS, NewRun, RecordedRun, quoted
 
-_IN_FLIGHT = 8  # rows whose results are not awaited yet
+_IN_FLIGHT = 8  # rows with results that are not awaited yet
 _DTYPES = {pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4", pb.DTYPE_FLOAT32: "<f4"}
 
 
@@ -43,7 +43,7 @@ def rows_of_step(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]
 
 
 def _requests(run: RecordedRun, step: int) -> list[pb.ForwardBackwardRequest]:
-    """The forward_backwards of a step; of the last time, if the run has made the step several times."""
+    """The forward_backwards of a step. If the run has made the step several times, the last time counts."""
     found: list[bytes] = []
     waiting: list[bytes] = []  # since the last optim_step or load
     for recorded in run.requests():
@@ -99,10 +99,10 @@ def origin(run: RecordedRun, step: int, back: int) -> int | None:
     """The step, among the `back` steps before `step`, that made its data unlikely; None if the data are not unlikely.
 
     Bisects the states after these steps. The data are unlikely under a state if their mean nats per token exceed the
-    midpoint between the first and the last state. Those two must be more than log 4 nats apart.
+    midpoint between the first and the last state. These two must be more than log 4 nats apart.
     """
     data = _requests(run, step)
-    begin = min(run.made(), default=1) - 1  # of the state that the run began with
+    begin = min(run.made(), default=1) - 1  # the step of the state that the run began with
     first, last = max(begin, step - 1 - back), step - 1
     usual, unlikely = _nats(run, first, data), _nats(run, last, data)
     if not unlikely - usual > math.log(4):  # the difference is NaN for data without logprobs

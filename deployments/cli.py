@@ -55,7 +55,7 @@ def has_password(url: str) -> bool:
     try:
         parts = urlsplit(url)
     except ValueError:
-        return True  # not a URL: refused later, and must be hidden until then
+        return True  # not a URL: it is refused later, and must be hidden until then
     return parts.password is not None or "password=" in parts.query
 
 

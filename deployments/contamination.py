@@ -20,7 +20,7 @@ from tinkerflow.deployments.explain import requests_behind
 from tinkerflow.deployments.recorded_run import LOADS, Api
 
 NGRAM = 13
-CONTAMINATED = 0.8  # share of a row's tokens
+CONTAMINATED = 0.8  # limit of the share of a row's tokens
 _FEWEST_ROWS = 4  # of a file, for n-grams of most rows to be taken for a template
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd: Knuth's multiplicative hashing
 
@@ -103,7 +103,7 @@ class _NGrams:
 
 @dataclass
 class Comparison:
-    """Compares the rows of a file with trained rows, one at a time. rows: the tokens of each, at least one row."""
+    """Compares the rows of a file with trained rows, one at a time. rows: each row's tokens; at least one row."""
 
     rows: Sequence[Tokens]
     n: int = NGRAM

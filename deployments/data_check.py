@@ -109,7 +109,8 @@ def data_sets(parameters: AnyParameters) -> list[Checked]:
 def sources_of(url: str | None, config: Path | None, pipeline: str, options: Mapping[str, Any]) -> list[Checked]:
     """The data sets that the options of `tinkerflow data check` name.
 
-    UserError: they name none, or two, or the reward or the environment of `config` cannot be imported.
+    UserError: the options name no data or two data sets, or the reward or the environment of `config` cannot be
+    imported.
     """
     if (url is None) == (config is None):
         raise UserError("data check: give either a file, folder or URL, or --config FILE")
@@ -141,7 +142,7 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> str:
-    """The pipeline that parameters belong to: one that has all of them, best one that is known by one of them."""
+    """The pipeline that parameters belong to: a pipeline that has all of them, preferably with a characteristic one."""
     marks = {"champion": "nightly", "grid": "sweep", "beta": "dpo", "teacher": "distill", "reward": "rl"}
     best = next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
     fitting = [
@@ -158,8 +159,9 @@ def check_files(
 ) -> bool:
     """Check data sets and print the findings. Returns whether a run with them would begin.
 
-    base_model: whose tokenizer is used; "" = that of `against`, or the first one that is served. show: rows to print as
-    the model reads them. against: a run or checkpoint, or ""; the result is also False if it was trained on any row.
+    base_model: provides the tokenizer; "" = the base model of `against`, or the first one that is served. show: rows to
+    print as the model reads them. against: a run or checkpoint, or ""; the result is also False if it was trained on
+    any row.
     """
     began, good = time.monotonic(), True
     for checked in sources:
@@ -211,7 +213,7 @@ def _compare(
 ) -> bool:
     """Print which rows a run or a checkpoint was trained on. Returns whether it was trained on none of them.
 
-    rows: the tokens of each. places: of the rows in the data. most: rows to print.
+    rows: each row's tokens. places: the rows' places in the data. most: rows to print.
     """
     from tinkerflow.deployments.contamination import CONTAMINATED, NGRAM, Comparison, trained_rows
     from tinkerflow.deployments.recorded_run import Api

@@ -42,7 +42,7 @@ def owned(data_dir: Path, api_url: str) -> Iterator[None]:
     with lock:
         if not _locks(lock):
             refuse_served(data_dir)
-            raise _served(data_dir, "another process")  # its entry is not written yet, or is of another release
+            raise _served(data_dir, "another process")  # the entry is not written yet, or comes from another release
         try:
             _write_owner(lock, owner := Owner(os.getpid(), minute(datetime.now(UTC)), api_url, stopped=""))
         except OSError as error:
@@ -82,7 +82,7 @@ def refuse_served(data_dir: Path) -> None:
 
 
 def _locks(lock: IO[str]) -> bool:
-    """Try to take the lock, twice because another process may hold it briefly in `read_owner`."""
+    """Try to take the lock, and try again because another process may hold it briefly in `read_owner`."""
     for _ in range(2):
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

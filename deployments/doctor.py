@@ -124,7 +124,7 @@ def check_processes(settings: Settings, clock: Clock | None = None) -> str:
         raise UserError(ended(last))
     ages = {part: max(0.0, (now - at).total_seconds()) for part, at in sorted(found.beats.items())}
     if owner is None and ages.get("engine") is None and ages.get("api", 0.0) > PAUSE_SECONDS:
-        ages = {}  # the service was stopped, as only the engine's lease shows
+        ages = {}  # the service was stopped, which only the engine's lease shows
     lines = [f"{part}: last heartbeat {age:.0f} s ago" for part, age in ages.items()]
     if any(age > PAUSE_SECONDS for age in ages.values()):
         raise UserError(
@@ -235,7 +235,7 @@ def check_prefect(settings: Settings) -> str:
         raise UserError(f"{url}: no answer ({error}); start that server, or change PREFECT_API_URL") from error
 
 
-FIXES = {  # for errors of libraries, which suggest no fix
+FIXES = {  # fixes for errors of libraries, which suggest no fix
     "journal": "check TINKERFLOW_DATABASE_URL, and that the database runs",
     "processes": "check TINKERFLOW_DATABASE_URL, and that the database runs",
     "recovery": "check TINKERFLOW_DATABASE_URL, and that the database runs",

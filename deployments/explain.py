@@ -16,7 +16,7 @@ _MOST_PARENTS = 100
 
 @dataclass
 class Ancestry:
-    """The part of a run that led to a checkpoint. seq_id: of the request that made it. data: that it was trained on."""
+    """The part of a run that led to a checkpoint. seq_id: the request that made it. data: its training data."""
 
     path: str
     run: RecordedRun

@@ -11,7 +11,8 @@ from tinkerflow.backend.core.errors import UserError
 def require_extra(extra: str, user: str) -> None:
     """Check that the packages of an extra are installed.
 
-    extra: its name in pyproject.toml. user: what needs it, for people. UserError: a package is absent; the message
+    extra: its name in pyproject.toml. user: the command or function that needs it, for people. UserError: a package is
+    absent; the message
     has the command that installs the extra.
     """
     for requirement in _requirements():

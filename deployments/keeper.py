@@ -47,7 +47,7 @@ class Part:
     report: Callable[[str], None]
     process: ChildProcess | None = field(default=None, init=False)
     ready: Future[None] = field(default_factory=_unanswered, init=False)
-    _lines: int = field(default=0, init=False)  # of this process
+    _lines: int = field(default=0, init=False)  # number of lines from the current process
 
     @property
     def log(self) -> Path:

@@ -21,7 +21,7 @@ from tinkerflow.backend.core.errors import broken
 from tinkerflow.backend.core.joining import make_secret
 from tinkerflow.backend.settings import Settings
 
-_ANYWHERE = "192.0.2.1"  # of TEST-NET-1: nothing is sent there
+_ANYWHERE = "192.0.2.1"  # an address of TEST-NET-1; nothing is sent there
 
 Say = Callable[[str], None]
 
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 class Plan:
     """The processes that are to join a group.
 
-    processes: the number of processes of all groups that run at a time.
+    processes: the number of processes of all groups that run at the same time.
     devices: the number of accelerators to request for each process; 0 = none.
     platform: the kind of devices, as in the settings.
     spread: whether each process must have its own host.
@@ -101,7 +101,7 @@ class Launcher:
 def own_address(peer: str = "") -> str:
     """The address of this host for connections from `peer` (a host; "" = other hosts); loopback without a network.
 
-    Nodes of a cluster may have no route to `peer`. Then it is the address that the name of this host resolves to.
+    Nodes of a cluster may have no route to `peer`. Then this is the address that the name of this host resolves to.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

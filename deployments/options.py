@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _named(param: typer.CallbackParam, value: Any) -> Any:
-    """The path of an option. Typer makes the current folder of an empty path, as of `--data-dir "$UNSET"`."""
+    """The path of an option. Typer turns an empty path, as in `--data-dir "$UNSET"`, into the current folder."""
     if not isinstance(value, Path) or value_of(param, sys.argv[1:]) != "":
         return value
     if param.name == "data_dir":
@@ -125,7 +125,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
         folder, at = path.absolute().parent, Path(error.filename or "/").absolute()
         is_there = bool(error.filename) and (folder == at or folder in at.parents or at in folder.parents)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) and not is_there:
-            raise  # of a file that is read, or of a closed output
+            raise  # errors of a file that is read, or of a closed output
         raise UserError(f"{option} {str(path)!r}: cannot be written ({error.strerror})") from error
 
 
@@ -154,7 +154,7 @@ def explain(
 ) -> str:
     """The error as a line for people: the place, the value and the rule of each wrong value.
 
-    model: the owner of the parameters, to suggest names for unknown ones. names: replace outermost places.
+    model: the owner of the parameters, to suggest names for unknown parameters. names: replace outermost places.
     """
     return "; ".join(_explain(wrong, model, names) for wrong in error.errors(include_url=False))
 

@@ -45,7 +45,7 @@ OVERVIEW = {
         "track": ("service", "mirror training runs to trackers such as wandb or mlflow"),
     },
 }
-# The package itself is a client. These commands need no extra, those of PREFECT need `pipelines`, and others `server`.
+# The package itself is a client. These commands need no extra; PREFECT's need `pipelines`, and all others `server`.
 CLIENT = {"data", "cassette", "rerun", "blame", "fork", "explain", "receipt", "verify"}
 PREFECT = {"run", "serve"}
 MODULES = {name: module for commands in OVERVIEW.values() for name, (module, _) in commands.items()}

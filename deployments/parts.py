@@ -65,7 +65,7 @@ def run_track_part(settings: Settings, parent: int, *, once: bool) -> None:
     """Mirror training runs to the trackers of the settings until SIGTERM. Prints READY and beats for `up`.
 
     once: mirror the journal as it is, and return. UserError: the settings name no tracker and no OpenLineage server, or
-    one that cannot be used.
+    they name one that cannot be used.
     """
     from tinkerflow.backend.catalog.openlineage import LineageMirror
     from tinkerflow.backend.store import Store

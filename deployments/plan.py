@@ -37,9 +37,9 @@ from tinkerflow.backend.spec.ranks import expert_rank
 from tinkerflow.flows.groups import group_config
 
 CONFIG = "config.json"
-ROW = 1024  # tokens of an example in the estimate for training
-_WIDTH = 44  # of the column with the kind of work
-_WORTHWHILE = 1.2  # times the rate of training
+ROW = 1024  # tokens of an example in the training estimate
+_WIDTH = 44  # width of the column with the kind of work
+_WORTHWHILE = 1.2  # least gain of the training rate
 _HOST_GPUS = 8
 
 
@@ -51,8 +51,8 @@ class DoesNotFitError(UserError):
 class ServicePlan:
     """A base model on a topology.
 
-    name: of the base model, as the user wrote it. cfg: the model. config: of its worker group, with the mesh laid out.
-    target: the devices. spec: of the adapters. memory: the plan of each device's memory.
+    name: the base model's name, as the user wrote it. cfg: the model. config: its worker group's configuration, with
+    the mesh laid out. target: the devices. spec: the adapters' shape. memory: the plan of each device's memory.
     """
 
     name: str
@@ -71,8 +71,9 @@ class ServicePlan:
 def plan_service(settings: Settings, base_model: str, topology: str, *, rank: int) -> ServicePlan:
     """The plan that a service with these settings would make.
 
-    base_model: as for `find_model`. topology: such as "v6e:2x4" or "h100:8". rank: of adapters. UserError: an unknown
-    device, shape or config, a wrong mesh, or a rank or context out of range. DoesNotFitError: too little memory.
+    base_model: as for `find_model`. topology: such as "v6e:2x4" or "h100:8". rank: the adapters' rank. UserError: an
+    unknown device, shape or config, a wrong mesh, or a rank or context out of range. DoesNotFitError: too little
+    memory.
     """
     target = parse_topology(topology)
     cfg = parse_config(_config(base_model), name=base_model)
@@ -139,7 +140,7 @@ def command_of(plan: ServicePlan, settings: Settings) -> str:
 
 
 def _hosts(target: Topology) -> int:
-    """The number of hosts with GPUs; 0 for a single one, and for TPUs, whose shapes do not name hosts."""
+    """The number of hosts with GPUs; 0 for a single host, and for TPUs, since their shapes do not name hosts."""
     several = target.device.platform is not TPU and len(target.shape) == 2 and target.shape[0] > 1
     return target.shape[0] if several else 0
 
@@ -183,7 +184,7 @@ def describe_plan(plan: ServicePlan, price: float = 0.0) -> str:
     price: US dollars per hour for all devices, to show the cost of tokens; 0 = unknown.
     """
     cfg, config, target, memory = plan.cfg, plan.config, plan.target, plan.memory
-    assert memory.uses is not None  # an accelerator
+    assert memory.uses is not None  # the target is an accelerator
     residents = memory.uses.adapters // adapter_bytes(cfg, config, plan.spec, DEFAULT_OPTIMIZER)
     axes = f"fsdp {config.fsdp}, expert {config.expert}, tensor {config.tensor}"
     lines = [

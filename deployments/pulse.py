@@ -16,7 +16,7 @@ BEAT = "beat"
 READY = "ready"
 BEAT_SECONDS = 1.0
 HUNG_SECONDS = 60.0
-_KEPT: list[TextIO] = []  # the stream of `keep_stdout`
+_KEPT: list[TextIO] = []  # the stream that `keep_stdout` has reserved
 
 
 class Pulse:

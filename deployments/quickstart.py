@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 STEPS = 30
 LEARNING_RATE = 5e-3
 RANK = 32
-RUN_NAME = "quickstart: pig latin"  # in the console and in Prefect
+RUN_NAME = "quickstart: pig latin"  # the run's name in the console and in Prefect
 SAVED = "pig-latin"  # the checkpoint with the trained weights
-SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
+SHOWN_SECONDS = 60.0  # how long the flow run may take to appear in Prefect
 
 
 def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = STEPS, stay: bool = False) -> bool:
-    """Fine-tune on `LESSONS` and print where the run can be seen.
+    """Fine-tune on `LESSONS`, and print links to the run's pages.
 
-    data_dir: the service's data; default: a scratch folder. steps: of the optimizer. stay: keep serving after
+    data_dir: the service's data; default: a scratch folder. steps: optimizer steps. stay: keep serving after
     the lesson, until Ctrl-C. Returns whether the loss fell and the model then gives every answer exactly.
     """
     learned, page = False, ""
@@ -174,7 +174,7 @@ def _printable(text: str) -> str:
 
 
 def _flow_run_page(prefect: PrefectAccess, model_id: str) -> str:
-    """The path of the page of the training run `model_id`, or of all runs if this one is not found in SHOWN_SECONDS."""
+    """The path of the page of the training run `model_id`, or of all runs if this run is not found in SHOWN_SECONDS."""
     tagged, url = {"flow_runs": {"tags": {"all_": [model_id]}}}, f"{prefect.api_url}/flow_runs/filter"
     deadline = time.monotonic() + SHOWN_SECONDS
     while time.monotonic() < deadline:

@@ -29,7 +29,7 @@ class Api:
     """The server's API, for one session, which is created on first use and finished at the end."""
 
     def __init__(self, url: str, key: str) -> None:
-        """url, key: of the server."""
+        """url, key: the server's."""
         self.url = url
         headers = {"X-API-Key": key}
         self._http = httpx.Client(base_url=f"{url}/api/v1/", headers=headers, timeout=90, follow_redirects=True)
@@ -124,7 +124,7 @@ class Api:
 
 
 class NewRun:
-    """A new model of the session, with a counter of its requests. id: of the model."""
+    """A new model of the session, with a counter of its requests. id: the model's id."""
 
     def __init__(self, api: Api, operation: str, body: Mapping[str, Any]) -> None:
         """Create the model with `create_model` or `load_weights`."""

@@ -25,9 +25,9 @@ from tinkerflow.backend.spec.run_metadata import for_repeats
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.recorded_run import NewRun, RecordedRequest, RecordedRun
 
-_IN_FLIGHT = 8  # requests that are sent before the result of the first is awaited
+_IN_FLIGHT = 8  # requests that are sent before the result of the first one is awaited
 _FORWARD = ("forward", "forward_backward")
-_COMPARED = (*_FORWARD, "optim_step")  # operations whose results do not name the run
+_COMPARED = (*_FORWARD, "optim_step")  # operations with results that do not name the run
 
 
 # ------------------------------------------------------------------ changes
@@ -65,8 +65,8 @@ class Changes:
     """The changes of a rerun.
 
     first, last: the range of steps to execute; None = from the beginning, to the end. If the run has loaded an earlier
-    state and made a step again, the last time counts. sets: for optimizer steps. without: steps to leave out, or rows
-    of a step, by their numbers among the rows of the step.
+    state and made a step again, the last time counts. sets: changes of optimizer steps. without: steps to leave out, or
+    rows of a step, by their numbers among the rows of the step.
     """
 
     first: int | None = None
@@ -98,8 +98,8 @@ class Changes:
 class Report:
     """The result of a rerun.
 
-    run_id: of the new run. steps: how many were made. compared: how many results were equal. parted: the first request
-    whose result differs. ended: the optimizer step at the end of the new run.
+    run_id: the new run. steps: number of steps made. compared: number of equal results. parted: the first request with
+    a different result. ended: the optimizer step at the end of the new run.
     """
 
     run_id: str
@@ -123,7 +123,7 @@ class Rerun:
         self._run, self._api, self._on_result = run, run.api, on_result
         self._changes, self._progress = changes, progress
         self._made: Mapping[int, int] = {}  # if rows or steps are left out: seq_ids by step
-        self._rows = 0  # of the current step
+        self._rows = 0  # rows of the current step
         self._waiting: deque[tuple[str, RecordedRequest, bool]] = deque()
         self._changed = False
 

@@ -36,12 +36,12 @@ from tinkerflow.deployments.options import settings_with
 from tinkerflow.tasks.pipelines.parameters import AnyParameters, JudgeParameters, PipelineParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
-_LABELS = {"first": "first tenth", "last": "last tenth"}  # of the steps; a result contains their means
+_LABELS = {"first": "first tenth", "last": "last tenth"}  # share of the steps; a result contains their means
 _EXAMPLE_MODEL = (
     "the example's model is tiny and began with random weights: it learns the training rows by heart, but does not\n"
     "generalize. The samples are its answers to held-out rows, which are worded differently: most of them are wrong"
 )
-LINE_SECONDS = 10.0  # between lines of progress without a terminal
+LINE_SECONDS = 10.0  # seconds between lines of progress without a terminal
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -62,8 +62,8 @@ def run(
 
     console: where to print. pipeline: its name. config: a YAML file with its parameters; the service at TINKER_BASE_URL
     does the work. example: instead of `config`, use our example on a service that is started for it. changes: values
-    that replace those of the file, as `training.steps=10`. data_dir: of a started service and Prefect server; default:
-    a scratch folder for the example, else the setting.
+    that replace those of the file, as `training.steps=10`. data_dir: the data dir of a service and a Prefect server
+    that are started; default: a scratch folder for the example, else the setting.
 
     UserError: both or neither of config and example are given.
     """
@@ -76,7 +76,7 @@ def run(
     import_beside(config)
     values = read_config(config, changes)
     parameters = parameters_of(pipeline, values)
-    block = parameters.connection  # of Prefect, with the service's address
+    block = parameters.connection  # a Prefect block with the service's address
     url, key = ("", "") if block else server_from_environment(settings)
     source = "TINKER_BASE_URL" if "TINKER_BASE_URL" in os.environ else f"data dir {settings.data_dir}"
     print_line(console, f"service: as Prefect's block {block!r} names it" if block else f"service: {url} ({source})")
@@ -155,7 +155,7 @@ def quiet_client() -> AbstractContextManager[None]:
 def logs_in_prefect() -> Iterator[None]:
     """Send the log lines of flow and task runs to Prefect in the block, even if the console hides them."""
     names = ("prefect.flow_runs", "prefect.task_runs")
-    in_console = logging.getLogger(names[0]).isEnabledFor(logging.INFO)  # then the user wants them there, too
+    in_console = logging.getLogger(names[0]).isEnabledFor(logging.INFO)  # then the user wants the lines there, too
     with nullcontext() if in_console else logging_at(logging.INFO, *names, propagate=False):
         try:
             yield
@@ -170,7 +170,7 @@ def print_line(console: Console, line: str) -> None:
 
 
 def find(name: str) -> Pipeline:
-    """The pipeline of a name. UserError: there is none."""
+    """The pipeline with this name. UserError: there is no such pipeline."""
     from tinkerflow.flows.pipelines import pipelines
 
     if name not in pipelines():
@@ -254,7 +254,7 @@ def _import() -> None:
 def _make_student_and_teacher(console: Console, values: dict[str, Any], prefect: PrefectAccess) -> None:
     """Train the models of an example with `example_teacher`: a briefly trained student, and a teacher."""
     lesson = read_config(example_file("sft.yaml")) | {"work": values["work"], "samples": {"rows": 0}}
-    del lesson["held_out"]  # its result is not shown: fewer programs to compile
+    del lesson["held_out"]  # this result is not shown, so fewer programs are compiled
     short = lesson | {"name": "student", "training": lesson["training"] | {"steps": 8}}
     student = _run(console, find("sft"), short, prefect)
     start = values.setdefault("model", {})["start_from"] = _result(student)["state"]

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from prefect.schedules import Schedule
 
 HEARTBEAT_SECONDS = 30
-UNPOLLED_SECONDS = 60.0  # Prefect's own limit, after which a deployment is not ready
-WATCH_SECONDS = 2.0  # between checks of the Prefect server
+UNPOLLED_SECONDS = 60.0  # Prefect's own limit: later, a deployment counts as not ready
+WATCH_SECONDS = 2.0  # seconds between checks of the Prefect server
 RESULTS = "tinkerflow-results"
 PLAIN_LOG = "tinkerflow.deployments.plain_log.PlainConsoleHandler"
 FOR_WORK_POOLS = ("work_pool", "version", "build", "push", "pull", "enforce_parameter_schema")
@@ -395,7 +395,7 @@ def _schedule(wanted: dict[str, Any]) -> Schedule:
     try:
         match wanted:
             case {"cron": str(cron), **rest}:
-                CronSchedule(cron=cron, timezone=rest.get("timezone"))  # validates, which Cron does not
+                CronSchedule(cron=cron, timezone=rest.get("timezone"))  # validates the schedule, which Cron does not
                 return Cron(cron, **rest)
             case {"interval": int() | float() as seconds, **rest} if seconds > 0 and not isinstance(seconds, bool):
                 return Interval(seconds, **rest)
@@ -427,7 +427,7 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
     flow: Flow[..., Any]
     try:
         flow = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
-    except (Exception, SystemExit) as error:  # any error of the module, which may also end itself
+    except (Exception, SystemExit) as error:  # any error of the module, which may also exit
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"deployment {wanted.name!r}: entrypoint {wanted.entrypoint!r}: {why}") from error
     return unless_changed(flow, wanted.entrypoint), {
@@ -457,7 +457,7 @@ def _concurrency_limit(wanted: Deployment) -> int | ConcurrencyLimitConfig | Non
 
 
 def unless_changed(flow: Flow[..., Any], entrypoint: str) -> Flow[..., Any]:
-    """A copy of the flow, whose runs fail if their deployment was changed on the server (`_check_deployment`)."""
+    """A copy of the flow. Its runs fail if their deployment was changed on the server (`_check_deployment`)."""
     checked = flow.with_options()
     checked.fn = ServedFunction(flow, entrypoint)
     return checked

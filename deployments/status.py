@@ -53,7 +53,7 @@ def show_status(settings: Settings, console: Console) -> bool:
 
 
 def _show_work(journal: Journal, show: Callable[[str, str], None]) -> None:
-    from tinkerflow.backend.catalog.model_card import public_name  # needs half a second to load
+    from tinkerflow.backend.catalog.model_card import public_name  # takes half a second to load
 
     health = journal.recovery.health()
     for model in journal.base_models.all():
@@ -78,7 +78,7 @@ def _problem(settings: Settings, url: str) -> str:
     if not api_answers(url):
         return f"{url}: does not answer"
     try:
-        with suppress(ServerError, *AWAY):  # the line about the journal shows them
+        with suppress(ServerError, *AWAY):  # the line about the journal shows these errors
             refuse_other_service(settings, url)
     except UserError as error:
         return error.message

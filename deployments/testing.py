@@ -1,8 +1,8 @@
 """Pytest fixtures for tests of your own flows: `pytest_plugins = ["tinkerflow.deployments.testing"]` in conftest.py.
 
 `tiny_service`: the whole service on the embedded tiny model; nothing is tracked, and no Prefect server is needed.
-`plain_calls`: calls of tasks and flows are plain function calls (`task.fn`). Together these two test a flow in seconds.
-`prefect_harness`: a real Prefect server with its own database, for tests of retries, states and artifacts.
+`plain_calls`: calls of tasks and flows are plain function calls (`task.fn`). Together, these two fixtures test a flow
+in seconds. `prefect_harness`: a real Prefect server with its own database, for tests of retries, states and artifacts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREFECTS_OWN = ("wait_for", "return_state", "deferred")
 
 @dataclass(frozen=True)
 class TinyService:
-    """A running service. url: of its API. base_model: the name of its only model. store: URL of its checkpoints."""
+    """A running service. url: its API's URL. base_model: the name of its only model. store: URL of its checkpoints."""
 
     url: str
     base_model: str

@@ -44,9 +44,9 @@ Floats = npt.NDArray[np.float32]
 
 
 def make_tiny(folder: str | Path) -> Path:
-    """Make the tiny model as a Hugging Face folder, the same bytes every time. Returns the absolute path.
+    """Make the tiny model as a Hugging Face folder, with the same bytes every time. Returns the absolute path.
 
-    The folder appears whole or not at all. If it already holds the model, nothing is done. UserError: it holds
+    The folder appears whole or not at all. If it already holds the model, nothing is done. UserError: the folder holds
     something else, or cannot be made.
     """
     target = Path(folder).expanduser().resolve()

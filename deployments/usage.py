@@ -13,7 +13,7 @@ from tinkerflow.backend.core.suggest import did_you_mean
 
 
 def help_of(command: Any, words: Sequence[str]) -> str | None:
-    """The help that `words` ask for, such as `["key", "list", "--help"]`; None if they ask for something else.
+    """The help that `words` request, such as `["key", "list", "--help"]`; None if they request something else.
 
     Parsing the words would import pydantic, which takes 0.3 s of CPU time.
     """

@@ -28,7 +28,7 @@ _FRAME = struct.Struct("<II")
 class Exchange(msgspec.Struct, tag="exchange", omit_defaults=True):
     """A request with its answer.
 
-    number: from 1, in the order of answers. 0 for requests that are not compared, such as the one for the client's
+    number: from 1, in the order of answers; 0 for requests that are not compared, such as the request for the client's
     configuration. target: the path with its query. body: decompressed. media: the Content-Type of the answer.
     location: the target of a redirect.
     """
@@ -146,7 +146,7 @@ def read_cassette(path: Path, *, partial: bool = False) -> Recording:
     """Read a cassette.
 
     path: the file. partial: whether to accept a recording without an end, up to its last whole record.
-    UserError: the file is missing, is not a cassette, is of another version, is damaged, or has no end.
+    UserError: the file is missing, is not a cassette, has another version, is damaged, or has no end.
     """
     try:
         data = path.read_bytes()

@@ -83,7 +83,7 @@ class _RunWriter:
                     self._writer.write(files)
         self._ask_again("GET", "get_server_capabilities")
         for path in self._loaded:
-            with suppress(NotFoundError):  # it was deleted
+            with suppress(NotFoundError):  # the checkpoint was deleted
                 self._ask_again("POST", "weights_info", {"tinker_path": path})
         samplers = self._api.ask(f"sessions/{session_id}")["sampler_ids"]
         if samplers:

@@ -12,7 +12,7 @@ from tinkerflow.deployments.cassettes.content import difference, equal, fingerpr
 from tinkerflow.deployments.cassettes.file import Exchange, Recording
 from tinkerflow.deployments.cassettes.requests import ClientRequest, asked
 
-_SUBJECTS = {"train": "model", "sample": "sampler"}  # by the word in an id such as sess-…:train:0
+_SUBJECTS = {"train": "model", "sample": "sampler"}  # names for people, by the word in an id such as sess-…:train:0
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Script:
             self.differences.append(text)
 
     def report(self) -> list[str]:
-        """Lines about the first request that differed, or else about the first that was never made."""
+        """Lines about the first request that differed, or else about the first request that was never made."""
         if self.differences:
             first, *later = self.differences
             return [first, f"{len(later)} later requests differed"] if later else [first]
@@ -124,7 +124,7 @@ class Script:
         return self._about(request) + ("" if request.number is None else f", number {request.number},")
 
     def _unlike(self, now: ClientRequest, place: _RecordedPlace, then: Recorded | None) -> str:
-        """Describe a request that matches none of its place. then: the recorded request of its number, if any."""
+        """Describe a request that matches no request of its place. then: the recorded request of its number, if any."""
         if not now.strict and (then is None or then.used):
             then = next((entry for entry in place.entries if not entry.used), None)
         if then is None:

@@ -86,8 +86,8 @@ def serve_cassette(
     """Answer from a cassette while a program runs, or until Ctrl-C. Returns the exit status.
 
     file: the cassette. command: the program and its arguments; empty = serve programs that are started elsewhere.
-    port: on 127.0.0.1, 0 = a free one. ignore: fields that may differ. partial: accept an interrupted recording.
-    report: gets lines for people.
+    port: the port on 127.0.0.1; 0 = a free port. ignore: fields that may differ. partial: accept an interrupted
+    recording. report: gets lines for people.
     UserError: the file cannot be replayed, or the port is taken.
     """
     from tinkerflow.deployments.cassettes.play import open_replay

@@ -34,7 +34,7 @@ from tinkerflow.deployments.cassettes.server import HERE, application, plain_bod
 # Headers that belong to one connection. The service must not compress, because answers are read here.
 _OF_A_CONNECTION = {"host", "connection", "content-length", "transfer-encoding", "keep-alive", "accept-encoding"}
 _KEPT_HEADERS = ("content-type", "location", "retry-after", "www-authenticate")
-_PASSING = {401, 408, 409, 425, 429}  # not recorded: clients retry, or their key was wrong
+_PASSING = {401, 408, 409, 425, 429}  # statuses that are not recorded: clients retry, or their key was wrong
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -48,11 +48,11 @@ class Recorder:
         """upstream: the URL of the service. writer: receives the recording."""
         self._upstream = upstream.rstrip("/")
         self._writer = writer
-        self._seen: set[tuple[str, int]] = set()  # places and numbers of requests that were recorded
+        self._seen: set[tuple[str, int]] = set()  # places and numbers of recorded requests
         self._waiting: set[str] = set()  # ids of recorded requests without a result
         self._configured: set[str] = set()
         self._folders: set[str] = set()
-        self.requests = 0  # how many a replay compares
+        self.requests = 0  # number of requests that a replay compares
 
     def app(self) -> Starlette:
         """The proxy as an application."""

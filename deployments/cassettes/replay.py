@@ -41,7 +41,7 @@ class Replay:
         self.script = Script(recording, ignore)
         self._results = {name: (one.media, one.body) for name, one in recording.results.items()}
         self._configuration = {name_of(one.target): one for one in recording.exchanges if not one.number}
-        self._folders: dict[str, str] = {}  # of tokenizers: when recorded -> on this machine
+        self._folders: dict[str, str] = {}  # folders of tokenizers: recorded path -> path on this machine
         for entry in self.script.entries:
             if entry.asked.is_future and (request_id := future_of(entry.exchange.answer)):
                 text = f"{self.script.named(entry)} has no result in the recording: the program ended before it arrived"

@@ -134,7 +134,7 @@ def _chunk(body: bytes) -> ClientRequest:
 def _numbered(name: str, body: bytes, content: dict[str, Any] | None) -> ClientRequest:
     values = content or {}
     owner_field, number_field = FUTURES[name] if name in FUTURES else _NUMBERED[name]
-    if name == "load_weights" and values.get("session_id") is not None:  # this one creates a model
+    if name == "load_weights" and values.get("session_id") is not None:  # this request creates a model
         owner_field, number_field = _IN_SESSION
     owner, number = values.get(owner_field), values.get(number_field)
     if not isinstance(owner, str) or not isinstance(number, int):

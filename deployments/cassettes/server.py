@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from tinkerflow.backend.core.errors import UserError
 
-API_KEY = "tml-cassette"  # for clients of a replay, which checks no key
-HERE = "http://cassette.invalid"  # in a cassette: the URL of the server that answers
+API_KEY = "tml-cassette"  # a key for clients of a replay, which checks no key
+HERE = "http://cassette.invalid"  # stands in a cassette for the URL of the server that answers
 RECORDING = "CASSETTE_RECORDING"  # the variable that names the cassette that is being recorded
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 

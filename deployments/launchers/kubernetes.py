@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 Selector = dict[str, Any]  # values by label or field
 
-NAME = "worker"  # of the StatefulSet, and of the container that computes
+NAME = "worker"  # name of the StatefulSet, and of the container that computes
 WARNINGS: Selector = {"involvedObject.kind": "StatefulSet", "involvedObject.name": NAME, "type": "Warning"}
-CHECK_SECONDS = 15.0  # between two checks of the pods, which report why pods wait
+CHECK_SECONDS = 15.0  # seconds between two checks of the pods, which report why pods wait
 LEAVE_SECONDS = 45.0  # the time that pods have to save their models and to end
 
 
@@ -48,7 +48,7 @@ async def scale(client: AsyncClient, plan: Plan, replicas: int) -> Selector:
 
 
 def stateful_set(plan: Plan, replicas: int, selector: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the StatefulSet that the plan decides. selector: of its pods."""
+    """The fields of the StatefulSet that the plan decides. selector: the labels of its pods."""
     pod: dict[str, Any] = {}
     if plan.devices:
         limits = {"google.com/tpu" if plan.platform == "tpu" else "nvidia.com/gpu": plan.devices}
@@ -87,7 +87,7 @@ def waiting_lines(pods: Sequence[Pod], count: int, warnings: Sequence[Event]) ->
 
 
 def _waits_for(pod: Pod) -> str:
-    """Why a pod is not in the group; "" if it is."""
+    """Why a pod is not in the group; "" if it is in the group."""
     if pod.metadata and pod.metadata.deletionTimestamp:
         return "it is being deleted"
     assert pod.status is not None

@@ -27,7 +27,7 @@ from tinkerflow.deployments.launching import Launcher, Plan, Say, own_address
 from tinkerflow.deployments.options import settings_with
 from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
 
-_PLACING_SECONDS = 15.0  # between two progress lines about the placement
+_PLACING_SECONDS = 15.0  # seconds between two progress lines about the placement
 _LEAVE_SECONDS = 15.0  # the time that actors have to end their workers cleanly
 
 

@@ -41,7 +41,7 @@ async def _keep(plan: Plan, report: Say) -> None:
 
 
 def srun(plan: Plan, number: int) -> tuple[str, ...]:
-    """The command that starts one process. number: of the process, from 0."""
+    """The command that starts one process. number: the process's number, from 0."""
     asked = ["--job-name=tinkerflow", "--ntasks=1", "--input=none", "--kill-on-bad-exit=1"]
     if plan.devices:
         asked.append(f"--gpus={plan.devices}")
