@@ -72,11 +72,11 @@ SHARE_A_SERVICE = (
     ("tests/e2e/test_environments.py", "tests/e2e/test_rewards.py"),
     ("tests/flows/test_prefect.py", "tests/flows/test_prefect_access.py"),
 )
-LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[0], *SHARE_A_SERVICE[1])  # the first that use the SDK
+LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[0], *SHARE_A_SERVICE[1])  # the first files that use the SDK
 # Rooms whose tests must leave the process unchanged; the others have not been run with this check yet.
 GUARDED = ("core", "deployments", "supervise", "tasks", "tracking")
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-CROWDED = 0.3  # share of a process's memory maps; above it, compiled programs are dropped after a file
+CROWDED = 0.3  # share of a process's memory maps; above this share, compiled programs are dropped after a file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -180,7 +180,7 @@ def compiler(request: pytest.FixtureRequest, quick_options: list[tuple[str, Any]
         return made
 
     if not quickly:
-        forget_programs()  # earlier files may have compiled them quickly
+        forget_programs()  # earlier files may have compiled these programs quickly
     with pytest.MonkeyPatch.context() as patch:
         jax.config.update("jax_disable_most_optimizations", quickly)
         if quickly:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_ENV = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}  # where tc is on Debian
+_ENV = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}  # the folder of tc on Debian
 
 
 class NoNetnsError(Exception):
@@ -115,7 +115,7 @@ def _ip(*words: str) -> None:
 
 
 def _quietly(*words: str) -> None:
-    with suppress(NoNetnsError):  # it was removed with its peer
+    with suppress(NoNetnsError):  # the link was removed with its peer
         _ip(*words)
 
 

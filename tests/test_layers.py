@@ -67,7 +67,7 @@ MAY_NOT: Mapping[str, set[str]] = {
 }
 JAX = {"jax", "jaxlib", "flax", "optax"}
 HEAVY = {"fastapi", "prefect", "torch", "transformers"}
-SEE_TORCH = "import sys; sys.modules.pop('torch', None)"  # which tests/without_torch hides
+SEE_TORCH = "import sys; sys.modules.pop('torch', None)"  # tests/without_torch hides torch
 # Classes of more than 250 lines, each with the reason.
 LONG_CLASSES = {
     "backend/settings.py Settings": "the table of all settings: one field, type, bound and help text after the other",

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.accelerators.efficiency import expected, expected_mfu
 
-Record = Mapping[str, Any]  # of one compiled program: see `compile.record`
+Record = Mapping[str, Any]  # figures of one compiled program: see `compile.record`
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ SHORT_OFFSETS = _count(
 FAULTS = _count("faults of kernels", faults)
 TRITON = Measure("kernels of Triton", "", lambda record: record["triton"])
 SLICES = Measure("bytes of slices and updates of stacks", "GB", lambda record: record["slices"] / GB)
-# At each of these, the host of a GPU waits for the device's decision.
+# At each of these operations, the host of a GPU waits for the device's decision.
 DECISIONS = _count(
     "branches, and loops without a trip count", lambda record: [*record["unknown_loops"], *record["branches"]]
 )
@@ -193,7 +193,7 @@ BUDGETS = (
         )
         for program in programs
     ),
-    *(  # about 24 for each of 36 layers: of each of four inputs, one multiplies by A, and one by B and by matrices
+    *(  # about 24 for each of 36 layers: for each of four inputs, one multiplies by A, and one by B and by matrices
         Budget(_case(f"4B h100:1 decode {sizes}", unknown_trips=CHUNK), STARTS, limit)
         for sizes, limit in (("1x512", 870), ("64x2048", 870), ("256x512", 980))
     ),

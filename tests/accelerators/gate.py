@@ -55,7 +55,7 @@ def compile_cases(cases: Iterable[Case]) -> Mapping[str, Record | str]:
 def main(*words: str) -> int:
     """Compile the cases of the budgets, write their figures, and print which budgets hold.
 
-    words: compile only cases whose names contain one of these, and keep the stored figures of other cases.
+    words: compile only cases with one of these words in their names, and keep the stored figures of other cases.
     """
     chosen = [budget for budget in BUDGETS if not words or any(word in budget.case.name for word in words)]
     records = compile_cases(budget.case for budget in chosen)

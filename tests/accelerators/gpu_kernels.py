@@ -60,8 +60,8 @@ class Kernel:
     """A kernel of a program: the worst figures over all its launches and its variants for other shapes.
 
     blocks: of a launch. resident: blocks that run on a multiprocessor at the same time. idle: the microseconds of the
-    slowest launch that leaves multiprocessors idle, if the others run at their peaks; 0 if the launch ends before a
-    next one could start.
+    slowest launch that leaves multiprocessors idle, if the other launches run at their peaks; 0 if the launch ends
+    before a next one could start.
     """
 
     blocks: int

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-_FLOATS, _HEADS = ("bf16", "f32"), 3  # of queries and keys: their dtypes, and the fewest dimensions
+_FLOATS, _HEADS = ("bf16", "f32"), 3  # dtypes and fewest dimensions of queries and keys
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 
 

@@ -209,7 +209,7 @@ def compile_for(
 @dataclass(frozen=True)
 class _Compiled:
     took: float
-    memory: dict[str, int]  # as in `Figures`
+    memory: dict[str, int]  # see `Figures`
     text: str
     launches: dict[str, Any] = field(default_factory=dict)  # this and the next as in `gpu_kernels`, for NVIDIA GPUs
     assembled: dict[str, Any] = field(default_factory=dict)
@@ -265,7 +265,7 @@ def _environment(topology: Topology) -> dict[str, str]:
     if topology.device.platform is TPU:
         number = topology.count * (2 if topology.device.name == "v5p" else 1)
         return {
-            "TPU_SKIP_MDS_QUERY": "1",  # of a cloud machine
+            "TPU_SKIP_MDS_QUERY": "1",  # do not query a cloud machine's metadata
             "TPU_ACCELERATOR_TYPE": _TPU_TYPES[topology.device.name].format(number),
             "TPU_WORKER_HOSTNAMES": "localhost",
         }

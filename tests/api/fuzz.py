@@ -24,7 +24,7 @@ from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 BASE, KEY = "tiny/bigram", "tml-fuzz"
-ANSWERED_WITHIN = 60.0  # seconds, enough on a busy machine; a longer wait is a hang
+ANSWERED_WITHIN = 60.0  # in seconds, enough on a busy machine; a longer wait is a hang
 PROTO = "forward_backward"
 MODEL_OPERATIONS = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 

@@ -178,7 +178,7 @@ def test_many_long_prompts_are_bounded_together(
     rule = "prompt has 2001 characters and token ids in all its texts: must have at most 2000"
     assert refused.json()["error"]["message"] == rule
     refused = post(server, "completions", {"model": BASE, "prompt": ["a" * 1000, "b" * 1000], "max_tokens": 1})
-    assert "in all its texts" not in refused.text  # refused, but because each is too long for the context
+    assert "in all its texts" not in refused.text  # each is refused, but because it is too long for the context
 
 
 def test_errors_have_the_openai_format(server: Running, journal: Any, start: Any, engine: Engine) -> None:

@@ -17,7 +17,7 @@ BASE = "tiny/bigram"
 
 @pytest.fixture
 def people(server: Any, journal: Any) -> Iterator[Callable[[str], Any]]:
-    """people(name): `ann` and `ada` share a project, `bob` has his own, and `root` is an admin in a third."""
+    """people(name): `ann` and `ada` share a project, `bob` has his own, and `root` is an admin in a third project."""
     projects = {"ann": "team-a", "ada": "team-a", "bob": "team-b", "root": "team-c"}
     secrets = {name: journal.keys.create(name, team, admin=name == "root")[1] for name, team in projects.items()}
     server.clock.advance(1.0)  # so that the server looks for keys again

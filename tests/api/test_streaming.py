@@ -112,7 +112,7 @@ def test_stream_sends_tokens_before_the_result_and_none_twice_after_a_crash(serv
     (reader,) = listening(server, 1)
     decoder.take(1)
     hear([reader], decoder, (8, 16))
-    decoder.decode(0, 6)  # a worker was killed: the next one starts again, with other chunks
+    decoder.decode(0, 6)  # a worker was killed: the next worker starts again, with other chunks
     hear([reader], decoder, (18,), start=6)
     decoder.decode(20, 24)  # the row with tokens 18 and 19 was lost
     hear_all([reader], decoder)

@@ -117,7 +117,7 @@ def chunk(model: str) -> bytes:
 
 
 CHECKPOINTS = ("weights", "sampler_weights", "external_weights")
-Body = Callable[[str, Person], Any]  # makes a body from an id and the sender
+Body = Callable[[str, Person], Any]  # a function that makes a body from an id and the sender
 
 
 @dataclass(frozen=True)

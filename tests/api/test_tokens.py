@@ -141,7 +141,7 @@ def test_sdk_exchanges_its_key_again_after_a_refused_token(server: Running, engi
         server.clock.advance(7200)  # the server's clock is ahead, so tokens expire before the SDK renews them
         training.optim_step(tinker.AdamParams()).result()
         assert seen.count("auth/token") == before + 1
-    assert before <= 2  # one for each of the SDK's two connection holders
+    assert before <= 2  # one token for each of the SDK's two connection holders
 
 
 @pytest.mark.parametrize(("name", "project"), [("local", "local"), ("laptop", "team")])

@@ -32,7 +32,7 @@ from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.settings import Settings
 
 PROJECTS = 20
-PROCESSES = 4  # of attackers
+PROCESSES = 4  # number of attackers
 HEARTBEAT_SECONDS = 0.5
 API_BYTES = 1500 * 2**20  # peak resident memory, with the default of max_body_bytes
 SHARE = 0.5 / (PROJECTS + 1)  # of the rate without attackers: half of an equal share, as attackers use the cores, too
@@ -123,12 +123,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, server(Path(folder), {}) as (url, pid):
         journal = Journal.open(Settings(data_dir=Path(folder)).journal_url)
         keys = [journal.keys.create(f"key {n}", f"project {n}")[1] for n in range(PROJECTS + 1)]
-        time.sleep(2)  # until the API requires keys
+        time.sleep(2)  # wait until the API requires keys
         models = httpx.get(f"{url}/v1/models", headers={"X-API-Key": keys[0]}).json()["data"]
         bystander = Bystander(url, models[0]["id"], keys[0])
         for _ in range(10):
             bystander.sample()
-        bystander.sample({"type": "regex", "value": "[a-z]+"})  # compiles the program that attackers need
+        bystander.sample({"type": "regex", "value": "[a-z]+"})  # compile the program that attackers need
         beats, alone = bystander.measure(args.seconds / 3)
         quiet = len(alone) / (args.seconds / 3)
         print(f"without attackers: heartbeats {percentiles(beats)}; samples {percentiles(alone)}, {quiet:.1f} a second")

@@ -4,7 +4,7 @@ No device is needed.
 
 python -m tests.benchmarks.compiling
 
-Autotuning needs a device, so its time is missing. The other six programs are copies, publishing and the optimizer.
+Autotuning needs a device, so its time is not included. The other six programs are copies, publishing and the optimizer.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tinkerflow.backend.spec.packing import Grid, Trees, layout
 from tinkerflow.backend.spec.prefix_trees import Branch, Tree
 
 MICROBATCH = 4096
-REQUESTS = 200  # of each kind, with different lengths
+REQUESTS = 200  # requests of each kind, with different lengths
 
 Request = tuple[Sequence[int], Sequence[Tree]]  # lengths of examples; trees of shared prefixes, if there are any
 

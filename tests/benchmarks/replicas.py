@@ -68,7 +68,7 @@ class Balancer:
     """A TCP load balancer on loopback, which connects to the replicas in turn and skips those that refuse."""
 
     def __init__(self, ports: list[int]) -> None:
-        """Return once it listens. ports: of the replicas."""
+        """Return once the balancer listens. ports: the replicas' ports."""
         self._ports, self._next = ports, 0
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -170,9 +170,10 @@ def replicas(
 ) -> Iterator[Replicas]:
     """Run all parts for the block; yield them once they serve.
 
-    data_dir: of all parts. database_url: of an empty Postgres database. settings: further variables TINKERFLOW_<NAME>.
-    apis, engines: their numbers. A single worker process serves them. apart: engines have different host names, as on
-    different machines, so a standby engine cannot see that the other one is dead and waits for the end of its lease.
+    data_dir: the data dir of all parts. database_url: an empty Postgres database. settings: further variables
+    TINKERFLOW_<NAME>. apis, engines: how many to run. A single worker process serves them. apart: engines have
+    different host names, as on different machines, so a standby engine cannot see that the other one is dead and waits
+    for the end of its lease.
     """
     found = Replicas(data_dir, database_url, settings, apis=apis, apart=apart)
     try:

@@ -45,7 +45,7 @@ from tinkerflow.deployments.tiny_model import make_tiny
 
 KEY = "tml-bench"
 USERS, ASKED = 8, 6
-CHUNK = 8  # tokens, decode_chunk's default
+CHUNK = 8  # in tokens; decode_chunk's default
 SUBMITTING = 0.5  # seconds to send 64 requests; samples in this time would measure this process
 
 

@@ -3,10 +3,10 @@
     python -m tests.benchmarks.speed [--model FOLDER] [--cases train,long,ragged] [--repeat 3] [--small]
 
 A run starts `tinkerflow up` without Prefect, which takes turns with plain loops in this process (plain.py). Each case
-runs a round of ours, a round of theirs, and float32 matmuls by torch and by JAX. The faster matmul is the peak. The CPU
-time of ours is measured over the server's whole process tree, and the CPU time of theirs in this process. Wall times
-are not reliable on a shared machine, and two hyper-threads of a core slow each other, so compare only figures of the
-same run. The server has no warm-up, and a round with a compilation is repeated. Utilisation is the rate of the
+runs a round on our server, a round of the plain loop, and float32 matmuls by torch and by JAX. The faster matmul is the
+peak. Our CPU time is measured over the server's whole process tree, and the plain loop's CPU time in this process. Wall
+times are not reliable on a shared machine, and two hyper-threads of a core slow each other, so compare only figures of
+the same run. The server has no warm-up, and a round with a compilation is repeated. Utilisation is the rate of the
 arithmetic that a step needs at least (`Bench.flops`) over the peak. Without --model, small-qwen3 is made in a scratch
 folder (small_model.py); --small uses the tiny model. Without peft, there is no plain loop. RESULTS.md keeps the output.
 """
@@ -49,7 +49,7 @@ PROMPT, NEW = 64, 64
 class Side:
     """A measured program. call: makes a round. spent: reads its CPU clock.
 
-    data_dir: of the server, if there is one. Rounds with a compilation do not count.
+    data_dir: the server's data dir, if there is a server. Rounds with a compilation do not count.
     """
 
     name: str

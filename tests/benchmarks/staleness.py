@@ -35,7 +35,7 @@ class Sleepy:
     """Sleeps after each answer, rewards its vowels, and records the time and the reward."""
 
     def __init__(self, facts: Facts) -> None:
-        """facts: of the row."""
+        """facts: the row's facts."""
         self._facts = facts
 
     async def begin(self) -> Sequence[Message]:

@@ -123,7 +123,7 @@ def test_text_adds_no_control_token_at_any_place(kind: str) -> None:
             assert controls(tokenizer, tokens) == allowed, (evil, place)
             restored = control.restore(text)
             assert restored == render(messages, tools)
-            if kind != "legacy" and "[INST]" not in restored:  # these add or drop spaces
+            if kind != "legacy" and "[INST]" not in restored:  # these tokenizers add or drop spaces
                 assert tokenizer.decode(tokens, skip_special_tokens=False).lstrip() == restored, (evil, place)
 
 

@@ -155,7 +155,7 @@ def test_events_are_sent_once_and_resent_unchanged_after_a_crash(service: Servic
     service.mirror().once()  # another process continues
     assert [one["eventType"] for one in service.events()] == ["START", "RUNNING", "RUNNING"]
     sent = service.folder / "tracking/openlineage/sent.txt"
-    sent.write_text(sent.read_text()[:-3])  # killed while it recorded the last event
+    sent.write_text(sent.read_text()[:-3])  # the mirror was killed while it recorded the last event
     service.mirror().once()
     *_, last, again = service.events()
     assert last == again and named(last["outputs"]) == [f"tinker:{run}/weights/b"]

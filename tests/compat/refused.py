@@ -12,4 +12,4 @@ ELSEWHERE: dict[str, str] = {
     f"{client}.get_console_url": "names the vendor's host: [ours in its place](console.md#links-from-the-sdk)"
     for client in ("ServiceClient", "TrainingClient")
 }
-"""Methods that answer for another server, so they do not count as working. Tests exercise them nevertheless."""
+"""Methods that describe another server, so they do not count as working. Tests exercise them nevertheless."""

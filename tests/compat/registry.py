@@ -54,7 +54,7 @@ def exercises(*names: str) -> Callable[[F], F]:
 
 
 def tests_of(name: str) -> list[str]:
-    """The tests of the modules imported so far that declare to exercise a name, as `file::test`."""
+    """The tests that declare that they exercise a name, as `file::test`, in the modules imported so far."""
     return sorted(set(_TESTS.get(name, [])))
 
 

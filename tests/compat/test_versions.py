@@ -24,7 +24,7 @@ from tests.conftest import WITHOUT_TORCH
 BETWEEN = ("0.26.2", "0.31.0", "0.36.0")
 VERSIONS = ("0.25.0", *BETWEEN, "0.38.0")
 NEWEST = "newest"
-OFFLINE = "(from versions: none)"  # in pip's output when no registry answers
+OFFLINE = "(from versions: none)"  # text in pip's output when no registry answers
 
 Install = Callable[[str], Distribution]
 
@@ -88,7 +88,7 @@ def test_another_sdk_version_gets_equal_results(
 ) -> None:
     sdk = install(asked)
     if asked == NEWEST and sdk.version in VERSIONS:
-        return  # it is tested under its number
+        return  # this version is tested under its number
     lacking = [need for need in map(Requirement, sdk.requires or []) if not here(need)]
     if asked == NEWEST and lacking:
         pytest.skip(f"SDK {sdk.version} needs {lacking}, which this environment has not")

@@ -59,7 +59,7 @@ def test_a_gemma_whose_layers_are_all_of_one_type_is_read_as_transformers_writes
 
 @pytest.mark.parametrize("family", sorted(registered().keys() - {"mistral3"}))
 def test_a_missing_field_has_the_default_of_transformers(family):
-    """Or the file must have it. The shapes of the tensors show the two fields that are left out here."""
+    """Otherwise the file must have the field. The tensors' shapes show the two fields that are left out here."""
     whole = transformers.AutoConfig.for_model(family).to_dict()
     text = whole.get("text_config", whole)
     text["head_dim"] = text.get("head_dim") or 128  # the default of some families is odd
@@ -84,7 +84,7 @@ def test_routing_without_groups_in_the_file_is_that_of_transformers():
 
 
 def test_longrope_of_phi3_without_its_first_context_is_that_of_transformers():
-    """The context decides which factors are used, and how much attention grows."""
+    """The context decides which factors are used and how much attention grows."""
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     whole = transformers.AutoConfig.for_model("phi3", max_position_embeddings=131072, rope_scaling=factors).to_dict()
     without = {key: value for key, value in whole.items() if key not in ("rope_parameters", "rope_scaling")}

@@ -109,7 +109,7 @@ def test_backward_without_memory_fails_only_its_request(qwen3, monkeypatch, accu
             patched.setattr(trainer, "_training", replace(trainer._training, steps=lambda spec: failing))
         with pytest.raises(AllocationError, match=r"^data of 5 examples, the longest of 100 tokens: the devices"):
             forward(executor, "a", examples(LENGTHS), backward=True)
-        executor._adapters.get("a")  # as the next command for it would
+        executor._adapters.get("a")  # as the adapter's next command would
     after = {name: executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab"}
     for name in "ab":
         assert_same(before[name].weights, after[name].weights)

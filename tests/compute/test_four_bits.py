@@ -52,7 +52,7 @@ def rounded_folder(model: Reference, folder) -> None:
 def family(request, tmp_path_factory):
     """For each family: the rounded model, an executor in 4 bits, and one with the rounded weights in float32.
 
-    Tests are skipped for a family whose matrices are those of another representative.
+    Tests are skipped for a family with the same matrices as another representative.
     """
     skip_unless(REPRESENTATIVES - {"olmo2", "qwen3_moe", "qwen3_vl"}, request.param, request.config)
     model, folder = (

@@ -89,7 +89,7 @@ def test_parameter_names_and_shapes_match_the_checkpoint(reference):
     for matrix in projections(cfg).values():
         place = tuple(size - 1 for size in matrix.stack)
         module = matrix.name(place).split(".experts.")[0]
-        assert module.replace("block_sparse_moe", "mlp") in modules  # transformers renames that of MiniMax-M2
+        assert module.replace("block_sparse_moe", "mlp") in modules  # transformers renames this tensor of MiniMax-M2
 
 
 @pytest.mark.parametrize("reference", [f"{family}-untied" for family in registered()], indirect=True)

@@ -301,7 +301,7 @@ def test_an_exported_checkpoint_is_an_adapter_of_peft_with_its_card(tmp_path: Pa
     good = stored.read_bytes()
     stored.write_bytes(bytes(len(good)))
     assert "SHA-256" in str(CliRunner().invoke(every_command(), arguments).exception)
-    assert not list((tmp_path / "out").iterdir())  # so the same command can be repeated
+    assert not list((tmp_path / "out").iterdir())  # nothing is left, so the same command can be repeated
     stored.write_bytes(good)
     done = CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
     written, hint = done.stdout.splitlines()

@@ -74,7 +74,7 @@ def test_the_tokens_of_a_datum_have_the_last_target_and_a_mark_for_an_image(imag
 
 def test_earlier_checkpoint_with_unknown_rows_is_named() -> None:
     class Server:
-        """It has only the history of run `a`, which began with a checkpoint of run `b`."""
+        """A server with only the history of run `a`, which began with a checkpoint of run `b`."""
 
         def ask(self, path: str, **params: Any) -> Any:
             if "/a/" not in path:

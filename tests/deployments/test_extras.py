@@ -11,7 +11,7 @@ from tests.client_environment import make_environment, tinkerflow
 from tinkerflow.deployments.cassettes.file import CassetteWriter, Exchange
 from tinkerflow.deployments.overview import CLIENT, MODULES, PREFECT
 
-MOST_PACKAGES = 60  # the server has about 170
+MOST_PACKAGES = 60  # the server has about 170 packages
 ASK = """
 import os, httpx
 url = os.environ["TINKER_BASE_URL"] + "/api/v1/create_model"

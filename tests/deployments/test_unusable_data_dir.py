@@ -48,7 +48,7 @@ def line_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "argv", ["tinkerflow", *words])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("TINKERFLOW_DATA_DIR", "PREFECT_LOGGING_LEVEL"):  # `serve` and `run` would set them
+    for name in ("TINKERFLOW_DATA_DIR", "PREFECT_LOGGING_LEVEL"):  # `serve` and `run` would set these variables
         monkeypatch.setenv(name, "CRITICAL")
     with pytest.raises(SystemExit) as end:
         cli.main()

@@ -398,7 +398,7 @@ def test_invalid_option_or_variable_of_a_command_is_named(
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # `up` would change this process
     monkeypatch.setattr(os, "umask", lambda _: 0o022)  # `worker` would, too
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("PREFECT_LOGGING_LEVEL", "CRITICAL")  # `run` would set it
+    monkeypatch.setenv("PREFECT_LOGGING_LEVEL", "CRITICAL")  # `run` would set this variable
     for name, value in {**env, "TINKERFLOW_DATA_DIR": str(tmp_path / "data")}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:

@@ -32,7 +32,7 @@ from descent import cmdline, descendants
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-PREFECT = "tinkerflow.flows.prefect.server_process"  # in the command line of the embedded server
+PREFECT = "tinkerflow.flows.prefect.server_process"  # part of the embedded server's command line
 
 
 class Client(tinker.ServiceClient):

@@ -24,7 +24,7 @@ from typing import Self
 from tests.docs.pages import DOCS, ROOT, without_code_blocks
 
 TUTORIALS = DOCS / "tutorials"
-ADDRESS = "http://127.0.0.1:8000"  # of the reader's service
+ADDRESS = "http://127.0.0.1:8000"  # address of the reader's service
 NUMBER = r"-?\d[\d.e-]*"
 ABORTED = 134  # the status that bash reports for SIGABRT
 END = "--- the end of a block, with status"

@@ -27,7 +27,8 @@ SEED = int(os.environ.get("CRASH_LOOP_SEED", "7"))
 KILLS = int(os.environ.get("CRASH_LOOP_KILLS", "5"))
 PREFECT = os.environ.get("CRASH_LOOP_PREFECT", "off")
 DATABASE = os.environ.get("CRASH_LOOP_DATABASE", "sqlite")
-# Each in order, then at random. A bare name means SIGKILL. The kill of `up` ends its children; "all" spares only `up`.
+# First each in order, then at random. A bare name means SIGKILL. Killing `up` ends its children; "all" spares only
+# `up`.
 WAYS = ("worker", "stop api", "engine", "up", "all", "stop worker", "api", "stop engine", "worker", "worker")
 FAMILY = os.environ.get("CRASH_LOOP_FAMILY", "")  # empty: the tiny model
 PATIENCE = 900.0  # seconds until the loop counts as stuck; on a quiet machine a kill costs less than ten

@@ -294,7 +294,7 @@ def test_the_launcher_has_pods_while_requests_need_them_and_a_kill_changes_no_bi
     with tinker.ServiceClient(base_url=f"http://{engine.host.address}:8000", api_key=key) as service:
         expected = train(service, make_datum, lambda step: None)
         assert train(service, make_datum, disturb) == expected
-    assert worker.starts >= 3  # one was killed, one was released
+    assert worker.starts >= 3  # one pod was killed, and one was released
     assert engine.drain() == 0
     assert launched.api.replicas == 0 and not launched.api.pods
     assert set(launched.ended) == {0}

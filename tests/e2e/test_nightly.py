@@ -77,7 +77,7 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
         assert run.auto_scheduled
         best = champion(pipelines.work, "colours")
         assert best is not None
-        made = NightlyResult.model_validate(await run.state.aresult())  # returned by the flow in its own process
+        made = NightlyResult.model_validate(await run.state.aresult())  # the flow returned this in its own process
         assert (made.outcome, made.weights) == ("promoted", best.weights)
         assert list((tmp_path / "pipelines" / "results").iterdir())
         report = (await pipelines.artifacts("nightly-good-"))["report"]["data"]

@@ -207,7 +207,7 @@ def test_tokens_train_through_the_experts_of_their_samples(tmp_path, start_serve
 
 @pytest.mark.thorough
 def test_ratios_use_the_supports_of_the_samples(tmp_path, start_server, monkeypatch):
-    """They do so after a step, too, and a repeated request uses the same supports. Without records a request fails."""
+    """This also holds after a step, and a repeated request uses the same supports. Without records, a request fails."""
     (data_dir := tmp_path / "data").mkdir()
     monkeypatch.setenv("TINKERFLOW_SUPPORT_REPLAY", "true")
     params = types.SamplingParams(max_tokens=8, temperature=1.0, top_k=5, top_p=0.7, seed=3, stop=[])

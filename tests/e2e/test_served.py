@@ -150,7 +150,7 @@ def test_buttons_and_kill_9_do_not_change_the_result_of_a_served_run(pipelines, 
             wait_for(lambda: state(pipelines, run)["type"] != "CANCELLED")
         made_three_steps(3)
         (pid,) = processes_of(waiting)
-        os.kill(pid, signal.SIGKILL)  # step 9 is lost with it
+        os.kill(pid, signal.SIGKILL)  # step 9 is lost with the process
         wait_for(lambda: state(pipelines, run)["type"] == "CRASHED")
         before = segments(pipelines, run)
         shown("Crashed")
@@ -162,7 +162,7 @@ def test_buttons_and_kill_9_do_not_change_the_result_of_a_served_run(pipelines, 
     after = segments(pipelines, run)
     assert after[: len(before)] == before
     made = [[one.step for one in segment.steps] for segment in after]
-    assert made == [[1, 2], [3], [4, 5], [6], [7, 8], [9, 10], [11]]  # no step twice
+    assert made == [[1, 2], [3], [4, 5], [6], [7, 8], [9, 10], [11]]  # no step is made twice
     undisturbed = asyncio.run(sft(SftParameters.model_validate(given | {"name": "undisturbed-11"})))
     mine, other = pipelines.weights(after[-1].state), pipelines.weights(undisturbed.state)
     assert mine.keys() == other.keys() and all(np.array_equal(mine[name], other[name]) for name in mine)
@@ -185,12 +185,12 @@ async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(
 
             async with asyncio.timeout(600), PrefectEventsClient() as events:
                 for turn in itertools.count():
-                    if turn % 120 == 0:  # again, because a busy server may lose an event
+                    if turn % 120 == 0:  # repeated, because a busy server may lose an event
                         await say(held, "heartbeat")
                         await say(silent, "heartbeat")
                     if (found := await client.read_flow_run(silent.id)).state.is_crashed():
                         break
-                    await say(held, "Suspended")  # again, because events that arrive together have no order
+                    await say(held, "Suspended")  # repeated, because events that arrive together have no order
                     await asyncio.sleep(0.5)
             assert (await client.read_flow_run(held.id)).state.is_running()
         finally:

@@ -56,7 +56,7 @@ def floats(values: list[float]) -> types.TensorData:
     return types.TensorData(data=values, dtype="float32", shape=[len(values)])
 
 
-BAD_DATA = [  # tests/wire/test_forward.py has the others
+BAD_DATA = [  # tests/wire/test_forward.py has the other offences
     (raw({"target_tokens": targets(6), "weights": floats([1.0] * 6)}, [1, 2, 3, 999_999, 5, 6]), "vocabulary"),
     (raw({"target_tokens": targets(6), "weights": floats([float("inf")] * 6)}), "weights"),
     (raw({"target_tokens": targets(1), "weights": floats([1.0])}, [1] * 40_000), "context"),

@@ -91,7 +91,7 @@ async def test_unused_snapshots_are_dropped(dispatcher: Any, client: Any, pool: 
 
 async def test_sweeps_do_not_wait_for_a_replacement_group(dispatcher: Any, pool: Any) -> None:
     (served,) = dispatcher[0]._served.values()
-    pool.down = asyncio.Event()  # forever, as when base models take turns
+    pool.down = asyncio.Event()  # no group serves again, as when base models take turns
     async with asyncio.timeout(60):
         await drop_from_group(served, ["one", "two"])
     assert pool.log == []

@@ -289,7 +289,7 @@ async def test_five_base_models_share_two_groups(
             assert not listening.done()
         assert was_reported("waiting for one of 2 worker group(s), with "), told
         assert [journal.models.get(model, None).step for model in models] == steps
-        # This step includes the gradient from before the turns of the others.
+        # This step includes the gradient from before the turns of the other base models.
         client = clients[0]
         client.optim_step(idle)
         saved = client.submit(idle, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 3})

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_CLAUSES, MOST = 8, 45  # in 1,000 sentences
-LEAST_WORDS = 4  # of a sentence
+MOST_CLAUSES, MOST = 8, 45  # matches in 1,000 sentences
+LEAST_WORDS = 4  # words of a sentence
 LONG = 32  # words
 
 CLAUSE = "a clause as a noun"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.house.source import ROOMS
 
-WINDOWS = 6  # files that run in each belong to the request; sweeps and heartbeats run in some
+WINDOWS = 6  # files that run in each round belong to the request; sweeps and heartbeats run in some rounds
 SETTLE_SECONDS = 0.05
 LEAVES = {"backend/core/errors.py", "backend/core/ids.py", "backend/core/clock.py", "backend/core/retry.py"}
 

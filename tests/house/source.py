@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOMS = ("api", "flows", "tasks", "backend", "deployments")
 GENERATED = {"tinker_pb2.py", "tinker_pb2.pyi"}
-MOST_PARAMETERS = 4  # a function with more must document each of them
+MOST_PARAMETERS = 4  # a function with more parameters must document each of them
 
 # One example of each kind of extension. A file that names it probably needs an edit for the next extension.
 EXAMPLES = {

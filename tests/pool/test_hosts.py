@@ -580,7 +580,7 @@ async def test_rejoining_agent_is_counted_once(bench: Bench) -> None:
     offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]
     await until(lambda: "(a: 1)" in bench.hosts.missing(2))
-    await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late, so the driver ignores it
+    await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # the host is too late, so the driver ignores it
     await links[1].write(0, codec.encode(offer))
     await until(lambda: "none has joined" in bench.hosts.missing(1))
     for link in links:

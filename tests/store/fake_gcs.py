@@ -25,7 +25,7 @@ class Fault:
     """A failure of the next `times` requests of `method` whose URL contains `where`.
 
     status: the answer, without executing the request. before / after: the connection breaks before / after the
-    execution. delay: seconds before it. cut: number of missing bytes at the end of the answer's body.
+    execution. delay: seconds before the execution. cut: number of missing bytes at the end of the answer's body.
     """
 
     method: str
@@ -213,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._refused() if about is None else (200, {}, about)
 
     def _resume(self, session: Session, body: bytes) -> tuple[int, dict[str, str], bytes | dict[str, Any]]:
-        if session.about is not None:  # sent again after a lost answer
+        if session.about is not None:  # the request was sent again after a lost answer
             return 200, {}, session.about
         if (found := re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", self.headers.get("Content-Range") or "")) is None:
             return 499, {}, {}  # DELETE

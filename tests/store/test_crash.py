@@ -38,7 +38,7 @@ class Crash(BaseException):
 class FailingBlobs:
     """Blobs whose write number `failing` and all later writes fail with `error`.
 
-    after: write number `failing` is still executed. recovers: reads and removals succeed after it.
+    after: write number `failing` is still executed. recovers: reads and removals succeed after the failure.
     """
 
     blobs: Blobs

@@ -184,7 +184,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.fs.met or DAMAGED in self.of(path) | self.of(source or path), f"no fault was met: {error}"
             assert str(source or path) in str(error) or str(path) in str(error) or "faulty://" in str(error)
         cut = [met.wrong for met in self.fs.met if "cut" in met.wrong and met.where == "commit.json"]
-        if "crash, cut" in cut or (cut and len(self.fs.met) > 1):  # undoing it met the second fault
+        if "crash, cut" in cut or (cut and len(self.fs.met) > 1):  # undoing the change met the second fault
             candidates = candidates | {DAMAGED}
         self.model[path] = candidates
         self._restart()

@@ -17,7 +17,7 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     log.write_bytes(b"one\ntwo \xff\nthree\n")
     assert tail(log, 2) == "two \ufffd\nthree"
     with log.open("ab") as file:
-        file.truncate(2**40)  # no memory can hold it
+        file.truncate(2**40)  # no machine has so much memory
         file.seek(0, 2)
         file.write(b"\nfour\n")
     assert tail(log, 1) == "four"

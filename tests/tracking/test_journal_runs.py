@@ -48,7 +48,7 @@ def test_steps_repeated_from_an_earlier_checkpoint_are_appended(runs: Any) -> No
     mirrored = mirror(runs)
     runs.train(run, 1, 2, 3)
     mirrored.turn()
-    runs.train(run, 3, 4)  # made again from the checkpoint after step 2
+    runs.train(run, 3, 4)  # steps made again from the checkpoint after step 2
     mirrored.turn()
     assert shown(runs, run)["loss"] == {1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0, 5: 4.0}
     mirrored.close()

@@ -1,4 +1,4 @@
-"""Trackers: each has an extra and a row in the docs, and an unusable one is refused with the fix."""
+"""Trackers: each has an extra and a row in the docs, and an unusable tracker is refused with the fix."""
 
 from __future__ import annotations
 

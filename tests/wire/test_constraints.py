@@ -109,11 +109,11 @@ OPTIONAL = {f"{i:x}": {"type": "null"} for i in range(2000)}
 @pytest.mark.parametrize(
     "request_",
     [
-        constrained("json_schema", met(20, 5)),  # took a minute and 2 GB
+        constrained("json_schema", met(20, 5)),  # once took a minute and 2 GB
         constrained("grammar", WITHIN),
         constrained("json_schema", {"properties": OPTIONAL, "minProperties": 1, "additionalProperties": False}),
         constrained("json_schema", {"patternProperties": {f"^{i:03d}(a|b)*a(a|b){{12}}$": {} for i in range(300)}}),
-        constrained("grammar", 'start: %json {"const": -9223372036854775808}'),  # overflowed any stack
+        constrained("grammar", 'start: %json {"const": -9223372036854775808}'),  # once overflowed any stack
     ],
     ids=["patterns", "patterns in a grammar", "one of many properties", "names of properties", "recursion"],
 )

@@ -7,8 +7,8 @@
     speed     training and decoding of the model
     service   the whole service with the SDK
 
-It writes results.jsonl, page.html, and a log of each stage. The status is 1 if a result is wrong. A stage is a process
-of its own, so an error ends only that stage. --tiny tries all of it on a CPU, with small shapes and interpreted
+It writes results.jsonl, page.html, and a log of each stage. The status is 1 if a result is wrong. Each stage has its
+own process, so an error ends only that stage. --tiny tries all stages on a CPU, with small shapes and interpreted
 kernels.
 """
 
@@ -37,7 +37,7 @@ STAGES = {
 }
 _MODULES = {part: stage for stage, parts in STAGES.items() for part in parts}
 _DEVICES = "import jax; print(jax.default_backend()); print(*(d.device_kind for d in jax.local_devices()), sep=', ')"
-_PLATFORMS = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}  # by JAX's names of backends
+_PLATFORMS = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}  # platforms by JAX's names of backends
 
 
 def main() -> int:

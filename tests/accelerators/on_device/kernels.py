@@ -37,7 +37,7 @@ from tinkerflow.backend.compute.training import logprobs
 from tinkerflow.backend.compute.training.token_losses import choose
 from tinkerflow.backend.spec.losses import packed_inputs
 
-_LEAST_SECONDS = 20  # that a kernel needs to compile and run
+_LEAST_SECONDS = 20  # seconds that a kernel needs to compile and run
 _ROUNDED, _EXACT = 2e-2, 1e-4  # the largest errors with bfloat16 and with float32 inputs
 
 

@@ -34,7 +34,7 @@ TINY = {
     "intermediate_size": 128,
     "vocab_size": 512,
 }
-_KINDS = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}  # by JAX's names of TPUs
+_KINDS = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}  # devices by JAX's names of TPUs
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Run:
         return self.left >= least
 
     def add(self, name: str, ok: bool | None = None, **figures: Any) -> None:
-        """Print a result, and append it to results.jsonl. ok: whether it is correct, or None if it is only a figure."""
+        """Print a result, and append it to results.jsonl. ok: whether the result is correct; None for a mere figure."""
         rounded = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in figures.items()}
         line = json.dumps({"stage": self.stage, "name": name, "ok": ok, **rounded})
         print(line, flush=True)

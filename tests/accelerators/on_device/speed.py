@@ -42,7 +42,7 @@ from tinkerflow.backend.spec.commands import (
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 _ROUNDS = 3
-_LEAST_SECONDS = 45  # that a new shape needs to compile and run
+_LEAST_SECONDS = 45  # seconds that a new shape needs to compile and run
 
 
 def measure(run: Run) -> None:

@@ -94,7 +94,7 @@ def test_each_tensor_is_used_or_refused(family: str, folder_of: Callable[[str], 
     unused = {
         f"layers.{number}.self_attn.{part}"
         for number, layer in enumerate(cfg.decoder_layers)
-        if layer.shares is not None  # keys and values of other layers are read
+        if layer.shares is not None  # this layer reads the keys and values of other layers
         for part in ("k_proj", "v_proj", "k_norm", "v_norm")
     }
     for name in kinds(name for name in tensors if not any(part in name for part in (*UNUSED, *unused))).values():

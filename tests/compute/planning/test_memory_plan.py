@@ -31,7 +31,7 @@ QWEN3_8B = config_like(QWEN3_4B, hidden_size=4096, intermediate_size=12288, tie_
 
 
 def budget_of(limit: int, tokens: int = 0) -> budget_module.Budget:
-    """The budget on a GPU with this memory in GB, of which the weights take 8."""
+    """The budget on a GPU with this memory in GB. The weights take 8 GB."""
     return training_memory.budget_for(CFG, config_of(microbatch_tokens=tokens), (limit - 8) * GB)
 
 

@@ -70,7 +70,7 @@ class Tiny:
         prefill_budget: int = 1024,
         **changes: Any,
     ) -> Sampler:
-        """free_pages: the other pages are never used. Fewer `pages` would be another shape of all programs."""
+        """free_pages: all other pages stay unused. Fewer `pages` would change the shapes of all programs."""
         config = self.config(**changes)
         plan = plan_group(self.cfg, config)
         made = Sampler(

@@ -209,7 +209,7 @@ class Devices:
         logprobs_BQ = np.zeros((group.rows, size), np.float32)
         for job in group.jobs:
             self.check_row(job.row, group.rows, job.table, job.parent)
-            if not job.table.pages:  # it was cancelled
+            if not job.table.pages:  # the request was cancelled
                 continue
             assert self.pool.own_state(job.table)
             self.copy_pages()

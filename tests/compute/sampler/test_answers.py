@@ -132,7 +132,7 @@ def test_dropped_weights_are_not_held_by_answers(qwen: Any, computed_sizes: Any)
     sampler.drop_snapshot("mine")
     sampler.publish("mine", random_lora(qwen.cfg, SPEC, 0), SPEC)
     sampler.step(SampleStep(admit=(first,)))
-    sampler.drop_snapshot("mine")  # while it decodes
+    sampler.drop_snapshot("mine")  # while the request decodes
     while sampler.step(SampleStep()).active:
         pass
     assert not sampler._answers._answers

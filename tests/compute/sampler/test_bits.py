@@ -83,7 +83,7 @@ def test_batch_invariant_sample_does_not_depend_on_other_requests(family: str, t
     def request(number: int) -> SampleRequest:
         return ask(
             str(number),
-            rng.integers(0, VOCAB, rng.choice([100, 250])).tolist(),  # in pieces of one size
+            rng.integers(0, VOCAB, rng.choice([100, 250])).tolist(),  # the pieces of these prompts have one size
             int(rng.choice([25, 60])),
             num_samples=int(rng.choice([1, 3])),
             temperature=float(rng.choice([0.0, 1.0])),

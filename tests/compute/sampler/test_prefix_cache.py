@@ -84,7 +84,7 @@ def test_cached_prefix_does_not_suppress_requested_prompt_logprobs(qwen: Any) ->
 
 
 def test_least_recently_used_pages_are_evicted(qwen: Any) -> None:
-    sampler = qwen.sampler(free_pages=5)  # two for each prompt, and one for its decoded tokens
+    sampler = qwen.sampler(free_pages=5)  # two pages for each prompt, and one for its decoded tokens
     a, b, c = (ask(str(seed), prompt(250, seed), 2) for seed in range(3))
     assert [hit(sampler, one) for one in (a, b, a, c)] == [0, 0, 249, 0]
     assert [hit(sampler, one) for one in (a, c)] == [249, 249]
@@ -105,7 +105,7 @@ def test_pages_are_dropped_with_their_snapshot(qwen: Any, published: Sampler) ->
     published.drop_snapshot("one")
     published.publish("one", random_lora(qwen.cfg, SPEC, 0), SPEC)
     published.step(SampleStep(admit=(one,)))
-    published.drop_snapshot("one")  # while the request decodes, which finishes and leaves no pages
+    published.drop_snapshot("one")  # the request still decodes, finishes, and leaves no pages
     assert not run_all(published)["a"].prompt_cache_hit_tokens
     published.publish("one", random_lora(qwen.cfg, SPEC, 0), SPEC)
     assert hit(published, one) == 0

@@ -35,7 +35,7 @@ def data(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     targets = rng.integers(0, V, (B, T, K)).astype(np.int32)
-    targets[..., 1] = targets[..., 0]  # a target named twice counts twice
+    targets[..., 1] = targets[..., 0]  # a target that occurs twice counts twice
     drawn = {"weights": draw(B, T, K), "logprobs": draw(B, T, K) - 4, "advantages": draw(B, T, K)}
     inputs = {name: jnp.full((B, T, K), fill) for name, fill in packed_inputs().items()} | drawn
     inputs["clip_high_threshold"] = jnp.full((B, T, K), 1.3)

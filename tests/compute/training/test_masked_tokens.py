@@ -212,7 +212,7 @@ def test_a_traced_loss_may_mask_tokens_as_it_likes(fn, places, old, advantage):
         return custom_loss(loss, replace(example, inputs=inputs), logprobs_T[:, None])
 
     if fn is multiplied:
-        advantage = min(advantage, 50.0)  # in this loss, it is a factor of counted tokens
+        advantage = min(advantage, 50.0)  # in this loss, the input is a factor of counted tokens
         advantage = max(advantage, -50.0)
     loss, slope, metrics = run(old, advantage)
     expected, expected_slope, expected_metrics = run(0.0, advantage if fn is multiplied else 0.0)

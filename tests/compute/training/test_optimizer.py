@@ -49,7 +49,8 @@ def test_steps_with_changing_parameters(executor):
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
         state = executor.execute(ExportAdapter("adam", True))
         for n, w in weights.items():
-            # Gradients near zero are noise of either sign, and Adam makes whole steps of them: compare the others.
+            # Gradients near zero are noise of either sign, and Adam makes whole steps of them. Compare the other
+            # gradients.
             solid = np.sqrt(nu[n]) > 1e-4
             assert np.abs(state.weights[n] - w)[solid].max(initial=0.0) < 2e-4, n
         weights = {n: w.astype(np.float64) for n, w in state.weights.items()}

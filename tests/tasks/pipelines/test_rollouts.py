@@ -164,7 +164,7 @@ class Stopping(Counting):
 async def test_environment_rewards_an_unfinished_conversation(tokenizer: Any, renderer: Renderer) -> None:
     rollouts = Rollouts(renderer, Stopping, group_size=3, max_tokens=4, max_turns=2)
     (group,) = await rollouts.groups(Echo(tokenizer), [ROW], [1])
-    assert [one.reward for one in group] == [103.0, 1.0, 103.0]  # "1" ends the second one
+    assert [one.reward for one in group] == [103.0, 1.0, 103.0]  # "1" ends the second conversation
     assert [one.parts["turns"] for one in group] == [2.5, 1.0, 2.5]
 
 
@@ -260,7 +260,7 @@ class Failing(Counting):
 
 
 class Plain(Counting):
-    """Its `begin` is not async."""
+    """An environment with a `begin` that is not async."""
 
     def begin(self) -> Any:
         return []

@@ -76,7 +76,7 @@ async def test_files_and_input_that_a_sandbox_cannot_write_are_errors_of_the_pro
     async with sandbox.Sandbox() as box:
         ran = await box.execute(["true"], {"a" * 300: ""})
         assert (ran.status, ran.timed_out) == (127, False) and "File name too long" in ran.errors
-        half = "\ud800"  # of a surrogate pair, as a model may write it in JSON
+        half = "\ud800"  # half of a surrogate pair, as a model may write it in JSON
         ran = await box.execute(["python", "main.py"], {"main.py": f"print('{half}')"})
         assert ran.status == 1 and "SyntaxError" in ran.errors
         ran = await box.execute(["wc", "-c"], stdin=half)

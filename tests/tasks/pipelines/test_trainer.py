@@ -20,7 +20,7 @@ from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError
 
 
 class Client:
-    """A model that records its saves."""
+    """A client of a model, which records the saves."""
 
     def __init__(self, origin: str, user_metadata: Mapping[str, str]) -> None:
         self.origin, self.user_metadata, self.model_id = origin, user_metadata, f"run on {origin}"
