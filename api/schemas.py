@@ -46,7 +46,7 @@ class UserOwner(Wire):
     owner_urns: tuple[str, ...] = Field(min_length=1, max_length=10)
 
 
-Names = Annotated[tuple[str, ...], Field(max_length=1000)]  # of a filter: databases limit the parameters of a query
+Names = Annotated[tuple[str, ...], Field(max_length=1000)]  # in a filter: databases limit a query's parameters
 Owner = Annotated[OwnOwner | AccessibleOwner | UserOwner, Field(discriminator="type")]
 FinishedBecause = Literal["success", "errored", "interrupted"]
 

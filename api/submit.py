@@ -37,7 +37,7 @@ V = TypeVar("V")
 M = TypeVar("M", bound=Wire)
 _SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
 _LONGEST_REASON = 500  # characters
-_VALUES_PER_TOKEN = MAX_LISTED + 2  # numbers for each position of the context: the token, and tokens to score there
+_VALUES_PER_TOKEN = MAX_LISTED + 2  # numbers for each position of the context: the token, and the tokens to score there
 _NUMBER_BYTES = 12  # bytes of a token id in JSON
 _OTHER_VALUES = 2**18
 
@@ -96,8 +96,8 @@ async def submit_for_model(
 
     call: the operation's request. kind: the operation's kind. check: raises UserError for invalid content, which fails
     the operation. body: the JSON to store; None: the request's body. not_content: fields in which a repeated submission
-    may differ. UserError: the body does not name its model or its seq_id. NotFoundError, ConflictError: see
-    `Requests.submit`.
+    may differ.
+    UserError: the body does not name its model or its seq_id. NotFoundError, ConflictError: see `Requests.submit`.
     """
     payload = await call.body() if body is None else body
 

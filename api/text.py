@@ -77,7 +77,9 @@ class Tokenizer:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte of each character in byte-level tokenizers: visible characters are themselves, others begin at U+0100.
+    """The byte for each character of byte-level tokenizers.
+
+    Visible characters stand for their own bytes. The characters of all other bytes begin at U+0100.
     """
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in seen]
@@ -116,7 +118,7 @@ class Detokenizer:
         """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._reach = max(map(len, self._stop), default=1) - 1  # settled characters that may begin a stop string
+        self._reach = max(map(len, self._stop), default=1) - 1  # how many characters may begin a stop string
         self._special = special
         # Tokens whose text is settled, the context for decoding later ones.
         self._known: list[int] = list(prompt[-_CONTEXT:])
@@ -150,7 +152,9 @@ class Detokenizer:
         return self._release(last=True)
 
     def _settle(self, most: int) -> str:
-        """The text of the fresh tokens, which become known; "" if it may be incomplete and has at most `most` tokens.
+        """The text of the fresh tokens, which become known.
+
+        Returns "" if the text may be incomplete and there are at most `most` fresh tokens.
         """
         if not self._fresh:
             return ""

@@ -24,7 +24,7 @@ def main() -> None:
         sys.exit(2)
     else:
         hide_password(words)
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # we do not need PyTorch
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers does not need PyTorch here
         os.environ.setdefault("DO_NOT_TRACK", "1")  # otherwise Prefect's client sends usage data
         from tinkerflow.deployments.commands import run
 

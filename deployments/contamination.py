@@ -41,9 +41,9 @@ class TrainedRow:
 
 @dataclass
 class Overlap:
-    """How much of a row was trained on. exact: the trained row that equals it. share: of its tokens, trained on.
+    """How much of a row was trained on. exact: the trained row that equals it.
 
-    nearest: the trained row with most of its n-grams.
+    share: the share of its tokens that were trained on. nearest: the trained row with most of its n-grams.
     """
 
     exact: TrainedRow | None = None

@@ -142,7 +142,7 @@ def sources_of(url: str | None, config: Path | None, pipeline: str, options: Map
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> str:
-    """The pipeline that parameters belong to: a pipeline that has all of them, preferably with a characteristic one."""
+    """The pipeline that has all of these parameters, preferably one with a characteristic parameter among them."""
     marks = {"champion": "nightly", "grid": "sweep", "beta": "dpo", "teacher": "distill", "reward": "rl"}
     best = next((name for mark, name in marks.items() if mark in values), "rl" if "environment" in values else "sft")
     fitting = [

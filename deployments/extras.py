@@ -12,8 +12,7 @@ def require_extra(extra: str, user: str) -> None:
     """Check that the packages of an extra are installed.
 
     extra: its name in pyproject.toml. user: the command or function that needs it, for people. UserError: a package is
-    absent; the message
-    has the command that installs the extra.
+    absent; the message has the command that installs the extra.
     """
     for requirement in _requirements():
         if f"extra == '{extra}'" not in requirement.replace('"', "'"):

@@ -58,7 +58,7 @@ def local(
         # A notebook may end inside the block. The service is stopped while the interpreter still has its threads.
         stack.callback(atexit.unregister, stack.close)
         atexit.register(stack.close)
-        Thread(target=import_module, args=("tinker",), daemon=True).start()  # takes seconds, while processes start
+        Thread(target=import_module, args=("tinker",), daemon=True).start()  # this takes seconds, while processes start
         serving = stack.enter_context(running_stack(folder, progress, **({"prefect": "off"} | settings)))
         import tinker
         from tinker.lib import console_urls

@@ -36,7 +36,7 @@ from tinkerflow.deployments.options import settings_with
 from tinkerflow.tasks.pipelines.parameters import AnyParameters, JudgeParameters, PipelineParameters, SamplingParameters
 from tinkerflow.tasks.pipelines.server_address import server_from_environment
 
-_LABELS = {"first": "first tenth", "last": "last tenth"}  # share of the steps; a result contains their means
+_LABELS = {"first": "first tenth", "last": "last tenth"}  # parts of the steps; a result contains their means
 _EXAMPLE_MODEL = (
     "the example's model is tiny and began with random weights: it learns the training rows by heart, but does not\n"
     "generalize. The samples are its answers to held-out rows, which are worded differently: most of them are wrong"

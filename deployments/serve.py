@@ -60,7 +60,7 @@ class Deployment(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: Annotated[str, Matches("[^/%&<>]+", "must have no / % & < >, and not be empty")]  # as Prefect demands
+    name: Annotated[str, Matches("[^/%&<>]+", "must have no / % & < >, and not be empty")]  # Prefect requires this
     entrypoint: str
     description: str | None = None
     parameters: dict[str, Any] = {}
@@ -185,7 +185,7 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
     from prefect.runner import Runner
 
     await check_access(prefect, settings.data_dir)
-    os.environ |= await ensure_results(f"{settings.pipelines_url}/results")  # the processes of flow runs inherit it
+    os.environ |= await ensure_results(f"{settings.pipelines_url}/results")  # the processes of flow runs inherit this
     await ensure_automations(automations())
     await ensure_tag_limits(content.tag_limits)
     runner, names = Runner(limit=limit), list[str]()
@@ -343,10 +343,10 @@ async def ensure_automations(wanted: Sequence[AutomationCore]) -> list[str]:
 async def unserved(served: Collection[str], seconds: float = UNPOLLED_SECONDS) -> list[str]:
     """The deployments without a work pool, as FLOW/NAME, that neither this process nor another one serves.
 
-    Those of engines are left out: no process serves them, and they give training runs their buttons.
+    Deployments of engines are left out: no process serves them, and they give training runs their buttons.
 
-    served: those of this process. seconds: how long a deployment that no process polled counts as served. Unserved
-    deployments remain after a restore, or after a change of the file. Their runs would be late forever.
+    served: this process's deployments. seconds: how long a deployment that no process polled counts as served.
+    Unserved deployments remain after a restore, or after a change of the file. Their runs would be late forever.
     """
     from prefect.client.orchestration import get_client
 

@@ -57,7 +57,7 @@ class Stack:
         or uses the port, or the file of the group's secret does not hold a secret.
         """
         _check_places(settings)
-        from tinkerflow.deployments.launchers import launcher_of  # takes a second, so after the refusals above
+        from tinkerflow.deployments.launchers import launcher_of  # after the refusals above, as this takes a second
 
         self._launcher = launcher_of(settings)
         self.settings = _with_ports(settings, self._launcher)

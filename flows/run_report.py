@@ -48,7 +48,7 @@ class RunReport:
         self._loss = self._weight = 0.0
         self._tokens = trained.begun
         self._trained, self._budget = trained.made - trained.last, budget
-        self._spend(trained.last)  # again, since the engine may have ended before it reported the last step
+        self._spend(trained.last)  # repeated, since the engine may have ended before this report
         self._said_at = -math.inf
         self._said_step = 0
         self._unsaid = ""

@@ -26,7 +26,7 @@ from tinkerflow.flows.groups import ServedModel
 log = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 1.0
-IDLE_SECONDS = 5.0  # without work before a group ends for another one, since clients pause between two steps
+IDLE_SECONDS = 5.0  # seconds without work before a group ends for another one, since clients pause between two steps
 TURN_SECONDS = 300.0  # length of a turn with constant work, while other base models wait
 STARTS = 3  # starts that must fail in a row before requests fail
 _AT_ONCE = 256

@@ -154,7 +154,7 @@ def quick_options(compiled_programs: Path) -> Iterator[list[tuple[str, Any]]]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()  # JAX decides at its first program whether it uses the folder
     flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK_OPTIONS.items()]
-    known = known_flags(flags, ("jaxlib/libjax_common.so",))  # XLA of JAX 0.11 lacks one of them
+    known = known_flags(flags, ("jaxlib/libjax_common.so",))  # XLA of JAX 0.11 lacks one of these options
     compiler.get_compile_options(1, 1)  # reads XLA_FLAGS once: the flags below are for processes that tests start
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (WITHOUT_TORCH, os.environ.get("PYTHONPATH")))))

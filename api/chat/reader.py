@@ -217,8 +217,7 @@ class Reader:
         return True
 
     def _object(self, scan: ObjectScan, taken: list[str], *, shown: bool = False) -> Steps[bool]:
-        """Read an object to its end or its first error. Returns whether it is complete. shown: yield it as arguments.
-        """
+        """Read an object to its end or first error. Returns whether it is complete. shown: yield it as arguments."""
         while True:
             if not taken and shown:
                 self.text = self.text.lstrip()

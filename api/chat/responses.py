@@ -21,7 +21,7 @@ from tinkerflow.api.endpoints.sse import event as sse
 from tinkerflow.backend.spec.commands import SampleResult
 
 Json: TypeAlias = dict[str, Any]
-_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # by an item's type, the type of its only part
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # the type of an item's only part
 _LOGPROBS: dict[str, Json] = {"message": {"logprobs": []}, "reasoning": {}}  # clients read them in events of texts
 
 

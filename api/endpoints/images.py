@@ -118,8 +118,8 @@ def place_images(
     Slow for many images, so do not call it on the event loop.
 
     target: the sampled model. processor: its image processor. tokens: the prompt's, one placeholder for each of
-    `pictures`. UserError: an image is invalid, or the prompt exceeds the context at an image; the error names the
-    image.
+    `pictures`.
+    UserError: an image is invalid, or the prompt exceeds the context at an image; the error names the image.
     """
     sign = target.tokenizer.token_text(processor.token)
     if (count := list(tokens).count(processor.token)) != len(pictures):

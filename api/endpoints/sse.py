@@ -36,8 +36,7 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
         error_name: str = "",
     ) -> None:
-        """request: the client's request. Its body must have been read. error_name: the type of an event with an error.
-        """
+        """request: the client's request, with its body read. error_name: the type of an event with an error."""
         # With its default settings, nginx would send each event only once the next one arrives.
         unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(media_type="text/event-stream", headers={**unbuffered, **(headers or {})})

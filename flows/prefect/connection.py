@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 HEALTH_SECONDS = 2.0  # seconds between two checks
 LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, answers take seconds
 END_SECONDS = 5.0
-MOST_FAILURES = 30  # answers such as 500 to one request, from a server that is healthy; about a minute of them
+MOST_FAILURES = 30  # answers such as 500 to one request from a healthy server, which take about a minute
 MOST_OPTIONAL = 1000  # requests that wait for the server before optional ones are dropped
 _BANNED = str.maketrans(dict.fromkeys("/%&<>", "-"))  # Prefect refuses these in names of deployments
 
@@ -99,8 +99,7 @@ class PrefectConnection:
                 await asyncio.sleep(HEALTH_SECONDS)
 
     def note_reachable(self, reachable: bool, why: str) -> None:
-        """Note whether Prefect answered, and `why` it did not. Calls the `on_reachable` callbacks when Prefect is back.
-        """
+        """Note whether Prefect answered, and `why` it did not. Calls the `on_reachable` callbacks on its return."""
         if self.reachable and not reachable:
             log.warning("Prefect at %s cannot be reached (%s): operations continue untracked", self.api_url, why)
         if not self.reachable and reachable:

@@ -53,7 +53,7 @@ class GuardedApp:
     """Prefect's ASGI application behind the checks."""
 
     def __init__(self, app: ASGIApp, credential: str, public_url: str = "") -> None:
-        """app: Prefect's. credential: its auth string. public_url: of a proxy, whose host is also accepted."""
+        """app: Prefect's application. credential: its auth string. public_url: a proxy's URL, to accept its host."""
         self._app = app
         self._credential = credential
         self._public_host = urlsplit(public_url).hostname or ""

@@ -206,7 +206,7 @@ class RunMirror:
         self._first_step = 0
         self._may_split = False
         self._operations = 0
-        self._lines: deque[LogCreate] = deque(maxlen=_MOST_LINES)  # for the flow run, until there is one
+        self._lines: deque[LogCreate] = deque(maxlen=_MOST_LINES)  # wait for the first flow run
         self._model_id, self._drawing = model_id, drawing
         self._drawn = False
         self._draw_next: asyncio.TimerHandle | None = None

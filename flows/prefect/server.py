@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 START_SECONDS = 300.0
 STOP_SECONDS = 5.0
 PORT_SECONDS = 2.0  # time for the server of a killed engine to release its port
-SILENT_SECONDS = 120.0  # longer than waits on a busy machine: a minute was seen while its SQLite file was locked
+SILENT_SECONDS = 120.0  # longer than waits on a busy machine: we saw a minute while the SQLite file was locked
 _RETENTION_DAYS = 30
 # Seconds between writes. The recorder cuts fractions off (prefect 3.8.8): below 1 it spins, and takes a whole core.
 _BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}

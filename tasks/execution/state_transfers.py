@@ -52,7 +52,7 @@ async def bring(
     state, saved = await context.in_store(context.store.stored, path, optimizer=optimizer)
     try:
         await context.pool.transfer(FetchState(owner, state), generation=context.generation)
-    except (StoreError, NotFoundError) as error:  # perhaps only in that process: the engine's attempt decides
+    except (StoreError, NotFoundError) as error:  # perhaps missing only in that process: the engine's attempt decides
         log.warning("a worker process cannot read %s, so the engine does: %s", path, error)
         return await context.in_store(context.store.load, path, optimizer=optimizer)
     return state, saved

@@ -317,7 +317,7 @@ class SampleBatch:
         self._compile_at = 0.0  # the event loop's time from which the next constraint may be compiled
         self._cancel: list[str] = []  # requests that leave with the next step
         self._decoding: set[str] = set()  # requests in the batch
-        self._suspects: set[str] = set()  # were in a group that crashed; each is decoded alone until it is answered
+        self._suspects: set[str] = set()  # requests of a group that crashed; each is decoded alone until it is answered
         self._has_work = asyncio.Event()
         self._answers = False  # whether the group has answers to prefill
         self._streamed: list[StreamedTokens] = []  # tokens that go into the journal with the next write
@@ -417,7 +417,7 @@ class SampleBatch:
             if not compiled and (self._compiles or not may_compile):
                 continue
             self._compiles |= not compiled
-            (self._admit.withdraw if compiled else self._admit.serve)(ticket)  # only new constraints are charged
+            (self._admit.withdraw if compiled else self._admit.serve)(ticket)  # projects pay only for new constraints
             if request.constraint is not None:
                 self._keep(request.owner, request.constraint)
             joining.append(request)

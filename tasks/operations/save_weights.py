@@ -136,9 +136,8 @@ async def _save(
 
     The save is detached once the state is copied. execution: the save's execution. ttl_seconds: seconds until the
     checkpoint expires; None: never. user_metadata: for people, none by default. overwrite: replace a checkpoint of this
-    name. The name of
-    a deleted or expired checkpoint can always be reused. recipients: the keys that can decrypt an export; without
-    recipients, the export is not encrypted. StoreError: the store failed. UserError: the name is taken.
+    name. The name of a deleted or expired checkpoint can always be reused. recipients: the keys that can decrypt an
+    export; without recipients, the export is not encrypted. StoreError: the store failed. UserError: the name is taken.
     """
     state = await copy_state(execution)
     await execution.slot.detach()

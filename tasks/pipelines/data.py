@@ -240,8 +240,7 @@ def tokenize(rows: Sequence[Row], renderer: Renderer, use: Use) -> Tokenized:
 
 
 def read_source(source: DataSource, use: Use, most: int = 0) -> ReadRows:
-    """Read and validate rows without tokenizing them. most: number of rows to read; 0 = as many as the source allows.
-    """
+    """Read and validate rows without tokenizing. most: number of rows to read; 0 = as many as the source allows."""
     if use.extra is not None:
         refuse_unknown_fields(f"{source.parameter}.columns.", source.columns, use.extra)
     items = islice(read_rows(source), most or source.limit or None)

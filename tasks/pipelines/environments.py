@@ -47,8 +47,7 @@ class Reply:
 class EnvironmentUnavailableError(ServerError):
     """Raised by an environment whose infrastructure failed: its sandbox died, or its server cannot be reached.
 
-    The failure does not depend on the model. The conversation is begun again, and is left out if the second attempt
-    also fails.
+    The failure does not depend on the model. The conversation is begun again, and is left out if all attempts fail.
     """
 
 

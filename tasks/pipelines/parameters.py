@@ -472,7 +472,7 @@ class NightlyParameters(ComparedParameters):
 
 
 class GridParameters(Parameters):
-    """The values to try, in every combination. An empty list stands for only the fine-tune's own value."""
+    """The values to try, in every combination. If a list is empty, the fine-tune's own value is used."""
 
     learning_rate: list[Annotated[float, Field(gt=0, le=1)]] = Field([], description="Highest learning rates.")
     rank: list[Annotated[int, Field(ge=1, le=512)]] = Field([], description="Ranks of the adapter.")

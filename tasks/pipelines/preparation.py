@@ -112,7 +112,7 @@ def check_data(source: DataSource, work_url: str, renderer: Renderer, use: Use) 
 
 
 def begun_with(source: DataSource, run: str, work_url: str, renderer: Renderer, use: Use) -> DataReport:
-    """The report of `check_data`. Ratings change while a run is interrupted, so a run keeps its first ratings.
+    """The report of `check_data`. Ratings change while a run is interrupted, so a run keeps its original ratings.
 
     source, work_url, renderer, use: see `check_data`. run: the name that retries share; "" keeps nothing.
     """

@@ -148,8 +148,7 @@ class Renderer:
         return self.text(self._tokens(self._text([*row.prompt, row.chosen[0]], row.tools)[len(before) :]))
 
     def prompt_example(self, row: Row) -> TokenizedExample:
-        """The row's prompt as a sequence with weights of 0. RowError: raised by `prompt`, or the row is a plain text.
-        """
+        """The row's prompt as a sequence with weights of 0. RowError: see `prompt`, or the row is a plain text."""
         if not row.prompt:
             raise RowError("text", row.text, "is not a prompt")
         tokens = self.prompt(row.prompt, row.tools)
@@ -283,8 +282,7 @@ class Renderer:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether the tokenizer begins every text with a space, as Llama 2's does, even if it continues another text.
-        """
+        """Whether the tokenizer begins every text with a space, even a continuation, as Llama 2's does."""
         alone, line, both = (self._tokenizer.encode(text, add_special_tokens=False) for text in ("a", "\n", "\na"))
         return bool(both[: len(line)] == line and both[len(line) :] != alone)
 

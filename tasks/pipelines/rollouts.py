@@ -215,8 +215,7 @@ class Lost:
 
 
 def is_varied(group: Sequence[Episode]) -> bool:
-    """Whether the rewards of a group differ. Equal rewards give no advantages (Yu et al., 2025, "DAPO", section 3.2).
-    """
+    """Whether a group's rewards differ. Equal rewards give no advantages (Yu et al., 2025, "DAPO", section 3.2)."""
     return len({episode.reward for episode in group}) > 1
 
 
@@ -286,8 +285,9 @@ class Rollouts:
 
         sampler: samples from the model. rows: the beginnings of the conversations. seed: the seed of their samples.
         lost: a list that gets the conversations that are begun again or left out. needed: whether it is an error if no
-        row gets a group. UserError: no row got a group. EnvironmentUnavailableError: no row got a group, because no
-        environment was available within `environment_seconds`.
+        row gets a group.
+        UserError: no row got a group. EnvironmentUnavailableError: no row got a group, because no environment was
+        available within `environment_seconds`.
         """
         lost = [] if lost is None else lost
         conversations = [self._group(sampler, row, [*seed, i], lost) for i, row in enumerate(rows)]

@@ -107,8 +107,7 @@ def limit(seconds: float, megabytes: int, *, isolated: bool) -> None:
 
 
 def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, Any]:
-    """Execute a command. Returns its result. folder: its files' folder. isolated: this process has its own namespaces.
-    """
+    """Execute a command. Returns its result. folder: for its files. isolated: this process has its own namespaces."""
     seconds, megabytes, first = spec["seconds"], spec["megabytes"], os.getpid() == 1
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         program, *arguments = spec["command"]

@@ -153,7 +153,7 @@ class Trainer:
     def _metadata(self, step: int) -> dict[str, str]:
         parameters = self.run.parameters
         kept = parameters.history or self.watch is not None
-        segment = str(self.training.segment_steps)  # even if it is not part of the plan, so that runs can be compared
+        segment = str(self.training.segment_steps)  # included even without a plan entry, so that runs can be compared
         plan = {"planned_steps": str(self.training.steps), "save_every": segment, "training.segment_steps": segment}
         page = {FLOW_RUN: str(flow_run.id)} if flow_run.id and has_lasting_page.get() else {}
         shown = {**self.settings, **page}
@@ -201,8 +201,7 @@ class _SpoiledStepError(Exception):
 
 
 def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
-    """Whether a retry may succeed. It cannot if a parameter or the data is wrong, or a limit makes the server refuse.
-    """
+    """Whether a retry may succeed. It cannot if a parameter or the data is wrong, or if a limit is reached."""
     from tinker import RequestFailedError
     from tinker.types import RequestErrorCategory
 

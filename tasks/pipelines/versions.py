@@ -70,5 +70,5 @@ class WeightVersions:
             else:
                 sampler.set_result(request.result())
 
-        saved = client.save_weights_and_get_sampling_client(record_stability_info=True)  # data refer to samples
+        saved = client.save_weights_and_get_sampling_client(record_stability_info=True)  # trained data refer to samples
         asyncio.ensure_future(saved).add_done_callback(pass_on)

@@ -85,8 +85,7 @@ class MissingFlopsError(Exception):
 
 
 def check_flops(counts: Counts, useful: float) -> None:
-    """Raise MissingFlopsError if fewer flops were counted than are useful, or if a Pallas kernel's flops are unknown.
-    """
+    """Raise MissingFlopsError if fewer flops were counted than are useful, or a Pallas kernel's flops are unknown."""
     if missing := [name for name in counts.kernels if name.endswith(PALLAS)]:
         raise MissingFlopsError(f"`hlo_kernels.KERNELS` has no flops for {', '.join(missing)}")
     if counts.flops < useful:

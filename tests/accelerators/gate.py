@@ -22,7 +22,7 @@ FIGURES = HERE / "figures.json"
 ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT / '.package'}:{ROOT}",
     "PYTHONDONTWRITEBYTECODE": "1",
-    "JAX_PLATFORMS": "cpu",  # this and the next two hide the devices from JAX's plugins
+    "JAX_PLATFORMS": "cpu",  # this variable and the next two hide the devices from JAX's plugins
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "CUDA_VISIBLE_DEVICES": "-1",
 }

@@ -19,7 +19,7 @@ _THUNK = re.compile(
     re.M,
 )
 _NAMED = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
-_REGISTERS, _BLOCKS, _WARP, _AT_ONCE = 65536, 32, 32, 256  # of a multiprocessor; _AT_ONCE: unit of allocation
+_REGISTERS, _BLOCKS, _WARP, _AT_ONCE = 65536, 32, 32, 256  # limits of a multiprocessor; _AT_ONCE: unit of allocation
 _OWN_SHARED = 1024  # bytes of shared memory that CUDA reserves in each block
 _LAUNCH = 2e-6  # seconds of the shortest launch
 

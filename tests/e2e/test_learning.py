@@ -79,7 +79,7 @@ async def test_rl_raises_the_reward_and_distill_approaches_its_teacher(pipelines
     earned = await run(pipelines, "rl", "earns", training | {"steps": 8}, data=data, answer_tokens=6)
     rewards = await column(pipelines, "rl-earns-", "reward")
     assert np.mean(rewards[-2:]) > 1.5 * np.mean(rewards[:2])
-    assert abs(earned.first["kl_to_base"]) < 1e-3 < earned.last["kl_to_base"]  # the student begins as the base model
+    assert abs(earned.first["kl_to_base"]) < 1e-3 < earned.last["kl_to_base"]  # `rl` begins with the base model
     picture = await panels(pipelines, "rl-earns-")
     assert all(f">{name}<" in picture for name in ("reward", "kl_to_base", "entropy", "varied_groups"))
 

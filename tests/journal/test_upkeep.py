@@ -124,7 +124,7 @@ def test_checkpoint_changes_are_passed_to_the_store_once(scene, save, clock):
         (one, True, None),
     ]
     assert [view.path for view in scene.journal.upkeep.unnoted(limit=1)] == [two], "the commit of a may be unwritable"
-    scene.journal.checkpoints.publish(one, "local", False)  # changed again while the first change was being written
+    scene.journal.checkpoints.publish(one, "local", False)  # a new change while the first change was being written
     for view in seen:
         scene.journal.upkeep.noted(view)
     assert [(view.path, view.public) for view in scene.journal.upkeep.unnoted()] == [(one, False)]

@@ -1,4 +1,4 @@
-"""All other families. Their chat templates take no tools, so `tools` are refused. Templates show if they reason."""
+"""All other families: their chat templates take no tools, so `tools` are refused. Templates show if they reason."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
 

@@ -122,8 +122,7 @@ def _is_own(visit: Visit, saved: CheckpointView) -> bool:
 
 
 def _trained(visit: Visit, saved: CheckpointView) -> TrainedData | None:
-    """The data that a checkpoint was trained on, from its run's history; None if the history is too long or unreadable.
-    """
+    """The data that trained a checkpoint, from its run's history; None if the history is too long or unreadable."""
     journal, store = visit.journal, visit.call.services.store
     try:
         if len(journal.histories.steps(saved.run_id)) > _MOST_STEPS:

@@ -58,7 +58,7 @@ _BASH = {
 
 @dataclass(frozen=True)
 class Task:
-    """A task. instruction: for the model. workdir: the folder of its commands. files: of the sandbox, by absolute path.
+    """A task. instruction: for the model. workdir: where its commands run. files: the sandbox's, by absolute path.
     tests: the files in /tests. variables: for all commands. test_variables: for the tests only. test_seconds: CPU time
     of the tests.
     """
