@@ -91,9 +91,9 @@ class Services:
 
     urgent: threads for key checks and heartbeats. These must not queue behind the journal calls of thousands of polls
     that arrive together, which use the event loop's default threads. slow: threads for tokenizing, compiling and
-    bodies of medium size. heavy: threads for large bodies. memories: of bodies.
-    limits: of projects without limits of their own. samplers: of the endpoints without sessions. tokenizers: of the
-    base models. imports: a thread for uploaded adapters, so that only one is in memory at a time.
+    bodies of medium size. heavy: threads for large bodies. memories: the memory for bodies.
+    limits: for projects without limits of their own. samplers: for the endpoints without sessions. tokenizers: the base
+    models' tokenizers. imports: a thread for uploaded adapters, so that only one is in memory at a time.
     """
 
     settings: Settings

@@ -159,7 +159,7 @@ def _gone(request: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.detail == HTTPStatus(error.status_code).phrase:  # from the router, without details
+    if error.detail == HTTPStatus(error.status_code).phrase:  # an error of the router, without details
         error.detail = f"{request.method} {request.url.path} is not an endpoint; /openapi.json lists the endpoints"
     if request.url.path.startswith(f"{OPEN_API}/"):
         return error_response(request.url.path, error.status_code, str(error.detail), error.headers)

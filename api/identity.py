@@ -37,7 +37,7 @@ _GUESSES = 30  # unknown keys that an address may send before further unknown ke
 _GUESS_SECONDS = 2.0  # after this time an address may send one more unknown key
 _MOST_ASKED = 256  # concurrent look-ups; beyond this number, keys that were never seen before are refused
 _MOST_ADDRESSES = 10_000
-_AUDIT_SECONDS = 60.0  # between two entries for the same refused key
+_AUDIT_SECONDS = 60.0  # seconds between two entries for the same refused key
 _INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # RFC 6750: makes the SDK exchange its key again
 
 
@@ -71,7 +71,7 @@ STRANGER = Identity("", key_id="", admin=False)  # a visitor who is signing in
 
 
 class UnknownKeyError(Exception):
-    """The key or token is not valid. guess: whether it was never known to be valid. headers: of the response."""
+    """The key or token is not valid. guess: whether it was never known to be valid. headers: the response's."""
 
     def __init__(self, reason: str, *, guess: bool = False, headers: dict[str, str] | None = None) -> None:
         """reason: sent to the client."""

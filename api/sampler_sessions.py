@@ -42,7 +42,7 @@ class EndpointSamplers:
         """session_timeout: seconds without a heartbeat after which the engine ends a session."""
         self._journal = journal
         self._clock = clock
-        self.beat_seconds = session_timeout / 4  # between two heartbeats of a session in use
+        self.beat_seconds = session_timeout / 4  # seconds between two heartbeats of a session in use
         self._forgotten_after = session_timeout
         self._sessions: dict[tuple[str, str], _Session] = {}
         self._opening: dict[tuple[str, str], asyncio.Lock] = {}

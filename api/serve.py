@@ -27,7 +27,7 @@ from tinkerflow.backend.supervise.processes import allow_open_files
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 0.25
-_STOP_SECONDS = 3  # for answers that are still being written
+_STOP_SECONDS = 3  # time for answers that are still being written
 _KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client closes the connection
 _BACKLOG = 2048  # the SDK opens one connection for each of up to 2,000 samples
 _BEAT_SECONDS = 5.0

@@ -218,5 +218,5 @@ def uploaded_files(call: Call, locations: Sequence[str]) -> Mapping[str, bytes]:
             try:
                 files[location] = call.services.store.uploads.read_file(asset.id, asset.piece, 1)
             except NotFoundError:
-                continue  # it was deleted meanwhile
+                continue  # the file was deleted meanwhile
     return files

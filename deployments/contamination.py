@@ -21,7 +21,7 @@ from tinkerflow.deployments.recorded_run import LOADS, Api
 
 NGRAM = 13
 CONTAMINATED = 0.8  # limit of the share of a row's tokens
-_FEWEST_ROWS = 4  # of a file, for n-grams of most rows to be taken for a template
+_FEWEST_ROWS = 4  # rows of a file in which n-grams of most rows count as a template
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd: Knuth's multiplicative hashing
 
 Tokens = npt.NDArray[np.int32]

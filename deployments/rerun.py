@@ -152,7 +152,7 @@ class Rerun:
         return self._new.save(name)
 
     def _begin(self, requests: Iterator[RecordedRequest]) -> NewRun:
-        """Create the new run. requests: of the recorded run; consumes the first one if needed."""
+        """Create the new run. requests: the recorded run's; consumes the first one if needed."""
         about, first = self._run.about, self._changes.first
         metadata = {**for_repeats(about["user_metadata"]), "rerun_of": self._run.run_id}
         if first is not None and first > 1:

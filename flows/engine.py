@@ -289,7 +289,7 @@ async def _start_pool(
 ) -> Pool:
     """Start the pool of a base model. Its worker group starts on demand if not all base models can have one.
 
-    settings, card: of the engine and the base model. journal: shows clients why the start waits. hosts: for the
+    settings: the engine's. card: the base model's. journal: shows clients why the start waits. hosts: for the
     worker processes; None for this machine. on_progress: gets lines for people. executor: see PoolConfig. store_mark:
     see `group_config`.
     """

@@ -17,7 +17,7 @@ from tinkerflow.backend.journal.leases import ENGINE, LEASE_SECONDS, ProcessView
 log = logging.getLogger(__name__)
 
 RENEW_SECONDS = LEASE_SECONDS / 5
-ACQUIRE_SECONDS = 0.5  # between attempts to take another engine's lease
+ACQUIRE_SECONDS = 0.5  # seconds between attempts to take another engine's lease
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ class RunLogs:
     """The events of all runs of an engine that are not yet in the journal."""
 
     def __init__(self, journal: Journal, clock: Clock, budget_tokens: int, drift_limits: DriftLimits) -> None:
-        """budget_tokens: see the settings. drift_limits: of `DRIFT_FIGURES`."""
+        """budget_tokens: see the settings. drift_limits: the limits of `DRIFT_FIGURES`."""
         self._journal, self._clock = journal, clock
         self._budget, self._drift_limits = budget_tokens, drift_limits
         self._waiting: deque[tuple[str, RunEvent]] = deque(maxlen=_MOST_WAITING)
@@ -57,7 +57,7 @@ class RunLog:
     def __init__(
         self, logs: RunLogs, clock: Clock, model_id: str, trained: Trained, budget: int, drift_limits: DriftLimits
     ) -> None:
-        """logs: receives the events. clock, trained, budget, drift_limits: see `RunReport`. model_id: of the run."""
+        """logs: receives the events. clock, trained, budget, drift_limits: see `RunReport`. model_id: the run's id."""
         self._logs, self._model_id = logs, model_id
         self._report = RunReport(
             clock, self._note, lambda *_, **__: None, trained, budget, drift_limits, says_steps=False

@@ -419,7 +419,7 @@ class ModelRunner:
         generation = await self._pool.serving()
         if self._binding.context.generation != generation:
             if self._in_flight or self.state in DRAINING:
-                self._change(RunnerEvent.INTERRUPT)  # its operations fail one after another
+                self._change(RunnerEvent.INTERRUPT)  # the operations of the ended group fail one after another
                 return False
             self._change(RunnerEvent.RESTORE)
             if not await self._binding.enter(generation, restores=restores, detached=self._detached()):

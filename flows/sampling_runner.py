@@ -149,4 +149,4 @@ class SamplingRunner:
     def _answered(self, answered: asyncio.Task[Outcome | None]) -> None:
         self._freed()
         if not answered.cancelled() and answered.exception() is None and answered.result() is None:
-            self._woken.set()  # its worker group ended
+            self._woken.set()  # the request's worker group ended

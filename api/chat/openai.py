@@ -24,8 +24,9 @@ _LOWEST = -9999.0  # OpenAI's own value, since JSON has no infinity
 class AnswerOptions:
     """Optional parts of an answer.
 
-    created: seconds since 1970. logprobs: of each sampled token and of the most likely alternatives. token_ids: of
-    prompt and answer. usage: at the end of a stream. named_by_id: write tokens as `token_id:<n>`.
+    created: seconds since 1970. logprobs: include the logprobs of each sampled token and of the most likely
+    alternatives. token_ids: include those of prompt and answer. usage: include the usage at the end of a stream.
+    named_by_id: write tokens as `token_id:<n>`.
     """
 
     created: int

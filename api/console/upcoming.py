@@ -14,7 +14,7 @@ _COPIES = ("rerun_of", "fork_of")  # metadata of runs whose plan was copied from
 def upcoming(journal: Journal, run: ModelView, curve: Curve, now: datetime, snapshot_steps: int) -> str:
     """One line about a run that takes work, read with at most three statements.
 
-    curve: of the newest steps. now: the current time. snapshot_steps: the most steps between two recovery snapshots.
+    curve: the newest steps. now: the current time. snapshot_steps: the most steps between two recovery snapshots.
     """
     parts = [*_planned(journal, run, curve)]
     if snapshots := journal.recovery.snapshots(run.id):

@@ -50,9 +50,10 @@ _giving_up: set[asyncio.Task[None]] = set()  # keeps references to running tasks
 class SamplePiece:
     """New tokens of one of the samples.
 
-    index: the sample's number. logprobs: of `tokens`, natural logarithms of the softmax without temperature. top: for
-    each token, the most likely tokens with their logprobs, best first; None unless requested. stop_reason: set only in
-    a sample's last piece, which may contain no tokens. `stop`: a stop token or stop string, which is among the tokens.
+    index: the sample's number. logprobs: the logprobs of `tokens`, natural logarithms of the softmax without
+    temperature. top: for each token, the most likely tokens with their logprobs, best first; None unless requested.
+    stop_reason: set only in a sample's last piece, which may contain no tokens. `stop`: a stop token or stop string,
+    which is among the tokens.
     """
 
     index: int

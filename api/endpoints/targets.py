@@ -39,7 +39,7 @@ _LISTED = 1000  # newest checkpoints of the project, of any kind; the list conta
 class Target:
     """A model to sample. name: as in the request. checkpoint: None for the base model itself.
 
-    tokenizer: of the base model. call: its threads tokenize long texts.
+    tokenizer: the base model's tokenizer. call: its threads tokenize long texts.
     """
 
     name: str

@@ -61,7 +61,7 @@ class HistoryRun(Wire):
 
 
 class CheckpointAnswers(Wire):
-    """champions: when the checkpoint was promoted, by champion. number: of sample requests that it answered."""
+    """champions: when the checkpoint was promoted, by champion. number: how many sample requests it answered."""
 
     champions: dict[str, str]
     number: int

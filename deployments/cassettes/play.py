@@ -23,7 +23,7 @@ class CassetteError(AssertionError):
 
 @dataclass(frozen=True)
 class Playing:
-    """A cassette that is being replayed. url: of its server, also in TINKER_BASE_URL."""
+    """A cassette that is being replayed. url: its server's URL, also in TINKER_BASE_URL."""
 
     url: str
 

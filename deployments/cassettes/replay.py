@@ -101,7 +101,7 @@ class Replay:
         return msgspec.json.encode(values)
 
     def _differs(self, text: str, name: str, now: ClientRequest | None) -> Response:
-        """Note a difference and answer the request. name: of its endpoint. now: the request, None if unreadable."""
+        """Note a difference and answer the request. name: the endpoint's name. now: the request, None if unreadable."""
         self.script.differs(text)
         if name not in requests.FUTURES:
             return Response(msgspec.json.encode({"detail": text}), 400, media_type=_JSON)

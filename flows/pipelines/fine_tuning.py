@@ -172,7 +172,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
 
 
 def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: str) -> str:
-    """The checkpoints of a run and their lineage, as Markdown. weights: to sample from, empty if not yet saved."""
+    """The checkpoints of a run and their lineage, as Markdown. weights: path to sample from, empty if not yet saved."""
     facts = {
         "pipeline": lineage.pipeline,
         "run": f"`{lineage.run}`",

@@ -232,7 +232,7 @@ class RlRecipe:
             (trajectory, seen)
             for group in groups
             for seen in [None if self.other_prompt is None else self.other_prompt(group[0])]
-            for episode in (group if self.coefficient else group[:1])  # which is enough for the metric
+            for episode in (group if self.coefficient else group[:1])  # one episode is enough for the metric
             for trajectory in episode.trajectories()
         ]
         by_other = await asyncio.gather(*(trajectory.logprobs_by(other, seen) for trajectory, seen in compared))

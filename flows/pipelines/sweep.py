@@ -179,8 +179,8 @@ async def _show(
 ) -> None:
     """Make the artifacts of a sweep: all points as a table and as a picture, and a page about the best point.
 
-    artifacts: of this run. grid: all points. trained, scores: by label of the points that were trained; scores also
-    contains the base model's. best: the label of the best point.
+    artifacts: the run's artifacts. grid: all points. trained, scores: results and scores by the labels of trained
+    points; scores also contains the base model's. best: the label of the best point.
     """
     rows = [
         {"point": point.label, **point.values}

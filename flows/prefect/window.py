@@ -15,7 +15,7 @@ from tinkerflow.tasks.execution.operation import Operation
 # A run's page with 500 task runs takes six seconds to open (tests/benchmarks/RESULTS.md). Therefore each later task run
 # shows more operations: 200 task runs show five million operations of one run.
 SINGLE = 60  # task runs of one batch each
-GROWTH = 1.1  # of the operations of each later task run
+GROWTH = 1.1  # each later task run shows this many times more operations
 
 
 def window_size(number: int) -> int:

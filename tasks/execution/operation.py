@@ -81,7 +81,7 @@ INLINE_BYTES = 64 * 1024  # decoded in less than 1 ms; a thread's round trip tak
 class ExecutionContext:
     """One base model: its worker group, its saves and snapshots, and the journal, store and clock of all base models.
 
-    generation: of the only worker group that may execute these commands; None for any serving group.
+    generation: the only worker group that may execute these commands; None for any serving group.
     owner: the project whose share of training is charged; "" if the commands serve all projects.
     drift_limits: limits of `DRIFT_FIGURES`; a forward_backward that reaches one is logged. recheck_share: the share of
     intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a

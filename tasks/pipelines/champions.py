@@ -67,7 +67,7 @@ def promote(work_url: str, name: str, new: Champion) -> None:
         present = Champion.model_validate(read_json(open_work(work_url), key))
         if present.weights != new.weights:
             raise ConflictError(f"champion {name!r}: run {present.run} was promoted meanwhile; compare again") from None
-    if TaskRunContext.get() is not None:  # for automations
+    if TaskRunContext.get() is not None:  # an event for automations
         resource = {"prefect.resource.id": f"tinkerflow.champion.{name}", "prefect.resource.name": name}
         payload = {"weights": new.weights, "state": new.state, "run": new.run, "number": new.number}
         emit_event("tinkerflow.champion.promoted", resource, payload=payload)

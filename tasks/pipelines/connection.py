@@ -81,7 +81,7 @@ class ServerClients:
             async with asyncio.timeout(CLOSE_SECONDS), self.http(CLOSE_SECONDS) as http:
                 asked = await http.post("api/v1/unload_model", json={"model_id": model_id})
                 if asked.status_code == httpx.codes.GONE:
-                    return  # it has ended already
+                    return  # the model has ended already
                 poll = {"request_id": asked.raise_for_status().json()["request_id"]}
                 answer = {"type": "try_again"}
                 while answer.get("type") == "try_again":

@@ -188,7 +188,7 @@ def checked_messages(value: object) -> list[Message]:
 
 def checked_reward(value: object, what: str = "reward") -> float:
     """The reward as a number. what: the value's name for the error. UserError: the reward is not a finite number."""
-    if isinstance(value, SupportsFloat):  # also numbers of NumPy and PyTorch
+    if isinstance(value, SupportsFloat):  # includes numbers of NumPy and PyTorch
         with suppress(TypeError, ValueError, OverflowError):
             if math.isfinite(number := float(value)):
                 return number

@@ -33,7 +33,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.environments import EnvironmentUnavailableError
 
 COMMAND = "PIPELINES_SANDBOX"
-IMAGE = "{image}"  # in COMMAND
+IMAGE = "{image}"  # placeholder in COMMAND
 _NAMESPACES = "unshare --user --map-root-user --mount --net --pid --fork --kill-child --mount-proc"
 _CLOCK = 3  # wall-clock limit of a program, as a multiple of its CPU limit, because the machine may be busy
 _START = 60.0  # seconds for the start and the end of a sandbox

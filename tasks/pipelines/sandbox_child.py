@@ -131,7 +131,7 @@ def execute(spec: dict[str, Any], folder: str, *, isolated: bool) -> dict[str, A
         except (OSError, ValueError) as error:
             # The sandbox's memory is full, or the command is too long, has a NUL character, or does not exist.
             with suppress(OSError):
-                given.close()  # it may hold input that could not be written
+                given.close()  # the pipe may hold input that could not be written
             return {"status": _NOT_STARTED, "timed_out": False, "output": "", "errors": f"{error}\n"}
         try:
             timed_out = process.wait(spec["wall_seconds"]) == -signal.SIGXCPU

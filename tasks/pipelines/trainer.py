@@ -322,7 +322,7 @@ async def make_steps(
             pending.append(asyncio.ensure_future(trainer.recipe.submit(client, step - 1, params)))
             await answered(trainer.recipe.ahead)
         await answered(0)
-    except InterruptedCodeError as interrupted:  # before its step trained anything
+    except InterruptedCodeError as interrupted:  # interrupted before its step trained anything
         log_line(f"step {first + len(made)} was not executed: {interrupted}")
     finally:
         for future in pending:

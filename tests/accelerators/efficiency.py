@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The lowest and the highest expected share of a peak for a kind of kernel. source: of the shares."""
+    """The lowest and the highest expected share of a peak for a kind of kernel. source: where the shares are from."""
 
     low: float
     high: float

@@ -36,7 +36,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Assembled:
-    """The machine code of a kernel. registers: of a thread. spilled: bytes that a thread stores for lack of registers.
+    """The machine code of a kernel. registers: per thread. spilled: bytes that a thread stores for lack of registers.
 
     serialized: whether its matmuls wait for each other, because `ptxas` could not keep them asynchronous.
     """
@@ -59,7 +59,7 @@ class Multiprocessors:
 class Kernel:
     """A kernel of a program: the worst figures over all its launches and its variants for other shapes.
 
-    blocks: of a launch. resident: blocks that run on a multiprocessor at the same time. idle: the microseconds of the
+    blocks: per launch. resident: blocks that run on a multiprocessor at the same time. idle: the microseconds of the
     slowest launch that leaves multiprocessors idle, if the other launches run at their peaks; 0 if the launch ends
     before a next one could start.
     """

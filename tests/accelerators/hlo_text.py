@@ -46,7 +46,7 @@ _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # with the index of the u
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one operation in the whole program. times: how often it runs. flops, bytes: of all runs.
+    """The work of one operation in the whole program. times: how often it runs. flops, bytes: sums over all runs.
 
     name: JAX's name for the operation in our code. matmuls: their shapes, with the flops of all runs. operation: its
     name in the text.
@@ -63,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Collective:
-    """A transfer between devices. bytes: of its result on one device, for one run. times: how often it runs."""
+    """A transfer between devices. bytes: size of its result on one device, for one run. times: how often it runs."""
 
     kind: str
     name: str

@@ -46,9 +46,9 @@ _SLOTS, _CHUNK = 64, 8  # defaults of a sampler
 class Programs:
     """The programs of one model on one target. Each method compiles one program; `more` is as in `compile_for`.
 
-    cfg: the model. target: the name of a topology. rank: of adapters. tensor, expert: axes of the mesh. kv_cache: the
-    number format of keys and values in pages. base_weights: as in the settings. memory: the memory budget of each
-    device in GB, 0 = all its memory. filters, traced: for decode, 0 or 1: whether a row has a top-k if the host
+    cfg: the model. target: the name of a topology. rank: the adapters' rank. tensor, expert: axes of the mesh.
+    kv_cache: the number format of keys and values in pages. base_weights: as in the settings. memory: the memory budget
+    of each device in GB, 0 = all its memory. filters, traced: for decode, 0 or 1: whether a row has a top-k if the host
     decides, and whether the host never decides.
     """
 

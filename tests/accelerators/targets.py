@@ -55,7 +55,7 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class _Gpu:
-    """A GPU's multiprocessors. shared_memory: the most bytes of one block. units: of one core, for float32."""
+    """A GPU's multiprocessors. shared_memory: the most bytes of one block. units: per core, for float32."""
 
     name: str
     version: str

@@ -177,7 +177,7 @@ TRICKS: list[tuple[Trick, int]] = [
 
 
 async def attack(url: str, model: str, keys: dict[int, str]) -> None:
-    """Repeat tricks until SIGTERM, then print the counts of their answers. keys: by the number of the trick."""
+    """Repeat tricks until SIGTERM, then print the counts of their answers. keys: API keys by number of the trick."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     stop, answers = asyncio.Event(), {number: Counter[str]() for number in keys}
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -31,7 +31,7 @@ TOKENS = [1 + i % 200 for i in range(24)]
 
 @dataclass
 class Tenant:
-    """A client that trains, then samples. losses, times: the loss and the end of each round. tokens: of the sample."""
+    """A client that trains, then samples. losses, times: the loss and the end of each round. tokens: the sample's."""
 
     url: str
     rounds: int

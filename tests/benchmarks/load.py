@@ -53,7 +53,7 @@ class Tenant:
     """One client: a session, a model, and steps until the end."""
 
     def __init__(self, port: int, key: str, base_model: str, number: int, figures: Figures) -> None:
-        """Send nothing before `run`. port: of the service. key: of the project. number: seeds the data and pauses."""
+        """Send nothing before `run`. port: the service's. key: the project's. number: seeds the data and pauses."""
         self._port, self._key, self._base_model, self._number, self._figures = port, key, base_model, number, figures
         self._submits = Connection(port, key)
         self._random = random.Random(number)

@@ -49,7 +49,8 @@ class Tags:
 def calls_between(*blocks: tuple[str, str], tags: Tags = Tags()) -> Callable[[Reader, Tools], Steps[None]]:
     """A parser of content that contains calls.
 
-    blocks: the marks around calls. Some models omit the first mark, or the end tag of an argument. tags: of calls.
+    blocks: the marks around calls. Some models omit the first mark, or the end tag of an argument. tags: the tags of
+    calls.
     """
     ends = dict(blocks)
 
