@@ -283,9 +283,8 @@ class Rollouts:
 
         A row whose environment fails gets no group.
 
-        sampler: samples from the model. rows: the beginnings of the conversations. seed: the seed of their samples.
-        lost: a list that gets the conversations that are begun again or left out. needed: whether it is an error if no
-        row gets a group.
+        sampler: the model's. rows: the beginnings of the conversations. seed: for their samples. lost: a list that gets
+        the conversations that are begun again or left out. needed: whether it is an error if no row gets a group.
         UserError: no row got a group. EnvironmentUnavailableError: no row got a group, because no environment was
         available within `environment_seconds`.
         """
