@@ -104,12 +104,12 @@ def _meaning(field: FieldInfo) -> str:
 
 
 _BEYOND = {
-    "max_sampling_requests": "a sample gets 429 with `Retry-After`; the SDK waits and asks again",
+    "max_sampling_requests": "a sample gets 429 with `Retry-After`; the SDK waits and retries",
     "max_queued_tokens": "the training operation fails, with the reason",
     "max_queued_bytes": "a sample gets 429 with `Retry-After`, and a training operation fails, with the reason",
     "max_live_models": "the new model fails, with the reason. Models of a program that ended without "
     '`service.close("success").result()` count until `TINKERFLOW_SESSION_TIMEOUT` (300 s)',
-    "max_stored_bytes": "no checkpoint or image is kept until others are deleted; the save that reaches it is kept",
+    "max_stored_bytes": "new checkpoints and images are refused until some are deleted; the save that exceeds it is kept",
     "max_feedback_per_day": "`POST /v1/feedback` gets 429 until ratings are 24 hours old",
     "max_history_bytes": "the oldest histories are deleted",
     "max_body_bytes": "413; for `forward_backward` a failed future",
@@ -128,7 +128,7 @@ def limits() -> str:
         )
         for name in (*names, "max_history_bytes", "max_body_bytes")
     ]
-    return table(("setting", "default", "beyond it"), rows)
+    return table(("setting", "default", "effect"), rows)
 
 
 def chart_schema() -> str:
@@ -222,7 +222,7 @@ def pipeline_parameters() -> str:
         parts += [f"### `{name}`", _parameter_table(own)] if own else []
         if not issubclass(one.parameters, PipelineParameters):
             again = ", ".join(f"`{key}`" for key in found if key not in own)
-            parts.append(f"And of those that all training pipelines have: {again}.")
+            parts.append(f"These parameters are the same as in all training pipelines: {again}.")
     return "\n\n".join(parts)
 
 
