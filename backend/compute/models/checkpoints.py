@@ -35,9 +35,9 @@ def expected_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(cfg: ModelConfig, tensors: Mapping[str, Tensor], name: str) -> None:
     """Check the tensors. UserError: a tensor is missing, not part of the model, or has the wrong shape or dtype.
 
-    An unused tensor means that the files contain a different model from the one that would be computed.
+    An unused tensor is an error, because the files then contain a different model than the config describes.
 
-    cfg: from `load_config`. tensors: unpacked. name: of the model.
+    cfg: from `load_config`. tensors: unpacked. name: the model's name.
     """
     expected = expected_tensors(cfg)
     for key, shape in expected.items():

@@ -1,4 +1,4 @@
-"""The shape of a base model, for everything that plans or computes with it. No JAX: the API and the engine use it."""
+"""The shape of a base model, for planning and computing. No JAX, because the API and the engine import this file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tinkerflow.backend.compute.models.rope import Rope
 class Vision:
     """The shape of a vision tower (`vision_tower`), and the places of its features in the text model.
 
-    layers, hidden, heads, mlp: of its blocks.
+    layers: the number of blocks. hidden, heads, mlp: the sizes of each block.
     patch: the side of a patch, in pixels.
     frames: how many times a patch is repeated, as in a video without motion.
     merge: merge * merge patches become one token.
     grid: the side of the square of learned positions.
-    deep: the numbers of the blocks whose outputs are added after the first layers of the text model, one each
-    (DeepStack, arXiv 2406.04334).
+    deep: the numbers of blocks with outputs that are added after the first layers of the text model, one output for
+    each layer (DeepStack, arXiv 2406.04334).
     token: the id of the placeholder token.
     sections: how many pairs of a head's dimensions rotate with time, rows and columns.
     """
@@ -58,7 +58,7 @@ class Vision:
         return self.patch * self.merge
 
     def rotated_by(self, pair: int) -> int:
-        """The position that a pair of dimensions rotates with: 0 time, 1 row, 2 column (interleaved M-RoPE)."""
+        """The position that rotates a pair of dimensions: 0 time, 1 row, 2 column (interleaved M-RoPE)."""
         axis = pair % 3
         return axis if pair < 3 * self.sections[axis] else 0
 
@@ -67,12 +67,12 @@ class Vision:
 class ModelConfig:
     """The shape of a decoder-only transformer. Hashable, so that it can be a static argument of jit.
 
-    architecture: `model_type` of its family.
+    architecture: the family's `model_type`.
     vocab, hidden: the sizes of the vocabulary and of hidden states.
     decoder_layers: all layers, in order.
-    norm: of the last layer's result.
+    norm: normalizes the last layer's result.
     max_positions: the longest sequence in tokens.
-    tied: the embedding is also the unembedding.
+    tied: whether the embedding is also the unembedding.
     embed_scale: multiplies embeddings.
     softcap: logits z become softcap * tanh(z / softcap); 0 = no change (Gemma 4).
     vision: the vision tower; None = the model takes text only.
@@ -90,7 +90,7 @@ class ModelConfig:
     vision: Vision | None = None
 
     def __hash__(self) -> int:
-        """The hash, computed once because every call of a jitted function needs it."""
+        """The hash, computed only once because every call of a jitted function needs the hash."""
         return self._hash
 
     @cached_property
@@ -127,7 +127,7 @@ class ModelConfig:
 
     @property
     def mixture(self) -> Experts | None:
-        """The experts of the layers that have some; None in a dense model."""
+        """The experts of the layers that have experts; None in a dense model."""
         mixtures = (layer.feed_forward.mixture for layer in self.decoder_layers)
         return next((mixture for mixture in mixtures if mixture is not None), None)
 
@@ -148,7 +148,7 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """Each rotary embedding of the model once."""
+        """The model's rotary embeddings, each once."""
         return tuple(dict.fromkeys(layer.rope for layer in self.decoder_layers if layer.rope))
 
     def attention_of(self, pool: str) -> Attention | LatentAttention:
@@ -172,12 +172,12 @@ class ModelConfig:
         return sum(layers * heads * (key + value) for layers, heads, key, value in cells)
 
     def numbers(self, pool: str) -> tuple[int, ...]:
-        """The numbers of the layers that write to this pool. Layers that read another layer's cache do not."""
+        """The numbers of the layers that write to this pool. Layers that read another layer's cache do not write."""
         layers = enumerate(self.decoder_layers)
         return tuple(number for number, layer in layers if layer.pool == pool and layer.shares is None)
 
     def place(self, number: int) -> int:
-        """A layer's place in its pool, or that of the layer whose keys and values it reads."""
+        """The place in the pool of a layer, or of the layer with the keys and values that it reads."""
         layer = self.decoder_layers[number]
         return self.numbers(layer.pool).index(number if layer.shares is None else layer.shares)
 

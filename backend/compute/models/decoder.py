@@ -21,8 +21,8 @@ def decoder(
 ) -> ModelConfig:
     """The decoder with these layers. The field `model_type` is its architecture.
 
-    fields: of `config.json`. norm: of the last layer's result. tied: whether the embedding is the unembedding, if
-    the file does not set it. more: other fields of ModelConfig. UserError: a field is missing or wrong.
+    fields: from `config.json`. norm: normalizes the last layer's result. tied: whether the embedding is the
+    unembedding, if the file does not set it. more: other fields of ModelConfig. UserError: a field is missing or wrong.
     """
     _check_types(fields, layers)
     return ModelConfig(
@@ -38,7 +38,7 @@ def decoder(
 
 
 def _check_types(fields: ConfigFields, layers: Sequence[DecoderLayer]) -> None:
-    """Check the file. UserError: its `layer_types` differ from the types of the layers."""
+    """Check the file. UserError: the file's `layer_types` differ from the types of `layers`."""
     types = fields.get("layer_types")
     computed = [LINEAR if not layer.attends else SLIDING if layer.window else FULL for layer in layers]
     if types is not None and types != computed:
@@ -46,7 +46,7 @@ def _check_types(fields: ConfigFields, layers: Sequence[DecoderLayer]) -> None:
 
 
 def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
-    """The window of every layer; None = it sees all earlier tokens.
+    """The window of every layer; None = the layer sees all earlier tokens.
 
     usual: FULL or SLIDING for each layer, if the file has no `layer_types`. UserError: a type is not supported, or the
     number of types is wrong.
@@ -58,8 +58,8 @@ def windows(fields: ConfigFields, usual: Sequence[str]) -> list[int | None]:
 def text_fields(fields: ConfigFields, *types: str, defaults: Mapping[str, Any] = {}) -> ConfigFields:
     """The fields of the text model among those of a model that also takes images.
 
-    types: the text model's supported `model_type`s. defaults: of missing fields. The outer object's own field decides
-    whether the embeddings are tied, as in transformers.
+    types: the text model's supported `model_type`s. defaults: values for missing fields. The outer object's own field
+    decides whether the embeddings are tied, as in transformers.
     """
     inner = fields.inner("text_config")
     if inner.get("model_type", types[0]) not in types:

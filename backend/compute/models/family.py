@@ -17,7 +17,7 @@ FP8, COMPRESSED, MXFP4 = "fp8", "compressed-tensors", "mxfp4"  # of `quantizatio
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Hugging Face's names. model: the prefix of all. layer: the prefix in a layer, with `{}` for its number."""
+    """Hugging Face's names. model: the prefix of all names. layer: the prefix in a layer, with `{}` for its number."""
 
     model: str
     layer: str
@@ -40,9 +40,9 @@ class Family:
     model_type: as in `config.json`.
     title: the name in the documentation.
     parse: makes the config from the fields of `config.json`; raises UserError for unsupported values.
-    names: of tensors; the names in a layer come from its parts.
-    unpack: converts a folder's tensors to those of the config's layers, if the files have others (fused or quantized).
-    Given only some tensors, it returns the tensors made from these, as views if they are arrays in memory.
+    names: the prefixes of tensors' names; the layer's parts declare the names in a layer.
+    unpack: converts a folder's tensors to those of the config's layers, if the files have fused or quantized tensors.
+    Given only some tensors, it returns the tensors made from them, as views if they are arrays in memory.
     plain: converts a folder's tensors to tensors without quantization, as transformers saves them.
     skipped: prefixes of the names of tensors that are not loaded.
     quantizations: the supported values of `quantization_config.quant_method`.
@@ -59,7 +59,7 @@ class Family:
 
 
 def open_unpacked(family: Family, cfg: ModelConfig, folder: Path, name: str) -> Tensors:
-    """The tensors of the model in `folder`, unpacked. name: of the model, in errors."""
+    """The tensors of the model in `folder`, unpacked. name: the model's name in errors."""
     tensors = open_tensors(folder, name)
     try:
         return family.unpack(cfg, tensors)

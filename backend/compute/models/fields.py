@@ -11,7 +11,7 @@ from tinkerflow.backend.core.errors import UserError
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """The fields of a `config.json`, or of an object in it. name: of the model, in errors."""
+    """The fields of a `config.json`, or of an object in it. name: the model's name in errors."""
 
     name: str
     values: Mapping[str, Any]
@@ -77,7 +77,7 @@ class ConfigFields:
         return replace(self, values={**self.values, **values})
 
     def with_defaults(self, **values: Any) -> ConfigFields:
-        """The fields with these values for fields that the file leaves out: transformers' defaults of a family."""
+        """The fields with these values for fields that the file leaves out: a family's defaults in transformers."""
         return replace(self, values={**values, **self.values})
 
     def without(self, *keys: str) -> ConfigFields:

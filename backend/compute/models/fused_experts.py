@@ -17,10 +17,10 @@ def with_separate_experts(
 ) -> Tensors:
     """The tensors with a matrix for each expert instead of fused tensors, in which gate precedes up.
 
-    A fused tensor is [E, outputs, inputs], or [E, inputs, outputs] in the published Qwen3-VL-MoE. transformers reads
-    both, too, and distinguishes them by their shapes.
+    A fused tensor is [E, outputs, inputs], or [E, inputs, outputs] in the published Qwen3-VL-MoE. The shape shows which
+    of the two it is, as in transformers.
 
-    cfg: the model. tensors: by name. module: the prefix of the names of experts' tensors, with a {} for the layer.
+    cfg: the model. tensors: by name. module: the prefix of experts' tensor names, with a {} for the layer.
     """
     assert cfg.mixture is not None
     width, count = cfg.mixture.width, cfg.mixture.count

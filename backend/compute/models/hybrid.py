@@ -1,7 +1,7 @@
 """The hybrid decoder of Qwen3-Next and Qwen3.5: three layers with gated DeltaNet, then one with gated attention.
 
-Their files differ in the prefix of the layers' names, and in which matrices are fused. The fields of Qwen3.5's
-text model may be inside those of a model that also takes images. No JAX.
+Their files differ in the prefix of the layers' names, and in the fused matrices. The fields of Qwen3.5's text model may
+be inside the fields of a model that also takes images. No JAX.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROTARY = 0.25  # the share of a head that is rotated, if the file sets none
 def hybrid(fields: ConfigFields, *, fused: bool = False, experts: bool = False) -> ModelConfig:
     """The config of a hybrid decoder.
 
-    fields: of the text model. fused: as in GatedDeltaNet. experts: a mixture, with a shared expert, instead of each
+    fields: the text model's fields. fused: as in GatedDeltaNet. experts: a mixture with a shared expert replaces each
     MLP. UserError: a field is missing or not supported.
     """
     fields.refuse_others(attn_output_gate=True)
@@ -54,7 +54,7 @@ def with_tower(cfg: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def with_tower_named(cfg: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors, those of the vision tower under their published names: transformers 5.5 writes others."""
+    """The tensors, with the published names for the vision tower's tensors. transformers 5.5 writes other names."""
     return renamed(tensors, lambda name: name.replace("model.language_model.visual.", "model.visual.", 1))
 
 

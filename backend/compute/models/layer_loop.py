@@ -1,8 +1,8 @@
-"""The loop over the layers of a model, whether or not they are alike.
+"""The loop over the layers of a model, for equal and for different layers.
 
-Layers of one kind are computed by one loop. Where kinds alternate (three layers with a window, one without), the loop
-goes over the repeated periods, and computes the layers of a period one after the other. A matrix is stacked over the
-layers that have it (`families.layers_with`), so the other layers take no memory in its stack.
+Layers of one kind are computed by one loop. If kinds alternate (three layers with a window, one without), the loop goes
+over the repeated periods, and computes the layers of a period one after the other. A matrix is stacked over the layers
+that have it (`families.layers_with`), so layers without this matrix take no memory in the stack.
 
 Letters: L layers that have a matrix.
 """
@@ -34,7 +34,7 @@ Layer = Callable[[DecoderLayer, Carry, tuple[Any, LayerParams, LayerPairs]], Car
 Step = Callable[[Carry, Any], Carry]
 # kept(step, prevent_cse=...) -> the step, wrapped in `jax.checkpoint`. With prevent_cse, barriers separate a step's
 # recomputation from other computations. XLA could otherwise merge it with the forward pass, or recompute all layers of
-# a period at the same time. In a loop over single layers neither can happen, and barriers would only prevent fusions.
+# a period at the same time. In a loop over single layers, XLA can do neither, and barriers would only prevent fusions.
 Kept = Callable[..., Step[Carry]]
 
 
@@ -54,10 +54,10 @@ def over_layers(
     follows `ModelConfig.place`. The kind is static. The place is static only if the weights are separate for each
     layer. carry: the input of the first layer. params: a loop goes over stacked weights; separate layers are computed
     one after the other. lora: stacked or by layer, like `params`. in_place: names of stacked matrices; `layer` gets
-    these, and their pairs, as `OfLayer`. kept: wraps a step in `jax.checkpoint` with a policy. A step takes a layer's
-    weights out of their stack itself. As arguments of the step, copies of all weights would be saved as well.
-    grouped: a backward pass saves the values that `kept` selects for one group of layers at a time (`groups`). Of
-    every other group, the pass saves only the input carry, and computes the group again. Stacked weights only.
+    these matrices and their pairs as `OfLayer`. kept: wraps a step in `jax.checkpoint` with a policy. The step itself
+    takes a layer's weights out of their stack: if they were its arguments, copies of all weights would be saved.
+    grouped: a backward pass saves the values that `kept` selects for one group of layers at a time (`groups`). For
+    every other group, the pass saves only the input carry, and computes the group again. It needs stacked weights.
     """
     kinds = cfg.decoder_layers
     if isinstance(params, tuple):
@@ -97,7 +97,7 @@ def over_layers(
 def runs(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int]]:
     """(start, period, repeats) of each run, in order: the `period` layers from `start` on occur `repeats` times.
 
-    From the first layer on, each run is the one with the most layers; among equals, the shortest period wins.
+    From the first layer on, each run has as many layers as possible, with the shortest period that allows this.
     """
     start = 0
     while start < len(kinds):
@@ -115,8 +115,8 @@ def runs(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int]]:
 def groups(kinds: tuple[DecoderLayer, ...]) -> Iterator[tuple[int, int, int, int]]:
     """(start, period, repeats, size), as in `runs`, in order. A group has `size` repeats, which divide `repeats`.
 
-    The chosen sizes keep the fewest carries. A carry is kept before each group, and before each layer of one group.
-    The remaining repeats of a run are a group of their own.
+    The chosen sizes keep the fewest carries. A carry is kept before each group, and before each layer of one group. The
+    remaining repeats of a run form a group.
     """
     for start, period, repeats in runs(kinds):
         size = min(range(1, repeats + 1), key=lambda size: (-(-repeats // size) + size * period, repeats % size))
@@ -151,7 +151,7 @@ def _run(
     numbers = range(start, start + period)
 
     def each(of: tuple[int, ...]) -> int:
-        """How many of a period's layers are among these."""
+        """How many of a period's layers are in `of`."""
         return sum(number in of for number in numbers)
 
     def own(name: str) -> slice:
@@ -164,7 +164,7 @@ def _run(
         home: Any = cfg.place(number)
         if kind.shares is None:
             home = home + step * each(cfg.numbers(kind.pool))
-        # A weight is taken out of the whole stack: a part of a stack would be a copy.
+        # Each weight is taken out of the whole stack, because a part of a stack would be a copy.
         own_places = {
             name: homes[name].index(number) + step * each(homes[name]) for name in params if number in homes[name]
         }
@@ -197,7 +197,7 @@ def _run(
 
 
 def _changed(pair: LoraPair, change: Callable[[Any], jax.Array]) -> LoraPair:
-    """The pair with changed matrices, and the same blocks."""
+    """The pair with changed matrices and the same blocks."""
     return replace(pair, A=change(pair.A), B=change(pair.B))
 
 
@@ -212,10 +212,10 @@ def _at(stack: jax.Array, *, place: jax.Array) -> jax.Array:
 def _loop(
     once: Step[Carry], carry: Carry, repeats: int, stacks: tuple[Any, ...], group: int = 0, *, counter: bool
 ) -> Carry:
-    """The carry after once(carry, (number, *parts)) for each number of `repeats`, with that part of each stack.
+    """The carry after once(carry, (number, *parts)) for each number of `repeats`; `parts` are that part of each stack.
 
-    group: as in `_run`. counter: numbers are the loop's own counter. On a GPU, a kernel would take each number out of a
-    scanned array. Only for programs without a backward pass.
+    group: as in `_run`. counter: the numbers are the loop's own counter. On a GPU, a kernel would take each number out
+    of a scanned array. Only for programs without a backward pass.
     """
     if not counter:
         return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), *stacks), group)

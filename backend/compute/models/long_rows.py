@@ -2,8 +2,8 @@
 
 The arrays inside a layer are larger than its input. For 32,768 tokens of Qwen3-4B, gate and up take 0.6 GB each, and
 their backward pass holds five arrays of that size. Apart from attention, a layer computes each token independently. A
-backward pass that recomputes a layer does so for some tokens, differentiates, and continues with the next tokens.
-Attention needs the queries, keys and values of all tokens, so these are computed one more time.
+backward pass that recomputes a layer recomputes some tokens, differentiates, and continues with the next tokens.
+Attention needs the queries, keys and values of all tokens, so these are computed once more.
 
 Letters: B rows, T tokens.
 """
@@ -30,8 +30,8 @@ def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, ow
 
     arrays: pytrees of [B, T, ...], like the result of `part`; the first is an array. T is a power of two. A backward
     pass keeps only the arguments of `part`. own_buffers: each loop writes to its own memory. GPUs need this if a
-    backward pass computes the loop twice. XLA fills the output of a loop with zeros, and all loops of one shape share
-    these zeros, so the memory stays in use from the first loop to the last.
+    backward pass computes the loop twice: XLA fills the output of a loop with zeros, and all loops of one shape share
+    these zeros. So the memory would stay in use from the first loop to the last.
     """
     B, T = arrays[0].shape[:2]
     size = T
@@ -47,12 +47,12 @@ def in_chunks(mesh: Mesh, most: int, part: Callable[..., Tree], *arrays: Any, ow
 
 
 def split_chunks(tree: Tree, size: int) -> Tree:
-    """Every leaf [B, T, ...] -> [T / size, B, size, ...]: along T, because the mesh has split B already."""
+    """Every leaf [B, T, ...] -> [T / size, B, size, ...]: split along T, because the mesh has already split B."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0), tree)
 
 
 def join_chunks(x: jax.Array) -> jax.Array:
-    """The inverse of `split_chunks`, of one array."""
+    """The inverse of `split_chunks`, for one array."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
@@ -60,7 +60,7 @@ def join_chunks(x: jax.Array) -> jax.Array:
 def _into_own_buffers(mesh: Mesh, part: Callable[[Any], Tree], split: Any) -> Tree:
     """Like `jax.lax.map`. part: returns arrays of [B, T, heads, ...].
 
-    The loop's output is filled with a number from its arguments, which no other loop fills memory with.
+    The loop's output is filled with a number from its arguments, so no other loop can share the filled memory.
     """
     first = jax.lax.stop_gradient(jax.tree.leaves(split)[0])
 

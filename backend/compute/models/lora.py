@@ -1,8 +1,8 @@
 """LoRA adapters (arXiv 2106.09685): low-rank updates of frozen matrices, as pytrees with their own rank and targets.
 
-The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both. On
-CPUs, this order was the fastest of those measured, forward and backward. Padding to a larger rank adds zeros along one
-axis. Every expert of a mixture has its own updates, with the spec's rank for experts.
+The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank is the first axis of
+both. On CPUs, this was the fastest of the measured orders, forward and backward. Padding to a larger rank adds zeros
+along one axis. Every expert of a mixture has its own updates, with the spec's rank for experts.
 
 Letters: L layers, E experts, R rank, S rows.
 """
@@ -32,8 +32,8 @@ Tree = TypeVar("Tree")
 class LoraPair:
     """A [..., R, in] and B [..., R, out], float32. Both begin with L inside `Lora.layers`, but not in a scan's body.
 
-    If each expert has such a matrix, E follows L. blocks: the number of blocks of the rank in which a batch-invariant
-    sampler multiplies B.
+    If each expert has its own matrix, E follows L. blocks: the number of blocks into which a batch-invariant sampler
+    divides the rank to multiply B.
     """
 
     A: Array
@@ -62,8 +62,8 @@ class Lora:
 class LoraApply(Protocol):
     """lora_apply(x, pairs) returns one scaled update for each pair, or () without pairs.
 
-    The pairs adapt projections that share the input x [..., in]. With `groups`, x [M, in] is sorted by expert and the
-    pairs are the experts'.
+    The pairs adapt projections that share the input x [..., in]. With `groups`, x [M, in] is sorted by expert, and the
+    pairs belong to the experts.
     """
 
     def __call__(self, x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> Sequence[jax.Array]:
@@ -71,7 +71,7 @@ class LoraApply(Protocol):
 
 
 def scale(rank: int) -> float:
-    """The factor of an update: alpha / rank, alpha 32. rank: of the pair; experts' pairs may have a different one."""
+    """The factor of an update: alpha / rank, with alpha 32. rank: the pair's, which may differ for experts' pairs."""
     return LORA_ALPHA / rank
 
 
@@ -146,7 +146,7 @@ def shardings(mesh: Mesh, tree: Tree) -> Tree:
 def gathered(mesh: Mesh, lora: Lora) -> Lora:
     """The adapter, gathered onto every device inside a jitted function; experts' pairs stay as they are.
 
-    Gathered once, because transfers for each matrix and layer would mostly wait for the network.
+    The adapter is gathered at once, because transfers for each matrix and layer would mostly wait for the network.
     Experts' pairs are large, so they are gathered where they are used.
     """
 

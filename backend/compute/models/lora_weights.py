@@ -38,8 +38,8 @@ def check_spec(spec: LoraSpec) -> LoraSpec:
 def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
     """A fresh adapter on the host, float32: A uniform in +-1/sqrt(in) (PEFT's kaiming uniform), B zero.
 
-    Every matrix draws from its own stream of (seed, name), so that a part's values do not depend on which other
-    parts are adapted. NumPy, not JAX: values are the same on every backend, and nothing is compiled.
+    Every matrix draws from its own stream of (seed, name), so that its values do not depend on the other adapted parts.
+    NumPy makes the values, so they are the same on every backend, and nothing is compiled.
     """
     whole = projections(cfg)
 
@@ -55,7 +55,7 @@ def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
 
 
 def to_shared_scale(spec: LoraSpec, lora: Lora) -> Lora:
-    """A host adapter as PEFT's files store it: B of experts times `peft_factor`."""
+    """A host adapter as PEFT's files store it: with B of experts multiplied by `peft_factor`."""
     return _scaled(spec, lora, lambda B, factor: B * np.float32(factor))
 
 
@@ -104,7 +104,7 @@ def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
 def from_peft(
     cfg: ModelConfig, spec: LoraSpec, read: Callable[[str, tuple[int, int]], npt.NDArray[np.float32]]
 ) -> Lora:
-    """The inverse of `to_peft`: `read(name, shape)` returns a tensor, and raises if it has none of that shape."""
+    """The inverse of `to_peft`: `read(name, shape)` returns a tensor, and raises if there is none of that shape."""
 
     def pair(projection: Projection) -> LoraPair:
         names = [pair_names(projection.name(place)) for place in np.ndindex(projection.stack)]

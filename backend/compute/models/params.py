@@ -1,7 +1,7 @@
 """Loads base weights from the safetensors of a Hugging Face folder, stacked by layer, onto the mesh.
 
-A device's part is read only for that device, so no process holds more of the model than its devices do. Threads read
-the layers of a part, convert them, and write them to their final place, without a second copy.
+Each process reads only the parts of its own devices, so it never holds more of the model than they do. Threads read the
+layers of a part, convert them, and write them to their final place, without a second copy.
 Letters: D hidden, V vocabulary, L layers, E experts; i inputs and o outputs of a matrix.
 """
 
@@ -76,10 +76,10 @@ def load_params(
     """Load the model in `folder` onto `mesh`. UserError: a tensor is missing, or has the wrong shape or dtype.
 
     cfg: parsed from the folder's `config.json`. folder: contains the safetensors files. mesh: how arrays are split over
-    devices. dtype: of the weights on the devices, "float32" or "bfloat16". progress: called with a line of text after
-    each tensor of all layers, e.g. "loading weights 3/12". base_weights: with "int8" and "nf4" the layers' matrices are
-    rounded (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs. With
-    "mxfp4" the experts' matrices stay as the files store them. UserError: the files do not contain MXFP4.
+    devices. dtype: the dtype on the devices, "float32" or "bfloat16". progress: called with a line of text after each
+    tensor of all layers, e.g. "loading weights 3/12". base_weights: with "int8" and "nf4" the layers' matrices are
+    rounded (`quantized`). The embedding and the unembedding are not rounded, because their errors show in logprobs.
+    With "mxfp4" the experts' matrices stay as the files store them. UserError: the files do not contain MXFP4.
     """
     _check_expert_axis(cfg, folder, mesh)
     _check_mxfp4(cfg, folder, base_weights)
@@ -129,10 +129,10 @@ def _params(load: _Loader, progress: Callable[[str], None] = lambda _: None) -> 
 
 @dataclass(frozen=True)
 class _Loader:
-    """Reads tensors of one folder and puts them on the mesh. dtype: of the arrays there.
+    """Reads tensors of one folder and puts them on the mesh.
 
-    stored: the folder's tensors; None = make only shapes and shardings. threads: read and convert tensors; None = there
-    is nothing to read.
+    dtype: the dtype on the mesh. stored: the folder's tensors; None = make only shapes and shardings. threads: read and
+    convert tensors; None = there is nothing to read.
     """
 
     cfg: ModelConfig
@@ -215,8 +215,8 @@ class _Loader:
 
         Otherwise, one axis splits each dimension. Each device computes its part of the first dimension alone: in
         training along the tensor axis, in sampling along all of WEIGHTS (`mesh.sampling_mesh`). Training gathers the
-        parts over fsdp. experts: the axes that split the experts, if each has such a matrix. If these include fsdp,
-        only the tensor axis splits the matrix.
+        parts over fsdp. experts: the axes that split the experts, if each expert has its own matrix. If these axes
+        include fsdp, only the tensor axis splits the matrix.
         """
         if FSDP in experts:
             return TENSOR, None
@@ -294,7 +294,7 @@ def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
 
 
 def _copy(out: Array, tensor: Tensor, *where: slice) -> None:
-    """Copy a part of a stored tensor into `out`, in its dtype; as bits if the dtypes are equal, which is faster."""
+    """Copy a part of a stored tensor into `out`, in its dtype. Equal dtypes are copied as bits, which is faster."""
     source = tensor.view(DTYPES[tensor.dtype])[where]
     if out.flags.c_contiguous:
         _convert(out, source)

@@ -39,7 +39,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, others are blended.
+    """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, and medium ones are blended.
 
     attention: the factor of cos and sin. truncate: the blend begins and ends at whole dimensions. query_beta:
     queries at position p are multiplied by 1 + query_beta * log(1 + floor(p / original_max_positions)) (Llama 4).
@@ -58,7 +58,7 @@ class YarnRope:
 class LongRope:
     """LongRoPE (arXiv 2402.13753): a factor for each frequency, one list for short contexts and one for long ones.
 
-    attention: the factor of cos and sin. long: which list is used; `for_context` sets it.
+    attention: the factor of cos and sin. long: whether the list for long contexts is used; `for_context` sets it.
     """
 
     short_factor: Frequencies
@@ -83,7 +83,7 @@ Scaling = LinearRope | Llama3Rope | YarnRope | LongRope | ProportionalRope
 class Rope:
     """The rotary embedding of some layers.
 
-    theta: the base of the frequencies. dims: how many of a head's dimensions turn, the first ones; the others stay.
+    theta: the base of the frequencies. dims: how many dimensions of a head turn, from the first; the others stay.
     """
 
     theta: float
@@ -98,8 +98,8 @@ class Rope:
     def for_context(self, context: int) -> Rope:
         """The embedding for sequences of up to `context` tokens.
 
-        Only LongRoPE depends on it. A sequence may not change its frequencies while it grows, because its cached keys
-        must fit the tokens that follow.
+        Only LongRoPE depends on `context`. A sequence may not change its frequencies while it grows, because its cached
+        keys must fit the tokens that follow.
         """
         if not isinstance(self.scaling, LongRope):
             return self
@@ -132,9 +132,9 @@ def rope_frequencies(rope: Rope) -> Frequencies:
 def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> Mapping[str, Rope]:
     """The rotary embedding of each of `layer_types`, or of all layers under the name "".
 
-    fields: of `config.json`. transformers 5 writes rope_parameters, for all layers or by `layer_types`; earlier
-    releases wrote rope_scaling besides rope_theta. head_dim: of a head. theta: the default. UserError: values
-    contradict each other.
+    fields: from `config.json`. transformers 5 writes rope_parameters, for all layers or by `layer_types`; earlier
+    releases wrote rope_scaling and rope_theta. head_dim: the dimensions of a head. theta: the default. UserError:
+    values contradict each other.
     """
     values = fields.rope
     newer, older = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
@@ -154,7 +154,7 @@ def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> 
             error=fields.error,
         )
 
-    # transformers adds fields beside those of the types if a model has layers of one type only. It does not use them.
+    # If a model has layers of one type only, transformers also writes unused fields next to the types.
     by_type = {name: each for name, each in values.items() if isinstance(each, dict)}
     if wrong := [name for name in by_type if not name.endswith("_attention")]:
         rule = "only layer types, such as 'full_attention', have fields of their own"
@@ -167,9 +167,9 @@ def read_rope(
 ) -> Rope:
     """The embedding that a `rope_parameters` or `rope_scaling` of `config.json` describes.
 
-    values: the fields of the object; empty for the default. theta: the default of `rope_theta`. head_dim: of a head.
-    max_positions: the model's longest sequence, for scalings that are given by their ratio to it. error: makes the
-    UserError for an unsupported type, and for a field that is missing or wrong.
+    values: the fields of the object; empty for the default. theta: the default of `rope_theta`. head_dim: the
+    dimensions of a head. max_positions: the model's longest sequence, for scalings that are given by their ratio to it.
+    error: makes the UserError for an unsupported type, and for a field that is missing or wrong.
     """
 
     def number(key: str, default: float | None = None, least: float = 0.0) -> float:
@@ -248,7 +248,7 @@ def _stretched(scaling: Llama3Rope, frequency: float) -> float:
 
 
 def _interpolated(rope: Rope, scaling: YarnRope) -> Frequencies:
-    """How much of each frequency is divided by `factor`: 0 for fast ones, 1 for slow ones, and a ramp in between."""
+    """The share of each frequency that is divided by `factor`: 0 for fast ones, 1 for slow ones, a ramp in between."""
 
     def dimension(turns: float) -> float:
         return rope.dims * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -268,5 +268,5 @@ def _yarn_attention(factor: float, mscale: float, mscale_all_dim: float) -> floa
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """How much YaRN's attention grows with `factor`; DeepSeek V3 multiplies its scores by the square."""
+    """How much YaRN's attention grows with `factor`. DeepSeek V3 multiplies its scores by the square of this number."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -37,7 +37,7 @@ def rope_table(rope: Rope, positions: jax.Array, axes: Sequence[int] | None = No
 def rotate(x_BTHd: jax.Array, table: CosSin) -> jax.Array:
     """x with its dimensions rotated, the first half against the second half, as in Hugging Face's weights.
 
-    table: for the first dimensions of d; the others stay.
+    table: cos and sin for the first dimensions of d; the other dimensions stay.
     """
     cos, sin = (part[:, :, None, :] for part in table)
     dims = 2 * cos.shape[-1]

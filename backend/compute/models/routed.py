@@ -1,4 +1,4 @@
-"""The layers of DeepSeek V3, GLM-4.5 and their relatives: the first have an MLP, the others a mixture of experts.
+"""The layers of DeepSeek V3, GLM-4.5 and similar models: the first layers have an MLP, the others a mixture of experts.
 
 The router scores by sigmoids with corrections. Every token also goes to the shared experts, which are one MLP. No JAX.
 """
@@ -29,8 +29,8 @@ def routed_layers(
 ) -> list[DecoderLayer]:
     """All layers. UserError: a field of `config.json` is missing or not supported.
 
-    fields: of `config.json`. attention: of every layer. norm: of hidden states. scale: of the experts' shares, if the
-    file sets none.
+    fields: from `config.json`. attention: of every layer. norm: normalizes hidden states. scale: multiplies the
+    experts' shares, if the file sets no other factor.
     """
     refuse_other_mlps(fields)
     fields.refuse_others(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
@@ -53,7 +53,7 @@ def routed_layers(
 
 
 def without_predictors(_: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors without those of layers that predict several tokens."""
+    """The tensors without the layers that predict several tokens."""
     predictors = tuple(name.removesuffix(_PREDICTOR) + "." for name in tensors if name.endswith(_PREDICTOR))
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(predictors)}
 

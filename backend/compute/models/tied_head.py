@@ -1,6 +1,6 @@
-"""Checkpoints whose config ties the unembedding to the embedding, but whose files have both. No JAX.
+"""Models with a config that ties the unembedding to the embedding, but with files that contain both. No JAX.
 
-In this case, transformers does not tie them. Files with two equal copies stay tied, because their logits are the same.
+In this case, transformers does not tie them. Files with two equal copies stay tied, because the logits are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROWS = 4096  # compared at a time
 def is_tied(family: Family, cfg: ModelConfig, folder: Path, name: str) -> bool:
     """Whether the model in `folder` has tied embeddings, by its config and its files.
 
-    cfg: of its `config.json`. name: of the model, in errors. UserError: the files cannot be read.
+    cfg: from its `config.json`. name: the model's name in errors. UserError: the files cannot be read.
     """
     if not cfg.tied or not any(stored.endswith(HEAD) for stored in stored_names(folder, name)):
         return cfg.tied

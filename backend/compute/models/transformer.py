@@ -1,8 +1,8 @@
 """Decoder-only transformers as pure functions on pytrees.
 
-Training, prefill and decode share `DecoderLayer`. They differ in the `Mixers` (which tokens a token sees, and where its
-keys and values are stored) and in `lora_apply` (one adapter for all rows, or one for each row). `forward` here and
-`sampler.decode` loop over the layers with `layer_loop.over_layers`.
+Training, prefill and decode share `DecoderLayer`. They differ in the `Mixers`, which decide the tokens that a token
+sees and the storage of its keys and values. They also differ in `lora_apply`: one adapter for all rows, or one for each
+row. `forward` here and `sampler.decode` loop over the layers with `layer_loop.over_layers`.
 
 The caches of a pool (pages of keys, states) are stacked over the pool's layers (`ModelConfig.numbers`). A layer's place
 in the stack is passed with its weights.
@@ -59,8 +59,8 @@ class Keep(Enum):
 def kept_names(cfg: ModelConfig) -> tuple[str, ...]:
     """The names of saved results of a layer (`Keep.RESULTS`): the results of matmuls and of attention.
 
-    low: an adapter's x @ A.T. Attention names `attended` and `log_totals`. Keeping everything took twice the memory,
-    and on CPUs also more time, to write it.
+    low: an adapter's x @ A.T. Attention names `attended` and `log_totals`. Saving all values took twice the memory, and
+    on CPUs also more time for writing.
     """
     names = {plain_name(name) for name, matrix in projections(cfg).items() if matrix.kept}
     return (*sorted(names), "attended", "log_totals", "low")
@@ -71,13 +71,13 @@ class Params:
     """Frozen base weights in the dtype of the activations.
 
     embed_VD: the embedding.
-    layers: by our names, each stacked over the layers that have it (`families.projections`, `layer_tensors`). Matrices
-    of experts are transposed, and matrices may be `quantized.Int8` or `FourBit`. Or a tuple of layers
-    (`params.by_layer`).
-    final_norm_D: of the last layer's result.
+    layers: arrays by our names, each stacked over the layers that have it (`families.projections`, `layer_tensors`), or
+    a tuple of layers (`params.by_layer`). Matrices of experts are transposed. Matrices may be `quantized.Int8` or
+    `FourBit`.
+    final_norm_D: the norm of the last layer's result.
     unembed_VD: None when the embedding is tied.
     tower: the tensors of `vision_config.tower_tensors`, complete on each device; None in models that take text only.
-    inputs: of `LayerInput.model_tensors`; None in most models.
+    inputs: the tensors of `LayerInput.model_tensors`; None in most models.
     softcap: as in the config.
     """
 
@@ -96,15 +96,15 @@ class Params:
 
     @property
     def unstacked(self) -> bool:
-        """Whether each layer has arrays of its own."""
+        """Whether each layer has its own arrays."""
         return isinstance(self.layers, tuple)
 
 
 @flax.struct.dataclass
 class ImageFeatures:
-    """The features of the images in a batch. Each token has E vectors: its embedding, and those of DeepStack.
+    """The features of the images in a batch. Each token has E vectors: its embedding, and the vectors of DeepStack.
 
-    here_BT bool: which tokens are an image's.
+    here_BT bool: whether each token belongs to an image.
     positions_BT3 int32: time, row and column of every token, text included.
     vectors_BTED: in the dtype of the weights, zeros outside of images.
     """
@@ -126,7 +126,7 @@ class ForwardInputs:
     constrain: pins the sharding of [B, T, D] activations between layers.
     keep: the values that are saved for the backward pass.
     tokens_at_once: as in `LayerStep`; a backward pass computes these parts again.
-    routes_BTLk int32: the experts of each token in every layer, -1 = the router chooses; None = it always does.
+    routes_BTLk int32: the experts of each token in every layer, -1 = the router chooses; None = it always chooses.
     """
 
     tokens_BT: jax.Array
@@ -146,8 +146,8 @@ def forward(
     """Final hidden states [B, T, D] for training, in the dtype of the weights; and the routers' agreement.
 
     The agreement, int32 [B, T, 2], counts the given experts in layers whose router chooses exactly these, in any order.
-    Its second number is 1 if the first layer with given experts is such a layer. None without given experts. cfg,
-    mesh, params: the base model and its devices. lora: an adapter, A and B in float32.
+    Its second number is 1 if the router of the first layer with given experts chooses them. None without given experts.
+    cfg, mesh, params: the base model and its devices. lora: an adapter, A and B in float32.
     """
     images, mixers, constrain, keep = inputs.images, inputs.mixers, inputs.constrain, inputs.keep
     rope = rope_tables(cfg, inputs.positions_BT if images is None else jnp.asarray(images.positions_BT3))
@@ -201,7 +201,7 @@ def forward(
 
 
 def _agrees(routing: Routing) -> jax.Array:
-    """For tokens [B, T] whose given experts are the router's own choice: their number k, int32. Otherwise 0."""
+    """For each token [B, T]: k if the given experts are the router's own choice, otherwise 0. int32."""
     if routing.own_BTk is None or routing.given_BTk is None:
         return jnp.int32(0)
     own_BTk, given_BTk = jnp.sort(routing.own_BTk), jnp.sort(routing.given_BTk)
@@ -209,7 +209,7 @@ def _agrees(routing: Routing) -> jax.Array:
 
 
 def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, images: ImageFeatures | None = None) -> jax.Array:
-    """Scaled embeddings x_BTD, in the dtype of the weights; images' tokens have the images' features instead."""
+    """Scaled embeddings x_BTD, in the dtype of the weights. Tokens of images have the images' features instead."""
     x_BTD = params.embed_VD[tokens_BT]
     x_BTD = x_BTD if cfg.embed_scale == 1 else x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
     if images is None:
@@ -264,7 +264,7 @@ def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
 
 
 def unembed_pullback(params: Params, d_logits_BTV: jax.Array) -> jax.Array:
-    """The gradient of `unembed` by hidden_BTD."""
+    """The gradient of `unembed` with respect to hidden_BTD."""
     if platform() is TURING:
         return product(d_logits_BTV, params.head.T)
     return jnp.einsum("btv,vd->btd", d_logits_BTV, params.head)
@@ -276,7 +276,7 @@ def capped(params: Params, logits_BTV: jax.Array) -> jax.Array:
 
 
 def capped_pullback(params: Params, logits_BTV: jax.Array, d_logits_BTV: jax.Array) -> jax.Array:
-    """The gradient of `capped` by its input. logits_BTV: the output. d_logits_BTV: the gradient by the output."""
+    """The gradient for the input of `capped`. logits_BTV: the output. d_logits_BTV: the output's gradient."""
     return d_logits_BTV if not params.softcap else d_logits_BTV * (1 - (logits_BTV / params.softcap) ** 2)
 
 

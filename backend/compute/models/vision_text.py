@@ -25,8 +25,8 @@ _TOWER = tuple(
 def with_unused_tower(*text_models: Family, model_type: str, title: str, defaults: Mapping[str, Any] = {}) -> Family:
     """The family of models with a text model of one of these families, and a vision tower that is not loaded.
 
-    text_models: the first one is the default. model_type, title: of the new family. defaults: fields of `text_config`
-    that its file may leave out.
+    text_models: the first one is the default. model_type, title: fields of the new family. defaults: fields of
+    `text_config` that its file may leave out.
     """
     by_type = {family.model_type: family for family in text_models}
 

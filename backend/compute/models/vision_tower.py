@@ -1,8 +1,8 @@
 """The frozen vision tower of Qwen3-VL and Qwen3.5: vectors that replace the embeddings of placeholder tokens.
 
 Each image is computed alone, on a complete copy of the tower on every device. Its patches are padded to one of a few
-counts. So the image's vectors have the same bits in every batch. The host copies them into arrays shaped like the
-tokens, so the programs of training depend only on the shape of a micro-batch.
+counts, so its vectors have the same bits in every batch. The host copies the vectors into arrays shaped like the
+tokens, so training programs depend only on the shape of a micro-batch.
 
 Letters: P patches, N tokens of an image, E vectors of a token, C numbers of a patch, W width of the tower, H its heads;
 B rows, T tokens, D hidden.
@@ -63,7 +63,7 @@ def most_patches(vision: Vision, max_context: int) -> int:
 
 
 def tower_bytes(vision: Vision, max_context: int, item: int) -> int:
-    """About how many bytes of a device the tower needs for the largest image. item: the bytes of a weight."""
+    """The approximate bytes that the tower needs on a device for the largest image. item: the bytes of a weight."""
     patches = most_patches(vision, max_context)
     rows = patches * (4 * (8 * vision.hidden + 3 * vision.patch**2) + 2 * item * (vision.mlp + 2 * vision.hidden))
     return rows + 2 * 4 * _QUERIES * patches * vision.heads
@@ -101,7 +101,7 @@ def to_patches(vision: Vision, pixels_HWC: npt.NDArray[np.uint8]) -> Patches:
 
 
 def _between(grid: int, count: int) -> tuple[Int32, Int32, npt.NDArray[np.float32]]:
-    """For `count` places spread over `grid` learned ones: the learned ones before and after, and the latter's share."""
+    """For `count` places spread over `grid` learned ones: the learned place before, the one after, and its share."""
     at = np.linspace(0, grid - 1, count, dtype=np.float32)
     before = at.astype(np.int32)
     return before, np.minimum(before + 1, grid - 1), at - before
@@ -169,7 +169,7 @@ def _merged(vision: Vision, tower: Tower, name: str, place: int, x_PW: jax.Array
     """The patches of each token as one vector of the text model's width."""
     own = {key.removeprefix(f"{name}_"): tower[key][place] for key in tower if key.startswith(f"{name}_")}
     wide = vision.merge**2 * vision.hidden
-    normed = x_PW if name == "merge" else x_PW.reshape(-1, wide)  # one norm is of patches, the others of tokens
+    normed = x_PW if name == "merge" else x_PW.reshape(-1, wide)  # one norm is for patches, the others for tokens
     x_NV = _norm(own, "norm", normed).reshape(-1, wide)
     return _linear(own, "down", jax.nn.gelu(_linear(own, "up", x_NV), approximate=False))
 
@@ -242,7 +242,7 @@ def patches_like(vision: Vision, patches: int) -> Patches:
 def image_positions(vision: Vision, length: int, images: Sequence[ImagePixels]) -> Int32:
     """Time, row and column [T, 3] of each token of a sequence of `length`, its images in order (M-RoPE of Qwen3-VL).
 
-    All tokens of an image have the time of its first token. The next token is later by the image's longer side.
+    All tokens of an image have the time of its first token. The next token is later by the longer side of the image.
     """
     positions_T3 = np.empty((length, 3), np.int32)
     done = now = 0
@@ -262,7 +262,7 @@ def image_positions(vision: Vision, length: int, images: Sequence[ImagePixels]) 
 def image_shift(vision: Vision, images: Sequence[ImagePixels]) -> int:
     """The rotary position of a token after all images, minus its index. Most images make this negative.
 
-    vision: the tower. images: of the sequence.
+    vision: the tower. images: the sequence's images.
     """
     sides = [tuple(size // vision.token_side for size in image.pixels_HWC.shape[:2]) for image in images]
     return sum(max(rows, columns) - rows * columns for rows, columns in sides)

@@ -1,7 +1,7 @@
 """Model families, one file each. A new file with a `FAMILY` registers its family everywhere.
 
-A file composes the family's layers from the parts in `layers`, according to the fields of `config.json`. No JAX,
-because the API and the engine import these files as well.
+A file composes the family's layers from the parts in `layers`, according to the fields of `config.json`. The files do
+not load JAX, because the API and the engine import them as well.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _stacked(cfg: ModelConfig, layers: list[dict[str, Part]]) -> dict[str, Part]
 
 
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelConfig:
-    """The config from a Hugging Face `config.json`. UserError: a field is wrong. name: of the model, in errors."""
+    """The config from a Hugging Face `config.json`. UserError: a field is wrong. name: the model's name in errors."""
     fields, families = ConfigFields(name, values), registered()
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in families:
@@ -113,7 +113,7 @@ def _check_quantization(fields: ConfigFields, family: Family) -> None:
 
 
 def _check_compressed(fields: ConfigFields) -> None:
-    """Check the object of compressed-tensors. UserError: weights are not in FP8 with a scale for each matrix or row."""
+    """Check the fields of compressed-tensors. UserError: weights are not in FP8 with a scale for each matrix or row."""
     groups = fields.inner("config_groups")
     for group in groups.values:
         weights = groups.inner(group).inner("weights")
@@ -130,8 +130,8 @@ def _check_compressed(fields: ConfigFields) -> None:
 def load_config(folder: str | Path, *, name: str = "") -> ModelConfig:
     """The config of the model in `folder`. UserError: the file is missing, unreadable or not supported.
 
-    A config that ties the embeddings is untied if the files have a different unembedding, as in transformers.
-    name: of the model, in errors; "" = the folder.
+    If the config ties the embeddings, but the files have another unembedding, the result is untied, as in transformers.
+    name: the model's name in errors; "" = the folder.
     """
     name, folder = name or str(folder), Path(folder)
     cfg = parse_config(read_object(folder / "config.json", name), name=name)

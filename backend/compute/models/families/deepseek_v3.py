@@ -18,7 +18,7 @@ def deepseek_v3(
 ) -> ModelConfig:
     """The decoder of a `config.json`.
 
-    eps, scale: of norms and of experts' shares, if the file sets none. defaults: of other fields.
+    eps, scale: defaults for the norms' epsilon and for the scale of experts' shares. defaults: values for other fields.
     """
     fields = fields.with_defaults(**defaults)
     norm = RMSNorm.read(fields, eps)

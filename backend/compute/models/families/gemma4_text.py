@@ -1,7 +1,7 @@
-"""The text model of Gemma 4: most layers have windows; the others have wider heads, whose keys may also be the values.
+"""The text model of Gemma 4. Most layers have windows. The others have wider heads, and keys that may also be values.
 
-Small models (E2B, E4B) give every layer an input of its own for each token, and their last layers read the keys and
-values of earlier layers. Some models have experts in addition to each MLP.
+In small models (E2B, E4B), every layer has its own input for each token, and the last layers read the keys and values
+of earlier layers. Some models have experts in addition to each MLP.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _ParallelNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class MLPBesideExperts:
-    """An MLP and experts in parallel, each with its own norm of the layer's hidden states. The sum of both is added."""
+    """An MLP and experts in parallel, each with its own norm of the layer's hidden states. Their sum is added."""
 
     mlp: MLP
     experts: Experts
@@ -70,7 +70,7 @@ class MLPBesideExperts:
         return self.experts
 
     def projections(self) -> dict[str, Projection]:
-        """The matrices of both, by our names."""
+        """The matrices of the MLP and the experts, by our names."""
         return {**self.mlp.projections(), **self.experts.projections()}
 
     def tensors(self) -> dict[str, LayerTensor]:

@@ -1,4 +1,4 @@
-"""Mistral Small 3 and Ministral 3 as published: the text model, without the vision tower of their files."""
+"""Mistral Small 3 and Ministral 3 as published: the text model, without the vision tower in their files."""
 
 from tinkerflow.backend.compute.models.families.ministral3 import FAMILY as MINISTRAL3
 from tinkerflow.backend.compute.models.families.mistral import FAMILY as MISTRAL

@@ -1,7 +1,7 @@
 """OLMo 3: OLMo 2 with a sliding window in three of four layers, and YaRN in the others.
 
 transformers 5 applies YaRN in every layer. The model was trained with YaRN only in layers without a window, and vLLM
-computes it in the same way.
+applies it in the same layers.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The layers that decoders are composed of, one file each: shapes, declarations of weights, and the computation.
+"""The layers of decoders, one file each: their shapes, the declarations of their weights, and their computation.
 
 Importing this package does not load JAX. Importing `step`, `delta_rule` or `expert_dispatch` does; the other modules
 import JAX inside their computations.

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tinkerflow.backend.compute.models.layers.step import LayerStep, Linear
     from tinkerflow.backend.compute.models.rotary import CosSin
 
-ATTENTION, GLOBAL = "attention", "global"  # pools of the KV cache; GLOBAL: layers with different heads
+ATTENTION, GLOBAL = "attention", "global"  # pools of the KV cache; GLOBAL is for layers with different heads
 
 
 class AttentionWeights(NamedTuple):
-    """Weights of one layer. k, v: None in layers that read an earlier layer's cache. v: also if keys are values."""
+    """Weights of one layer. k, v: None in layers that read an earlier layer's cache; v: also if keys are values."""
 
     q: Linear  # [H * d, D], or [2 * H * d, D] with gates
     k: Linear | None  # [G * d, D]
@@ -47,17 +47,17 @@ class Attention:
 
     hidden, heads, kv_heads, head_dim: D, H, G and d; `heads * head_dim` need not equal `hidden`.
     rope: the rotary embedding; None = positions are not encoded (NoPE).
-    window: how many tokens a query sees, itself included; None = all earlier ones.
+    window: how many tokens a query sees, including its own; None = all earlier tokens.
     qk_norm: norms on each head of q and k (Qwen3), or on all heads of q, and of k, together (OLMo 2).
     norm: used for `qk_norm` and `value_norm`.
     biases: the matrices with a bias.
     fused: q, k and v are one matrix (Phi-3).
     gated: q has a second half for each head; its sigmoid is multiplied into the result (Qwen3-Next).
-    sinks: each head has a score that takes part in the softmax without a value (gpt-oss).
+    sinks: each head has a score in the softmax that has no value (gpt-oss).
     query_scale: multiplies queries, in addition to 1 / sqrt(head_dim).
     keys_are_values: there is no projection for values (Gemma 4).
     value_norm: norms without weights on each head of v (Gemma 4).
-    shares: the number of an earlier layer of the same pool, whose keys and values this layer reads (Gemma 3n).
+    shares: the number of an earlier layer of the same pool, with the keys and values that this layer reads (Gemma 3n).
     pool: the pool of the KV cache. Layers with other shapes use a separate pool and separate stacks of weights.
     """
 
@@ -94,8 +94,8 @@ class Attention:
         """The attention that `config.json` describes. UserError: a field is missing or not supported.
 
         rope_theta: the default if the file sets none. one_rope: all layers share one rotary embedding; otherwise the
-        result uses that of layers with full attention. partial: the family can rotate a part of each head. variant:
-        other fields of this class.
+        result uses the rotary embedding of layers with full attention. partial: the family can rotate a part of each
+        head. variant: other fields of this class.
         """
         fields.refuse_others(attention_bias=False, use_sliding_window=False)
         heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
@@ -174,7 +174,7 @@ class Attention:
         from tinkerflow.backend.compute.platforms import TPU, platform
 
         def attended(x_BTD: jax.Array) -> jax.Array:
-            # Twice the MLP's tokens, because heads are narrow, and XLA:GPU would keep the zeros of equal loops.
+            # Twice the MLP's tokens, because heads are narrow. XLA:GPU would keep the zeros of equal loops.
             q_BTHd, k_BTGd, v_BTGd, gate_BTHd = step.by_token(
                 lambda x_BTD, tables: self._heads(step, step.norm(before, "attn_norm", x_BTD), tables),
                 x_BTD,

@@ -82,12 +82,12 @@ class DecoderLayer:
 
     @property
     def window(self) -> int | None:
-        """How many tokens a query sees, itself included; None = all earlier ones."""
+        """How many tokens a query sees, including its own; None = all earlier tokens."""
         return self.attention.window
 
     @property
     def shares(self) -> int | None:
-        """The number of an earlier layer of the same pool, whose keys and values this layer reads."""
+        """The number of an earlier layer of the same pool, with the keys and values that this layer reads."""
         return self.attention.shares
 
     @property

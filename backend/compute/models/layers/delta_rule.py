@@ -2,16 +2,16 @@
 
 A token changes the matrix S of its head by the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464,
 equation 10). First S decays by exp(g). Then the value stored for the token's key moves toward the token's value, by the
-share beta. The token's query reads S. Queries, keys and values are results of a short causal convolution.
+share beta. The token's query reads S. Queries, keys and values come from a short causal convolution.
 
 Training and prefill compute the tokens of a chunk together (section 3.3 of the paper). Within a chunk, the tokens'
 changes are the solution of one triangular system. Only S is passed from chunk to chunk. Chunks begin at multiples of
 their size, and so do the pieces of a prompt, so another division of a prompt changes only the last bits. Examples in
 one row do not affect each other, because a chunk's decays and the convolution's terms are 0 between segments.
 
-Examples that share their beginnings lie in a row as a tree (`training.packing`). Each branch begins and ends with a
-chunk, so a chunk's tokens are all on one path. A chunk starts from the state after the previous chunk, or from the
-saved state, which an earlier chunk left because a later one branches from it.
+Examples with a common prefix form a tree in their row (`training.packing`). Each branch begins and ends with a chunk,
+so a chunk's tokens are all on one path. A chunk starts from the state after the previous chunk, or from a state that an
+earlier chunk saved because a branch begins there.
 
 Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each key head.
 H = h * r value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk.
@@ -44,8 +44,8 @@ _EPS = 1e-6  # in the norms of queries and keys
 class Pooled:
     """The pool with the states of all layers and sequences, and the rows' places in it. A kernel updates it in place.
 
-    S float32 [L, N, H, k, v]. layer: int32 scalar. places_B int32: the state of each row; 0 = none. fresh_B bool: which
-    rows have no token yet.
+    S float32 [L, N, H, k, v]. layer: int32 scalar. places_B int32: the state of each row; 0 = none. fresh_B bool: the
+    rows that have no token yet.
     """
 
     S: jax.Array
@@ -199,11 +199,11 @@ def _convolved(
 
 
 def _convolved_by_branch(conv_CW: jax.Array, x_BTC: jax.Array, branches: Branches) -> jax.Array:
-    """The first result of `_convolved` in rows with shared tokens: the first taps of a chunk lie before its entry."""
+    """The first result of `_convolved`, in rows with shared tokens: a chunk's first taps read tokens before it."""
     (B, T, C), c, past = x_BTC.shape, chunk_tokens(), conv_CW.shape[1] - 1
     n = -(-T // c)
     x_BncC = jnp.pad(x_BTC, ((0, 0), (0, n * c - T), (0, 0))).reshape(B, n, c, C)
-    # A product selects the inputs before each chunk. Its derivative adds in a fixed order; a gather's may not.
+    # A product selects the inputs before each chunk. A gather's derivative may not add in a fixed order.
     chosen_Bnm = (branches.entries_Bn[..., None] // c == jnp.arange(n)).astype(x_BTC.dtype)
     inputs = jnp.concatenate([jnp.einsum("bnm,bmpc->bnpc", chosen_Bnm, x_BncC[:, :, c - past :]), x_BncC], axis=2)
     total = jnp.zeros((B, T, C), jnp.float32)
@@ -230,7 +230,7 @@ def _step(
 def _step_in_pool(
     pool: Pooled, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, _: Any
 ) -> tuple[jax.Array, Pooled]:
-    """`_step`, computed by a kernel."""
+    """Like `_step`, but computed by a kernel."""
     q_BHk, k_BHk = (jnp.repeat(x[:, 0], v.shape[2] // k.shape[2], axis=1) for x in (q, k))
     decay_BH = jnp.where(pool.fresh_B[:, None], 0, jnp.exp(g[:, 0]))
     step = delta_tpu.step if platform() is TPU else delta_gpu.step
@@ -271,7 +271,7 @@ def _chunks(
         entered = segments == before[..., None]
     else:
         seen, entered = earlier[None, None, None, None], (entries_Bn.T >= 0)[..., None]
-    log = jnp.sum(jnp.where(seen, g[..., None, :], 0), axis=-1)  # since the segment, or the chunk, began
+    log = jnp.sum(jnp.where(seen, g[..., None, :], 0), axis=-1)  # since the segment or the chunk began
     decay = jnp.exp(jnp.where(seen, log[..., :, None] - log[..., None, :], -jnp.inf))  # [n, B, h, r, c, s]
     kept = jnp.where(entered[:, :, None, None], jnp.exp(log), 0)  # share of S, by token
 

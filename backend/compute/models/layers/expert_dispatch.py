@@ -1,12 +1,13 @@
 """Sends tokens to their experts, and computes the experts: one grouped matmul for each projection.
 
-In training, devices along the `expert` axis send each other their tokens. Those along the `fsdp` axis do so, too, if
-their tokens are fewer bytes than their experts (`training_expert_axes`). Each device gathers the tokens of all these
+In training, devices along the `expert` axis send each other their tokens. So do devices along the `fsdp` axis if their
+tokens take fewer bytes than their experts (`training_expert_axes`). Each device gathers the tokens of all these
 devices, and computes the rows of its own experts. The results are summed on the devices that the tokens came from. For
 up to k devices, this moves no more data than sending each token to its k experts.
 
 Tokens are sorted by expert, so no token is dropped. Shapes do not depend on the routing, so no routing causes a
-recompilation. A device computes 1/SPARE_ROWS more rows than it gets on average, and the rest in a loop (`_with_rest`).
+recompilation. A device computes 1/SPARE_ROWS more rows at once than it gets on average, and all others in a loop
+(`_with_rest`).
 
 Letters: B rows, T tokens, D hidden, E experts (of this device, inside `_local`), k experts of a token.
 M = B * T * k rows to compute, F the width of an expert.
@@ -34,7 +35,7 @@ from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
 Gated = Callable[[jax.Array, jax.Array], jax.Array]  # gated(gate_MF, up_MF) -> [M, F]
 Matrices = Mapping[str, Weight | OfLayer]
-_ALIGNED = 8  # the number of rows that a device computes at once is a multiple of it
+_ALIGNED = 8  # a device computes a multiple of this number of rows at once
 
 
 def mixture(
@@ -51,7 +52,7 @@ def mixture(
 
     mesh: its axes split the experts and the rows. linears: gate and up [E, D, F] and down [E, F, D], their biases
     [E, F] or [E, D] and their pairs [E, R, ...]; matrices and pairs may be `OfLayer`. gated: computes the input
-    of `down`. y_BTD: normalized hidden states. chosen_BTk, shares_BTk: from the router. lora_apply: computes the
+    of `down`. y_BTD: normalized hidden states. chosen_BTk, shares_BTk: the router's results. lora_apply: computes the
     adapters' updates. owners: the axes of the mesh that split the experts: `expert` in training, and also `fsdp` if
     every device has all rows, as in sampling.
     """
@@ -92,7 +93,7 @@ def _blocks(weight: Weight | OfLayer) -> int:
 
 
 def _weight_specs(name: str, weight: Weight | OfLayer, owners: tuple[str, ...], inner: str | None) -> Any:
-    """Specs that split the experts over `owners`, and F over `inner`. Matrices are gathered over other axes."""
+    """Specs that split the experts over `owners`, and F over `inner`. Matrices are gathered over all other axes."""
     if isinstance(weight, OfLayer):
         return _of_layer(_weight_specs(name, weight.stack, owners, inner))
     whole: Any = PartitionSpec(owners, inner, None) if name == "down" else PartitionSpec(owners, None, inner)
@@ -103,7 +104,7 @@ def _weight_specs(name: str, weight: Weight | OfLayer, owners: tuple[str, ...], 
 
 
 def _of_layer(specs: Any) -> Any:
-    """The specs for a stack of all layers. specs: of one layer."""
+    """The specs for a stack of all layers. specs: for one layer."""
     whole: Any = PartitionSpec()
     return OfLayer(jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs), whole)
 
@@ -148,7 +149,7 @@ def _local(
     routed = _Routed(here_M[order_M], order_M, jnp.argsort(order_M), sizes_E)
 
     def some(routed: _Routed, first: jax.Array | int, count: int, given: _Given) -> jax.Array:
-        """The results of `count` of the sorted rows, from `first` on, summed by token: [B, T, D] float32."""
+        """The results of `count` sorted rows, from `first` on, summed by token: [B, T, D] float32."""
         rows = routed.rows(first, count)
         first_row = jax.lax.axis_index(FSDP) * B if rows_are_split and FSDP not in moved else 0
         groups = Groups(
@@ -167,13 +168,13 @@ def _local(
             sums |= {
                 name: sums[name] + biases[name][groups.expert_M] for name in names if name in biases and name != "down"
             }
-            # Rows of other devices' experts may hold anything: a grouped matmul need not write them.
+            # Rows of other devices' experts may contain any values, because a grouped matmul need not write them.
             return tuple(checkpoint_name(jnp.where(mine_M1, sums[name], 0), name) for name in names)
 
         copies_MD = jnp.broadcast_to(given.y_BTD.reshape(-1, 1, D), (B * T, k, D)).reshape(-1, D)
         x_MD = jnp.where(mine_M1, _chosen(copies_MD, rows), 0)
         gate_MF, up_MF = project(x_MD, "gate", "up")
-        # A row's share is multiplied in before `down`, so that a backward pass does not need the output of `down`.
+        # A row is multiplied by its share before `down`, so that a backward pass does not need the output of `down`.
         share_M1 = _chosen(given.shares_BTk.reshape(-1, 1), rows).astype(y_BTD.dtype)
         (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
         if "down" in biases:  # added on one device, because the results are summed over `inner`
@@ -193,7 +194,7 @@ def _local(
 
 
 class _Given(NamedTuple):
-    """The arrays that a device's experts compute from: the tokens of all devices, and its own experts."""
+    """The inputs of a device's experts: the tokens of all devices, and the device's own weights."""
 
     y_BTD: jax.Array
     shares_BTk: jax.Array
@@ -205,8 +206,8 @@ class _Given(NamedTuple):
 class _Routed(NamedTuple):
     """The rows of all tokens, sorted by expert. All int32.
 
-    expert_M: the expert of each sorted row; E = an expert of another device. order_M: the row before sorting. place_M:
-    the sorted place of each row before sorting. sizes_E: how many rows each expert has.
+    expert_M: the expert of each sorted row; E = an expert of another device. order_M: the original row of each sorted
+    row. place_M: the sorted place of each original row. sizes_E: how many rows each expert has.
     """
 
     expert_M: jax.Array
@@ -215,7 +216,7 @@ class _Routed(NamedTuple):
     sizes_E: jax.Array
 
     def rows(self, first: jax.Array | int, count: int) -> _Rows:
-        """`count` sorted rows, from `first` on. Rows after the last one have an expert of another device."""
+        """`count` sorted rows, from `first` on. Padding after the last row has an expert of another device."""
         if count == len(self.order_M):
             return _Rows(self.expert_M, self.order_M, self.place_M, self.sizes_E, None)
 
@@ -233,7 +234,8 @@ class _Routed(NamedTuple):
 class _Rows(NamedTuple):
     """Some of the sorted rows, with the fields of `_Routed`.
 
-    place_M: of all rows; 0 for those that are elsewhere. there_M: which of all rows are here; None = all.
+    place_M: each original row's place among these rows; 0 if it is not one of them. there_M: whether each original row
+    is one of these rows; None = all are.
     """
 
     expert_M: jax.Array
@@ -244,7 +246,7 @@ class _Rows(NamedTuple):
 
 
 def _most_rows(M: int, parts: int) -> int:
-    """How many of the M rows of `parts` devices a device computes at once."""
+    """How many of the M rows of `parts` devices each device computes at once."""
     return M if parts == 1 else min(M, _multiple((SPARE_ROWS + 1) * M // (SPARE_ROWS * parts)))
 
 
@@ -259,10 +261,10 @@ def _with_rest(
     given: _Given,
     mixed_BTD: jax.Array,
 ) -> jax.Array:
-    """mixed_BTD plus the results of the device's rows from `done` on: a loop that ends with its last row.
+    """mixed_BTD plus the results of the device's rows from `done` on, computed in a loop that ends with the last row.
 
-    If few of the experts get most tokens, a device has more rows than were computed at once. The loop usually computes
-    nothing. Its backward pass computes rows once more, a few at a time.
+    The loop usually computes nothing. It is needed when a few experts get most tokens, so that a device has more rows
+    than it computed at once. The backward pass computes these rows again, a few at a time.
     """
     count = _multiple(done // (SPARE_ROWS + 1))
     trained = {name: weight for name, weight in given.weights.items() if isinstance(weight, jax.Array)}
@@ -322,7 +324,7 @@ def _chosen_backward(rows: _Rows, d_CD: jax.Array) -> tuple[jax.Array, None]:
 
 @jax.custom_vjp
 def _placed(x_CD: jax.Array, rows: _Rows) -> jax.Array:
-    """The rows in their order before sorting, with zeros for the rows that are elsewhere. Transposes `_chosen`."""
+    """The rows in their original order, with zeros for all other rows. The transpose of `_chosen`."""
     return _gather(x_CD, rows.place_M, rows.there_M)
 
 

@@ -1,6 +1,6 @@
 """A mixture of experts instead of a layer's MLP: each token goes to the k experts that its router chooses.
 
-`expert_dispatch` brings tokens to their experts, over the devices of a mesh.
+`expert_dispatch` sends tokens to their experts across the devices of a mesh.
 
 Letters: B rows, T tokens, D hidden, E experts, F width of an expert.
 """
@@ -48,7 +48,7 @@ class Experts:
     activation: applied to the gate.
     clamp: the bound of gpt-oss's clamped SwiGLU; 0 = plain SwiGLU or GeGLU.
     biases: each expert's matrices have biases.
-    shared: an MLP that every token goes to, or None.
+    shared: an MLP for every token, or None.
     shared_gate: Hugging Face's name of the shared expert's own router; "" = no router.
     module: Hugging Face's name of a matrix, with `{}` for the expert.
     names: the names of gate, up and down after `module`, if they differ from gate_proj, up_proj and down_proj.
@@ -120,7 +120,7 @@ class Experts:
         return tensors
 
     def __call__(self, step: LayerStep, x_BTD: jax.Array, y_BTD: jax.Array) -> Iterator[jax.Array]:
-        """The terms to add to x_BTD, one after the other: from the experts, then from the shared expert.
+        """The terms to add to x_BTD: the experts' term, then the shared expert's term.
 
         y_BTD: x_BTD after the norm.
         """
@@ -143,13 +143,13 @@ class Experts:
         return mixture(step.mesh, weights, self._gated, y_BTD, chosen_BTk, shares_BTk, step.lora_apply, step.owners)
 
     def _gated(self, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
-        """SwiGLU or GeGLU. Clamping (gpt-oss) bounds both parts, makes the gate steeper and adds 1 to up."""
+        """SwiGLU or GeGLU. Clamping (gpt-oss) bounds gate and up, makes the gate steeper, and adds 1 to up."""
         import jax
         import jax.numpy as jnp
 
         if not self.clamp:
             return activated(self.activation, gate_MF) * up_MF
-        # A part exactly at its bound, which is common in bfloat16, gets the whole slope, as in torch.
+        # A value exactly at its bound, which is common in bfloat16, gets the whole slope, as in torch.
         gate_MF = jnp.where(gate_MF > self.clamp, self.clamp, gate_MF)
         up_MF = jnp.where(jnp.abs(up_MF) > self.clamp, jnp.sign(up_MF) * self.clamp, up_MF)
         return gate_MF * jax.nn.sigmoid(_STEEP * gate_MF) * (up_MF + 1)

@@ -26,7 +26,7 @@ DELTA = "delta"  # the pool of states
 class GatedDeltaNetWeights(NamedTuple):
     """Weights of one layer. in_qkvz, in_ba: for each key head, q, k, v and z, and b and a.
 
-    If these are given, the other in_* are None, and vice versa.
+    If in_qkvz and in_ba are given, the other in_* are None, and vice versa.
     """
 
     in_qkv: Linear | None  # [C, D]
@@ -99,7 +99,7 @@ class GatedDeltaNet:
         return self.value_heads * self.value_dim
 
     def for_context(self, context: int) -> GatedDeltaNet:
-        """These layers: nothing depends on the length of sequences."""
+        """These layers, because nothing in them depends on the length of sequences."""
         return self
 
     def projections(self) -> dict[str, Projection]:

@@ -4,7 +4,7 @@ The keys and values of all heads are computed from one small vector for each tok
 part, which all heads share.
 
 Letters: B rows, T tokens, D hidden, H heads, c the width of a latent. A head of q and k has p dimensions without
-rotation and r with it, d = p + r. A head of values has v dimensions.
+rotation and r rotated dimensions, d = p + r. A head of values has v dimensions.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LatentAttention:
     def read(cls, fields: ConfigFields) -> LatentAttention:
         """The latent attention of a `config.json`. UserError: a field is missing or not supported."""
         rotary = fields.size("qk_rope_head_dim")
-        # Some files have head_dim, or fewer key-value heads than heads. Neither means anything here.
+        # Some files have head_dim, or fewer key-value heads than heads. Both fields have no meaning here.
         plain = Attention.read(fields.with_values(head_dim=rotary, num_key_value_heads=None))
         rope = plain.rope
         assert rope is not None

@@ -29,7 +29,7 @@ class LayerInputWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerInput:
-    """Computes the inputs of all layers, and adds a layer's input. hidden, width: D and P. norm: used in both steps."""
+    """Computes the inputs of all layers, and adds a layer's input. hidden, width: D and P. norm: for both steps."""
 
     hidden: int
     width: int

@@ -9,25 +9,25 @@ from typing import Literal
 def plain_name(name: str) -> str:
     """The name of a matrix or tensor inside its layer: `q` for `q@global`.
 
-    Layers whose matrices differ in shape are stacked separately, under names with a suffix.
+    Layers with matrices of different shapes are stacked separately, under names with a suffix.
     """
     return name.partition("@")[0]
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A matrix that activations are multiplied by and that LoRA can adapt. Hugging Face stores it [outputs, inputs].
+    """A matrix that multiplies activations and that LoRA can adapt. Hugging Face stores it as [outputs, inputs].
 
-    A layer declares its own matrices; `families.projections` stacks those of all layers.
+    A layer declares its own matrices; `families.projections` stacks the matrices of all layers.
 
     module: Hugging Face's name, with a `{}` for each axis of `stack`: the layer, then the expert. A layer's own
     declaration has no `{}` for the layer.
-    switch: the field of LoraSpec that adapts it.
+    switch: the field of LoraSpec that decides whether the matrix is adapted.
     stack: the sizes of the leading axes, by layer and by expert.
     per_token: how many of a layer's matrices one token goes through.
     layers: the numbers of the layers that contain it; None = all.
-    sums_inputs: the mesh's tensor axis splits the inputs, and results are summed over it (row parallel); otherwise it
-    splits the outputs.
+    sums_inputs: the mesh's tensor axis splits the inputs, and results are summed over this axis (row parallel);
+    otherwise the axis splits the outputs.
     before_mixing: attention needs the result for all tokens; other matrices work on each token independently.
     kept: the result is kept for the backward pass (`Keep.RESULTS`).
     """
@@ -53,16 +53,16 @@ class Projection:
         return len(self.stack) == 2
 
     def stacked(self, prefix: str, layers: tuple[int, ...], count: int) -> Projection:
-        """The matrix stacked over `layers` of `count` layers. prefix: precedes Hugging Face's names in a layer."""
+        """The matrix stacked over `layers`, out of `count` layers. prefix: precedes Hugging Face's names in a layer."""
         numbers = None if len(layers) == count else layers
         return replace(self, module=prefix + self.module, stack=(len(layers), *self.stack), layers=numbers)
 
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """A tensor of each layer that LoRA does not adapt: a norm, a bias, a router.
+    """A tensor of each layer that LoRA does not adapt: a norm, a bias or a router.
 
-    tensor: Hugging Face's name, with a `{}` for the layer; a layer's own declaration has none.
+    tensor: Hugging Face's name, with a `{}` for the layer; a layer's own declaration has no `{}`.
     split: the mesh's tensor axis splits its first dimension.
     layers: the numbers of the layers that contain it; None = all.
     wide: its dtype is always float32.
@@ -77,5 +77,5 @@ class LayerTensor:
     frozen: bool = False
 
     def stacked(self, prefix: str, layers: tuple[int, ...], count: int) -> LayerTensor:
-        """The tensor stacked over `layers` of `count` layers. prefix: precedes Hugging Face's names in a layer."""
+        """The tensor stacked over `layers`, out of `count` layers. prefix: precedes Hugging Face's names in a layer."""
         return replace(self, tensor=prefix + self.tensor, layers=None if len(layers) == count else layers)

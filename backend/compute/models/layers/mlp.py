@@ -42,7 +42,7 @@ class MLP:
     hidden, width: D and F.
     activation: SiLU, or the tanh approximation of GELU.
     fused: gate and up are one matrix.
-    prefix: of the names of its matrices, for layers that have several MLPs or whose MLP stands for experts.
+    prefix: precedes the names of the matrices, in layers with several MLPs or with an MLP that acts as experts.
     module: Hugging Face's name of the MLP.
     """
 

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: which experts each token goes to, and the share of each expert's result.
+"""Routers of mixtures of experts: they choose the experts of each token, and the share of each expert's result.
 
 Letters: B rows, T tokens, D hidden, E experts, k experts of a token, g groups of experts, j groups of a token.
 """
@@ -19,7 +19,7 @@ _NOT_ZERO = 1e-20  # added to divisors
 
 
 class RouterWeights(NamedTuple):
-    """One layer's weights. router [E, D]. The others are [E], or None if the router has none; correction is float32."""
+    """One layer's weights. router: [E, D]. The others: [E], or None if the router lacks them. correction is float32."""
 
     router: jax.Array
     router_bias: jax.Array | None
@@ -78,8 +78,8 @@ class SoftmaxRouter:
 class SigmoidRouter:
     """DeepSeek V3's routing (arXiv 2412.19437, section 2.1.2), in float32.
 
-    Sigmoid scores plus each expert's correction select groups, by the sum of a group's two largest, and then the k
-    experts in these groups. Shares are the scores without corrections.
+    Scores are sigmoids; each expert's correction is added to select experts. Groups are selected by the sum of their
+    two largest scores, and then the k best experts in these groups. Shares are the scores without corrections.
 
     per_token: k. groups, groups_per_token: g and j. normalized: a token's shares are scaled to sum to 1.
     scale: multiplies shares. module, correction: Hugging Face's names of the router's matrix and of the corrections.

@@ -27,7 +27,7 @@ from tinkerflow.backend.compute.weights.quantized import Weight
 
 RopeTables = Mapping[Rope, tuple[CosSin, CosSin]]  # for queries, and for keys
 Weights = TypeVar("Weights")
-SPARE_ROWS = 4  # experts compute 1/4 more rows at once than a device gets on average, if devices send each other tokens
+SPARE_ROWS = 4  # if devices send each other tokens, each computes 1/4 more rows at once than it gets on average
 
 # delta_rule(weights, qkv_BTC, decay_BTH, beta_BTH) -> o_BTHv: gated DeltaNet's recurrence over the tokens. The
 # function keeps the state. weights: the layer's `DeltaRuleWeights`.
@@ -37,9 +37,9 @@ DeltaRuleFn = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 class AttentionFn(Protocol):
     """attend(q_BTHd, k_BTGd, v_BTGd, window=…, sinks_H=…) -> o_BTHd: softmax(q k / sqrt(d)) v over the visible tokens.
 
-    q and k are rotated. k and v: None in a layer that reads those of an earlier layer.
-    window: how many tokens a query sees, itself included; None = all earlier ones.
-    sinks_H: each head's score that takes part in the softmax without a value; None = no sinks.
+    q and k are rotated. k and v: None in a layer that reads the keys and values of an earlier layer.
+    window: how many tokens a query sees, including its own; None = all earlier tokens.
+    sinks_H: each head's score in the softmax that has no value; None = no sinks.
     """
 
     def __call__(
@@ -84,7 +84,7 @@ class Mixers:
     attend_latents: latent attention over latents alone. None = the layer computes the keys and values of all heads for
     `attend`.
     recompute_heads: a backward pass that recomputes a layer computes queries, keys and values twice, so that they take
-    no memory while it differentiates the MLP. Not for models whose layers share keys and values.
+    no memory while the MLP is differentiated. This is not possible if layers share keys and values.
     """
 
     attend: AttentionFn
@@ -106,15 +106,15 @@ class Linear(NamedTuple):
 class Routing:
     """The experts of one layer's tokens.
 
-    given_BTk int32: the experts that replace the router's choice; -1 = none are given for the token; None = none are
-    given for any token. own_BTk int32: the router's choice, which the layer sets if it has experts.
+    given_BTk int32: the given experts, which replace the router's choice; -1 = none for the token; None = none for any
+    token. own_BTk int32: the router's choice, which a layer with experts sets.
     """
 
     given_BTk: jax.Array | None = None
     own_BTk: jax.Array | None = None
 
     def replayed(self, own_BTk: jax.Array) -> jax.Array:
-        """The experts that tokens go to. own_BTk: the router's choice, which is stored."""
+        """The experts that compute the tokens. own_BTk: the router's choice, which is stored."""
         self.own_BTk = own_BTk
         return own_BTk if self.given_BTk is None else jnp.where(self.given_BTk >= 0, self.given_BTk, own_BTk)
 
@@ -132,7 +132,7 @@ class LayerStep:
     layer_input_BTP: the layer's part of `LayerInput.all_layers`; None in models without it.
     tokens_at_once: how many tokens of each device go through matrices at a time, except around attention; 0 = all.
     matrices: maps plain names to the layer's declared matrices (`of_layer`).
-    routing: replaces and records the experts of each token; None = does neither.
+    routing: replaces and records the experts of each token; None = neither.
     owners: the axes of the mesh that split the experts, as in `expert_dispatch.mixture`.
     """
 
@@ -149,7 +149,7 @@ class LayerStep:
     owners: tuple[str, ...] = (EXPERT,)
 
     def weights(self, kind: type[Weights], prefix: str = "") -> Weights:
-        """The layer's weights for the fields of `kind`, a named tuple; None for weights that it lacks.
+        """The layer's weights for the fields of `kind`, a named tuple; None for weights that the layer lacks.
 
         prefix: precedes the names in the layer. Matrices are returned as `Linear`.
         """
@@ -206,8 +206,8 @@ class LayerStep:
 def training_expert_axes(mesh: Mesh, numbers: int, experts: Mapping[str, Any]) -> tuple[str, ...]:
     """The axes that split a layer's experts in training, so that devices send each other the fewest bytes.
 
-    Each device along the fsdp axis gathers either the experts of all of them, or their tokens. numbers: of the hidden
-    states of all tokens. experts: the matrices, maybe quantized.
+    Each device along the fsdp axis gathers either the experts or the tokens of all devices on this axis. numbers: the
+    count of numbers in the hidden states of all tokens. experts: the matrices, which may be quantized.
     """
     matrices = jax.tree.leaves(experts)
     exchanged = 2 * 4 * numbers  # a token and its result, in float32
