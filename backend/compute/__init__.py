@@ -2,5 +2,5 @@
 
 `executor.Executor` is the only entry point: worker processes load it by that name and send it commands. Functions take
 state and return new state. The executor holds the state between commands. This file imports nothing, so the API and the
-engine can read `families` (which base models are served, and how their folders are read) without loading JAX.
+engine can import `families`, the list of supported model families, without loading JAX.
 """

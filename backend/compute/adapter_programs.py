@@ -1,4 +1,4 @@
-"""The compiled programs of each adapter shape: warmed up, announced when a command waits for one, and dropped."""
+"""The compiled programs of each adapter shape: their warm-up, reports of waiting commands, and their removal."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class AdapterPrograms:
     ) -> None:
         """Start without any programs.
 
-        cfg, params: the base model, on the mesh. budget: of training. sampler: publishes weights. tower: encodes
-        images. warm_up: compiles programs before they are needed. progress: called with a line of text when a command
-        may wait for a compilation. max_context: the longest sequence in tokens. trees: whether examples with shared
-        prefixes need their own programs. config: whether experts and supports are recorded, which also need their own
-        programs.
+        cfg, params: the base model, on the mesh. budget: the limits of a training step. sampler: publishes weights.
+        tower: encodes images. warm_up: compiles programs before they are needed. progress: called with a line of text
+        when a command may wait for a compilation. max_context: the longest sequence in tokens. trees: whether examples
+        with shared prefixes need their own programs. config: whether experts and supports are recorded, which also need
+        their own programs.
         """
         self._cfg, self._mesh, self._params = cfg, mesh, params
         self._sampler, self._tower, self._warm_up, self._progress = sampler, tower, warm_up, progress

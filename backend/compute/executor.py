@@ -85,7 +85,7 @@ class Executor:
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         """Load the model of `config`.
 
-        progress: called with a line of text before slow work: loading now, compiling later. jax.distributed must be
+        progress: called with a line of text before slow work, such as loading or compiling. jax.distributed must be
         initialized if `processes` > 1. UserError: the model cannot be run.
         """
         self._progress = progress
@@ -94,7 +94,7 @@ class Executor:
         self._cfg = load_config(config.model_path).for_context(config.max_context)
         self._mesh = make_mesh(config.fsdp, config.tensor, config.expert)
         config = replace(config, fsdp=self._mesh.shape[FSDP], dtype=settle_dtype(config.dtype))
-        self.plan = plan_group(self._cfg, config)  # before the weights are read, which may take minutes
+        self.plan = plan_group(self._cfg, config)  # planned before the weights are read, which may take minutes
         self._config = replace(config, max_context=self.plan.context)
         if self.plan.uses is not None:
             progress(f"memory of each device: {self.plan.describe()}")
@@ -141,7 +141,7 @@ class Executor:
                 tower=self._tower,
             )
         )
-        self.attention_tokens = platform().attention_tokens  # of a row whose attention costs as much as all the rest
+        self.attention_tokens = platform().attention_tokens  # row length at which attention costs as much as the rest
         self.few_shapes = platform().few_shapes  # of micro-batches (`spec.packing.Grid`)
         self.ahead = not on_cpu()  # whether a command starts before the devices have finished the previous one
         self._warm_up.want(self._sampler.adapters.programs())

@@ -24,7 +24,7 @@ _ORDER = (EXPERT, TENSOR, FSDP)  # of a mesh's axes; TENSOR and FSDP together fo
 WEIGHTS = (TENSOR, FSDP)  # the axes that base matrices are split over
 ROWS = (FSDP, EXPERT)  # the axes that rows of training are split over
 CONTEXT = ("context", "expert_context")  # the axes of `split_rows` that the tokens of a row are split over
-PIECES = (FSDP, CONTEXT[0], EXPERT, CONTEXT[1])  # its axes that the pieces of all rows are split over
+PIECES = (FSDP, CONTEXT[0], EXPERT, CONTEXT[1])  # the axes of `split_rows` that the pieces of all rows are split over
 Tree = TypeVar("Tree")
 Array = jax.Array | npt.NDArray[Any]  # on the devices or on the host; always on the devices inside jitted functions
 Scalar = jax.Array | np.number[Any] | np.bool
@@ -66,7 +66,7 @@ def sampling_mesh(mesh: Mesh) -> Mesh:
 
 
 def expert_axes(mesh: Mesh, experts: int) -> tuple[str, ...]:
-    """The axes that split a layer's experts, of which each device stores its own. The axes divide their number.
+    """The axes that split a layer's experts, so that each device stores its own. They divide the number of experts.
 
     Training gathers experts over FSDP. Experts are the first dimension of their matrices: XLA's GPU compiler would
     copy matrices that are gathered along another dimension. In sampling, each device computes the experts it stores.
@@ -77,9 +77,9 @@ def expert_axes(mesh: Mesh, experts: int) -> tuple[str, ...]:
 
 
 def cache_mesh(mesh: Mesh, kv_heads: int) -> Mesh:
-    """The same devices with a tensor axis that divides the key-value heads. Rows are split over the rest of WEIGHTS.
+    """The same devices with a tensor axis that divides the key-value heads. The other axis of WEIGHTS splits rows.
 
-    No two devices along these axes hold the same keys and values.
+    So no two devices along WEIGHTS hold the same keys and values.
     """
     return _reshaped(mesh, mesh.shape[TENSOR] * mesh.shape[FSDP] // heads_split(mesh, kv_heads))
 
@@ -132,8 +132,8 @@ def in_pieces(mesh: Mesh, rows: int, tokens: int) -> tuple[int, int]:
 def split_rows(mesh: Mesh, pieces: int) -> Mesh:
     """The same devices for rows of `pieces` pieces each: ROWS splits the rows, and CONTEXT the tokens of each row.
 
-    PIECES splits all pieces as ROWS of `mesh` splits the same number of rows. pieces: divides the size of the expert
-    axis, or is a multiple of it.
+    PIECES splits all pieces in the way in which ROWS of `mesh` splits the same number of rows. pieces: divides the size
+    of the expert axis, or is a multiple of it.
     """
     of_experts = math.gcd(pieces, mesh.shape[EXPERT])
     experts, tensor, fsdp = mesh.devices.shape

@@ -29,9 +29,9 @@ class Platform:
 
     name: as in `jit(...).lower(lowering_platforms=...)`.
     dtype: the dtype of base weights and activations for the setting auto.
-    precision: of float32 matmuls, where the platform would otherwise round their inputs. None: it does not round.
+    precision: the setting for float32 matmuls, on platforms that otherwise round their inputs; None = no rounding.
     flags_variable: the environment variable with the compiler's `flags`.
-    kernels: the compiler of our Pallas kernels; None: programs consist of XLA's operations alone.
+    kernels: the compiler of our Pallas kernels; None = programs consist of XLA's operations alone.
     compilers: the shared libraries that parse the flags, as "package/file". They end the process when a flag is
     unknown.
     shares_memory: whether a process takes only a part of a device's memory.
@@ -79,7 +79,7 @@ CUDA = Platform(
         "--xla_gpu_enable_pipelined_reduce_scatter=true",
         "--xla_gpu_enable_while_loop_double_buffering=true",
         "--xla_gpu_exclude_nondeterministic_ops=true",  # a replay gives the same bits
-        "--xla_gpu_shard_autotuning=false",  # otherwise a rank waits for one that had the program in its cache
+        "--xla_gpu_shard_autotuning=false",  # otherwise a rank waits for ranks that had the program in their cache
     ),
     kernels="triton",
     compilers=(
@@ -92,10 +92,10 @@ CUDA = Platform(
 )
 # XLA compiles Triton's kernels only for Ampere and newer (jax-ml/jax, issue 26799). Turing's tensor cores support
 # float16 but not bfloat16, so XLA would widen the operands of each product to float32. Weights and activations stay in
-# bfloat16, because those of models trained in bfloat16 exceed the range of float16. `matmul.product` scales the
-# operands instead.
+# bfloat16, because the activations of models trained in bfloat16 exceed the range of float16. `matmul.product` scales
+# the operands instead.
 TURING = replace(CUDA, kernels=None)
-_AMPERE = 8  # the major number of the compute capability
+_AMPERE = 8  # major number of the compute capability
 TPU = Platform(
     "tpu",
     flags_variable="LIBTPU_INIT_ARGS",
@@ -128,7 +128,7 @@ def on_cpu() -> bool:
 
 
 def may_be_unrolled(iterations: int) -> bool:
-    """Whether XLA may replace a loop with its body, because double buffering makes one iteration out of two."""
+    """Whether XLA may replace a loop with its body, because double buffering merges two iterations into one."""
     return iterations <= 2
 
 
@@ -150,7 +150,7 @@ def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str,
     given = environ.get(profile.flags_variable, "")
     set_already = {flag.partition("=")[0] for flag in given.split()}
     wanted = [flag for flag in profile.flags if flag.partition("=")[0] not in set_already]
-    if given.strip() and not given.strip().startswith("-"):  # a file of flags, which XLA reads only if it is alone
+    if given.strip() and not given.strip().startswith("-"):  # a file of flags, which XLA reads only without other flags
         wanted = []
     if ours := [flag for flag, known in zip(wanted, known_flags(wanted, profile.compilers), strict=True) if known]:
         added[profile.flags_variable] = " ".join([*ours, *given.split()])

@@ -1,9 +1,9 @@
 """Warm-up: a thread compiles the programs that requests may need before any request needs them.
 
 The programs are not run. JAX stores the result of `jit(f).lower(shapes).compile()` in the cache that calls of `f` read,
-and in its persistent cache for the next process. The thread compiles one program at a time. It starts none while
-commands are executed or shortly after. A request that arrives during a compilation shares the machine with it, but does
-not wait for it.
+and in its persistent cache for the next process. The thread compiles one program at a time. It starts no compilation
+while commands are executed, or shortly after. A request that arrives during a compilation shares the machine with it,
+but does not wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinkerflow.backend.spec.commands import CompileStatus
 
 log = logging.getLogger(__name__)
 
-_CALM_SECONDS = 0.5  # since the last command, before the next program is compiled
+_CALM_SECONDS = 0.5  # after the last command, before the next program is compiled
 _MOST_MAPS = 0.5  # of the memory maps; the rest is for programs that commands need
 # Niceness of the thread, on systems where threads have priorities. XLA's own threads, which generate code, have the
 # priority of the process. On a CPU they take 98 % of a large program's compile time.
@@ -42,7 +42,7 @@ class Program:
 
 
 class WarmUp:
-    """The compiling thread, its queue and its counts. Unless `on`, nothing is compiled."""
+    """The compiling thread, its queue and its counts. Nothing is compiled unless `on` is set."""
 
     def __init__(
         self, *, on: bool, calm_seconds: float = _CALM_SECONDS, maps_used: Callable[[], float] = lambda: 0.0

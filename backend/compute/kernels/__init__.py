@@ -1,6 +1,6 @@
 """Kernels for CPU, NVIDIA GPU and TPU: attention, softmax, grouped and small matmuls, gated DeltaNet.
 
-Models call `NAME.py`. Its kernels are `NAME_gpu.py` and `NAME_tpu.py`.
+Models call the functions of `NAME.py`, which choose between its kernels in `NAME_gpu.py` and `NAME_tpu.py`.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Saved shards of adapters: each process writes the array parts that its devices hold, and reads the parts they need.
+"""Saved shards of adapters: each process writes the array parts on its devices, and reads the parts that they need.
 
 A shard is named `<part>/<projection>.<A|B>@<start>,<start>,…`, or `<part>/<name>@<start>,…` if all parameters are
 trained. The part is `weights`, `grad`, or a part of the optimizer's state. The starts are the index of the shard's
@@ -29,7 +29,7 @@ Index = tuple[slice, ...]
 
 
 def are_shards(names: Collection[str]) -> bool:
-    """Whether these are names of shards, rather than PEFT's names of tensors."""
+    """Whether the names are names of shards, rather than PEFT's names of tensors."""
     return any("@" in name for name in names)
 
 

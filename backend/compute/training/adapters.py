@@ -46,8 +46,8 @@ T = TypeVar("T")
 class PendingGradients:
     """Gradients that the devices may still be computing, or may fail to compute for lack of memory.
 
-    before: the gradients before this computation, which are restored if it fails. None = zeros. Also None after the
-    reply was read, because the computation succeeded.
+    before: the gradients before this computation, which are restored if it fails. None = zeros, or the reply was read,
+    so the computation has succeeded.
     """
 
     before: Trained | None
@@ -58,8 +58,8 @@ class Adapter:
     """One adapter on the devices.
 
     steps_before: optimizer steps made before the last one. last_norm: the last step's gradient norm, a device array
-    that may still be computing; None = no step to wait for. pending: gradients wait for the next optimizer step.
-    computing: set until `AdapterStore.get` has waited for the gradients.
+    that may still be computing; None = no step to wait for. pending: whether gradients wait for the next optimizer
+    step. computing: the gradients until `AdapterStore.get` has waited for them, then None.
     """
 
     spec: LoraSpec
@@ -73,7 +73,7 @@ class Adapter:
 
     @property
     def step(self) -> int:
-        """The steps made. Waits for the last step, which does not count if its gradient norm is not finite."""
+        """The number of steps. Waits for the last step, which does not count if its gradient norm is not finite."""
         return self.steps_before + int(self.last_norm is not None and np.isfinite(to_host(self.last_norm)))
 
     @property
@@ -91,7 +91,7 @@ class AdapterStore:
     """Adapters by id, each shaped by its own rank and targets. An `Adapter` is immutable: a step stores a new one."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh, folder: str) -> None:
-        """Start with no adapters. folder: the files of the base model."""
+        """Start with no adapters. folder: the base model's files."""
         self._cfg = cfg
         self._mesh = mesh
         self._folder = folder
@@ -174,8 +174,8 @@ class AdapterStore:
     def restore(self, adapter_id: str, state: AdapterState) -> None:
         """Store a saved adapter: the inverse of `export`.
 
-        UserError: a tensor is missing, unknown or of the wrong shape. Without moments the optimizer starts fresh, from
-        step 0, so `step` always matches AdamW's bias correction.
+        UserError: a tensor is missing, unknown or of the wrong shape. Without moments the optimizer starts at step 0,
+        so `step` always matches AdamW's bias correction.
         """
         if are_shards(state.weights):
             self.set(adapter_id, self._from_shards(state))

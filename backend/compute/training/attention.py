@@ -5,8 +5,8 @@ tokens that are at or before its own place and whose subtrees have not ended.
 
 One block of queries is computed at a time, so that scores stay in the caches. The forward pass keeps one number for
 each query, the logarithm of its softmax's denominator. The backward pass computes the scores again, as in
-FlashAttention (arXiv 2205.14135, section 3.1 and appendix B.4), because they would be the largest arrays of training.
-JAX's own derivative of the same forward pass took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
+FlashAttention (arXiv 2205.14135, section 3.1 and appendix B.4), because the scores would be the largest arrays of
+training. JAX's own derivative of the same forward pass took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
 
 NVIDIA GPUs and TPUs use the kernels of `flash`. cuDNN's attention is not used, because it supports no trees, and
 because the memory of its backward pass for rows of many examples is unknown until a device plans it.
@@ -14,7 +14,7 @@ because the memory of its backward pass for rows of many examples is unknown unt
 A row that is split over devices comes in pieces. Each piece is a row of the arrays (`kernels.whole_rows`).
 
 Letters: B rows, T queries, S keys, H query heads, G key-value heads, d head dimension. m is H / G times the queries of
-a block: the rows of all query heads of a key-value head.
+a block, because the query heads of a key-value head are computed together.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def attend_trees(
 ) -> AttentionFn:
     """The `AttentionFn` in which a token sees itself and the tokens before it in its examples.
 
-    ends_BT: see `MicroBatch`. mesh: rows and heads are split over it. positions_BT: of the tokens in their examples;
-    given if examples share tokens, and kernels or windows depend on that (`needs_tree_program`). save_memory: see
-    `flash_attention`. pieces: of a row; see `flash.by_device`. This module computes the rows that no kernel of `flash`
-    supports, and all rows on CPUs.
+    ends_BT: see `MicroBatch`. mesh: rows and heads are split over it. positions_BT: the tokens' positions in their
+    examples; given if examples share tokens, and kernels or windows depend on positions (`needs_tree_program`).
+    save_memory: see `flash_attention`. pieces: the pieces of a row; see `flash.by_device`. This module computes the
+    rows that no kernel of `flash` supports, and all rows on CPUs.
     """
 
     def attend(
@@ -188,7 +188,7 @@ def _step(T: int) -> int:
 def score_bytes(T: int, window: int | None, heads: int) -> int:
     """The maximum bytes of one query block's scores, while a row of T tokens is differentiated without a kernel.
 
-    window: see `AttentionFn`. heads: of a device.
+    window: see `AttentionFn`. heads: on one device.
     """
     queries = min(T, _step(T))
     keys = T if window is None else min(T, queries + window - 1)

@@ -1,4 +1,4 @@
-"""The tensors of stored states that this process has read and no command has used yet."""
+"""The tensors of stored states that this process has read, but that no command has used yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FetchedStates:
     """Tensors by owner (an adapter or a snapshot) and folder of the store. Thread-safe, except for `take`."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh) -> None:
-        """Start empty. cfg: of the base model. mesh: of the group."""
+        """Start empty. cfg: the base model's config. mesh: the group's mesh."""
         self._cfg = cfg
         self._mesh = mesh
         self._tensors: dict[tuple[str, str], Mapping[str, Float32]] = {}

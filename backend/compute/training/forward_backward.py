@@ -54,9 +54,9 @@ class ReadReply(Protocol):
 class Training:
     """The parts of the executor that passes use.
 
-    steps(spec): the jitted functions for adapters of this shape. budget: of a micro-batch. branch_tokens: see `pack`.
-    tree_programs: see `needs_tree_program`. announce(what, adapter, batch): called before each micro-batch. tower: None
-    in models that take text only.
+    steps(spec): the jitted functions for adapters of this shape. budget: the limits of a micro-batch. branch_tokens:
+    see `pack`. tree_programs: see `needs_tree_program`. announce(what, adapter, batch): called before each micro-batch.
+    tower: None in models that take text only.
     """
 
     params: Params
@@ -133,7 +133,7 @@ class _Pass:
         self._training, self._command = training, command
         self._adapter = training.adapters.get(command.adapter_id)
         self._steps = training.steps(self._adapter.spec)
-        # A failure must not lose gradients: these are zeros, which can be made again, or become a copy.
+        # A failure must not lose gradients. Zeros can be made again; other gradients are copied.
         self._grads = self._adapter.grads
         if command.backward and self._adapter.pending:
             self._grads = self._steps.copy(self._grads)
@@ -186,7 +186,7 @@ class _Pass:
         return partial(_computed, gathered, computing)
 
     def of_supports(self, logprobs: Sequence[Float32]) -> Sequence[Float32]:
-        """The log probabilities for the loss: under the softmax over a token's support, if it has one.
+        """The log probabilities for the loss: under the softmax over a token's support, if the token has a support.
 
         logprobs: the result of this pass, under the full softmax.
         """
@@ -258,9 +258,9 @@ def _by_example(command: Forward, batches: list[MicroBatch], found: list[Any]) -
 
 
 def _agreement(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> dict[str, float]:
-    """The share of given sets of experts that equal the router's choice, in all layers and in the first with experts.
+    """How often the given experts equal the router's choice, in all layers and in the first layer with experts.
 
-    Empty if none are given.
+    Empty if no experts are given.
     """
     given, equal = np.zeros(2, np.int64), np.zeros(2, np.int64)
     for batch, scored in zip(batches, results, strict=True):

@@ -1,9 +1,9 @@
 """Training of all parameters (rank 0): the model's own weights are trained, without an adapter.
 
 The weights are a `Params` in float32 ("master weights", Micikevicius and others, arXiv 1710.03740). A step computes in
-the dtype of the base weights. Gradients and the optimizer's state are float32. All have the shardings of the base
-weights. The vision tower is frozen, and so are tensors that are buffers in transformers (`LayerTensor.frozen`): a
-step takes them from the base model.
+the dtype of the base weights. Gradients and the optimizer's state are float32. All these arrays have the shardings of
+the base weights. The vision tower is frozen, and so are tensors that are buffers in transformers
+(`LayerTensor.frozen`). A step takes frozen tensors from the base model.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def _transposed(array: Float32, transposed: bool) -> Float32:
 
 
 def _names(cfg: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...], bool]]:
-    """Each tensor of the files: Hugging Face's name, our name, its index in the stack of all layers, and whether it is
-    transposed in that stack (experts' matrices are; see `params`).
+    """Each tensor of the files: Hugging Face's name, our name, the index in the stack of all layers, and whether the
+    tensor is transposed in the stack, as experts' matrices are (`params`).
     """
     names, homes = family_of(cfg).names, layers_with(cfg)
     yield names.embed, EMBED, (), False

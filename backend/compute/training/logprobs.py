@@ -1,10 +1,10 @@
 """From hidden states to logprobs and loss, in chunks of tokens: an array [tokens, V] never exists.
 
-A token's loss depends only on its own logprob, so each chunk computes its loss and its gradients while it holds the
+A token's loss depends only on its own logprob, so each chunk computes its loss and its gradients while it has the
 logits. No array of size V is kept for a backward pass, and the matmul with the unembedding is not repeated.
 
-Every chunk reads the unembedding. On GPUs and TPUs this dominates the cost of a chunk, so a chunk has as many rows as
-memory allows, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
+Every chunk reads the unembedding. On GPUs and TPUs this read dominates the cost of a chunk, so a chunk has as many rows
+as memory allows, and kernels keep the logits on the chip. On CPUs a chunk's logits stay in the caches.
 
 With supports (`spec.supports`), a token's loss depends on its log probability under the softmax over its support. The
 chunk's logits include those of the support. Kernels do not return logits, so they are not used with supports.
@@ -82,10 +82,11 @@ def score(
     """Logprobs of the targets and the loss, without gradients.
 
     params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
-    of two. targets_BTK: int32. choice: the loss. inputs: of the loss, each [B, T, K]. mesh: splits B evenly; CPUs need
-    none. supports_BTs: int32, the tokens of each support, padded with -1; a row of -1 is the whole vocabulary. None =
-    all rows are. most_logits: the maximum number of logits computed at a time (in kernels: on each device); None = the
-    platform's default. interpret: run the kernels of other platforms on a CPU, for tests.
+    of two. targets_BTK: int32. choice: the loss. inputs: the loss's inputs, each [B, T, K]. mesh: splits B evenly; CPUs
+    need none. supports_BTs: int32, the tokens of each support, padded with -1; a row of -1 is the whole vocabulary.
+    None = every support is the whole vocabulary. most_logits: the maximum number of logits computed at a time (in
+    kernels: on each device); None = the platform's default. interpret: run the kernels of other platforms on a CPU, for
+    tests.
     """
     if platform().kernels and supports_BTs is None:
         whole = (hidden_BTD, targets_BTK, inputs)
@@ -125,7 +126,7 @@ def score_and_grads(
 
     The first gradient is in the dtype of hidden_BTD; the second is None without a pair. params, pair, targets_BTK,
     choice, inputs, mesh, supports_BTs, most_logits, interpret: see `score`. by_head: the second gradient is with
-    respect to the unembedding, float32 [V, D], and `pair` must be None.
+    respect to the unembedding, float32 [V, D]; `pair` must then be None.
     """
     assert not (by_head and pair is not None)
     if platform().kernels and supports_BTs is None:
@@ -334,7 +335,7 @@ def _most_logits() -> int:
 
 
 def chunk_size(rows: int, tokens: int, params: Params, most_logits: int) -> int:
-    """The tokens of each row that pass through the unembedding at a time. tokens: of a row, a power of two."""
+    """The tokens of each row that pass through the unembedding at a time. tokens: a row's length, a power of two."""
     while tokens > 1 and tokens * rows * params.embed_VD.shape[0] > most_logits:
         tokens //= 2
     return tokens

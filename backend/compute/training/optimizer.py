@@ -25,7 +25,7 @@ Leaf: TypeAlias = jax.Array | npt.NDArray[Any] | jax.ShapeDtypeStruct | jax.shar
 class OptimizerState:
     """The state of an optimizer.
 
-    count: steps made, int32 scalar. parts: named arrays, shaped like the weights. name: of the optimizer; a step is
+    count: steps made, int32 scalar. parts: named arrays, shaped like the weights. name: the optimizer's name; a step is
     compiled once for each name.
     """
 
@@ -52,8 +52,8 @@ def fresh_state(optimizer: str, zeros: Trained) -> OptimizerState:
 def step(lora: Trained, grads: Trained, state: OptimizerState, hyper: jax.Array) -> Stepped:
     """One step of the optimizer that `state` names, after clipping the gradients' global norm.
 
-    hyper: the optimizer's parameters, float32, in the order of `OptimizerSpec.vector`. When the norm is not finite, the
-    weights and the state do not change. The gradients are cleared in any case.
+    hyper: the optimizer's parameters, float32, in the order of `OptimizerSpec.vector`. If the norm is not finite, the
+    weights and the state do not change. The gradients are always cleared.
     """
     spec = OPTIMIZERS[state.name]
     params = dict(zip(spec.bounds, hyper, strict=True))

@@ -1,8 +1,8 @@
 """Packs examples into the arrays of micro-batches. Pure NumPy.
 
 Several short examples share a row, and examples with a common prefix share the tokens of the prefix (`prefix_trees`). A
-tree is stored in its row depth first: every token follows all earlier tokens of its example. A token sees the tokens at
-or before its own place whose subtrees are not yet complete. `backend/spec/packing.py` computes the layout. Letters: B
+row stores a tree depth first: every token follows all earlier tokens of its example. A token sees the tokens at or
+before its own place whose subtrees are not yet complete. `backend/spec/packing.py` computes the layout. Letters: B
 rows, T tokens, K targets, s tokens of a support.
 """
 
@@ -31,7 +31,7 @@ from tinkerflow.backend.spec.supports import MOST_SUPPORTED, restricted_inputs
 class Place:
     """The place of an example: its tokens are the `columns` of `row`, int32 [T], ascending.
 
-    shared: the number of first tokens that an earlier example has placed.
+    shared: how many of the first tokens an earlier example has placed.
     """
 
     example: int
@@ -125,7 +125,7 @@ def _micro_batch(
     supports = np.full((B, T, MOST_SUPPORTED), -1, np.int32) if restricted else None
     places: list[Place] = []
     for row, trees in enumerate(rows):
-        start = 0  # of the next token
+        start = 0  # the next token's place
         for tree in trees:
             path = np.empty(0, np.int32)
             for branch in tree:

@@ -25,8 +25,8 @@ from tinkerflow.backend.spec.supports import restricted_inputs
 class SequenceLoss:
     """The loss of a command.
 
-    loss_sum: over its examples. surrogates: the examples whose cross_entropy has the gradient of the loss. metrics: of
-    a traced loss, over all examples: sums, or means if the name ends with `:mean`.
+    loss_sum: the sum over its examples. surrogates: examples for which cross_entropy has the gradient of the loss.
+    metrics: a traced loss's metrics over all examples: sums, or means if the name ends with `:mean`.
     """
 
     loss_sum: float
@@ -38,7 +38,7 @@ class SequenceLosses:
     """The losses of the examples of a command, computed some at a time."""
 
     def __init__(self, command: Forward, logprobs: Sequence[Float32]) -> None:
-        """Start without any losses. logprobs: of each example, [T] or [T, K]; under its supports, if it has any."""
+        """Start without losses. logprobs: each example's, [T] or [T, K]; under its supports, if it has any."""
         self._command, self._logprobs = command, logprobs
         self._outcomes: dict[int, Outcome] = {}
 

@@ -1,6 +1,6 @@
 """Losses per token, applied on the devices. `backend/spec/losses` contains the formulas.
 
-One program contains all formulas and selects one by number, so another loss compiles nothing.
+One program contains all formulas and selects one by its number, so changing the loss compiles nothing.
 """
 
 from __future__ import annotations

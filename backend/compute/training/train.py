@@ -1,7 +1,8 @@
 """The compiled steps of training: forward, forward and backward into donated gradients, optimizer step.
 
-Frozen weights are arguments, never closed over, because a jitted function cannot close over an array that spans
-processes. Output shardings are pinned, because a first call and a restored state must use the same executable.
+Frozen weights are arguments, because a jitted function cannot close over an array that spans processes. Output
+shardings are pinned, because a first call and a restored state must use the same executable.
+
 Letters: B rows, T tokens, D hidden, V vocabulary.
 """
 
@@ -44,13 +45,13 @@ _NO_ADAPTER = Lora(layers={}, unembed=None)
 class DeviceBatch:
     """A micro-batch on the devices, its rows split over ROWS, and its loss.
 
-    If there are fewer rows than devices, each row is split into `pieces` pieces. The arrays have a row for each piece,
-    so B pieces of T tokens are computed as rows. Only layers that mix tokens join the pieces. `ends` and `parents_BT`
-    are columns of whole rows.
+    If there are fewer rows than devices, each row is split into `pieces` pieces. The arrays have a row for each piece:
+    B pieces of T tokens. Only the layers that mix tokens join the pieces. `ends` and `parents_BT` are columns of whole
+    rows.
 
     Each array costs a copy to the devices, so there is one for each dtype. ints_BTI int32: tokens, positions, ends,
     then the K targets. floats_BTJK float32: the losses' inputs, in the order of `packed_inputs`. parents_BT: see
-    `MicroBatch`; only if examples share tokens and need another program for that (`needs_tree_program`).
+    `MicroBatch`; given only if examples share tokens and need their own program (`needs_tree_program`).
     routes_BTn int16 and supports_BTs int32: see `MicroBatch`.
     """
 
@@ -118,7 +119,7 @@ class Steps:
 def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
     """The steps of a model on a mesh. Adapters, gradients and moments have the shardings of `trained_shardings`.
 
-    budget: the activations that a backward pass may keep. Training all parameters keeps at least every layer's input.
+    budget: the activations that a backward pass may keep. Training all parameters keeps at least each layer's input.
     """
 
     def constrain(x: jax.Array) -> jax.Array:
@@ -148,7 +149,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         return forward(cfg, mesh, params, lora, inputs)
 
     def with_head(params: Params) -> Params:
-        # Gather the unembedding over fsdp once, rather than for every chunk of logits.
+        # Gather the unembedding over fsdp once, not for every chunk of logits.
         head = jax.lax.with_sharding_constraint(params.head, sharding(mesh, params.head.shape, TENSOR))
         return replace(params, unembed_VD=head)
 

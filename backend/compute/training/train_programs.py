@@ -62,8 +62,8 @@ class StepsByShape:
     def trim(self, used: Collection[LoraSpec]) -> None:
         """Drop the steps of shapes that are unlikely to be used again. used: the shapes of all adapters.
 
-        While few memory maps are left, the least recently used shapes are dropped, but the most recently used one
-        stays. Their programs are compiled again, or read from the cache, when they are needed.
+        While few memory maps are left, the least recently used shapes are dropped, except the most recently used shape.
+        Dropped programs are compiled again, or read from the cache, when they are needed.
         """
         unused = [spec for spec in self._steps if spec not in used]
         self._forget(unused[: max(0, len(unused) - _UNUSED_SHAPES)])
@@ -102,11 +102,11 @@ def training_programs(
     """The programs of an adapter like `lora` with one target per position, the most common first (`distances`).
 
     mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
-    optimizer: of the adapter. budget: of the steps. max_context: the maximum number of tokens of an example. tower: of
-    a model with images; adds the programs of batches with images. trees: adds the programs of batches with shared
-    tokens; if there are many shapes, only of full batches. routes: the experts of a token in all layers; adds the
-    programs of all these batches with recorded experts. 0 = none are recorded. supports: adds the programs of all these
-    batches with recorded supports.
+    optimizer: the adapter's optimizer. budget: the limits of a step. max_context: the maximum number of tokens of an
+    example. tower: the model's vision tower; adds the programs of batches with images. trees: adds the programs of
+    batches with shared tokens; if there are many shapes, only those of full batches. routes: the experts of a token in
+    all layers; adds the programs of all these batches with recorded experts. 0 = none are recorded. supports: adds the
+    programs of all these batches with recorded supports.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)

@@ -30,7 +30,7 @@ def trained_shapes(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Trained:
 
 
 def trained_shardings(cfg: ModelConfig, mesh: Mesh, tree: Tree) -> Tree:
-    """The sharding of each array in a tree that holds trained arrays, such as an optimizer's state."""
+    """The sharding of each array in a tree of trained arrays, such as an optimizer's state."""
 
     def of_node(node: Any) -> Any:
         if isinstance(node, Params):

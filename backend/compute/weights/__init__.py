@@ -1,4 +1,4 @@
-"""How weights are stored: safetensors files, and matrices in FP8, MXFP4, NF4 and int8.
+"""The formats of stored weights: safetensors files, and matrices in FP8, MXFP4, NF4 and int8.
 
-This room imports no model: a model names the tensors that it reads.
+This package imports no model: a model names the tensors that it reads.
 """

@@ -1,4 +1,4 @@
-"""Execute traced losses: each example by itself, on its exact logprobs, compiled together with the slope.
+"""Compute traced losses and their slopes: each example by itself, from its exact logprobs.
 
 A loss may take a mean or a maximum over its tokens, so padding would change its value. Therefore the loss is compiled
 for each shape of an example, which takes 0.1 s or more. The `PROGRAMS` most recently used programs are kept.
@@ -38,7 +38,7 @@ def custom_loss(loss: CustomLoss, example: Example, logprobs_TK: Float32) -> Out
 def _compute(loss: CustomLoss, values: Sequence[npt.NDArray[Any]]) -> tuple[float, dict[str, float], Float32]:
     """The loss, the metrics, and the slope with respect to the first value.
 
-    Tokens that overflow but do not count change nothing.
+    Tokens that overflow but do not count have no effect.
     """
     shapes = tuple((value.shape, value.dtype.name) for value in values)
 

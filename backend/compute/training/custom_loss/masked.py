@@ -1,12 +1,12 @@
 """The value and the slope of a traced loss in which tokens that do not count overflow.
 
 In floating-point arithmetic, 0 times infinity is NaN. So `weights * exp(logprobs - old)` is NaN where the weight is 0
-and `old` is a placeholder such as -9999. And the slope of `where(mask, x, 0)` is NaN where the branch that is not taken
+and `old` is a placeholder such as -9999. Likewise, the slope of `where(mask, x, 0)` is NaN where the unused branch
 overflows (the "double where" problem). One such token would spoil the gradient of the whole batch.
 
-Here, each value records which of its cells move, that is, change with the log probabilities. A factor or a dividend of
-0 that does not move makes the result 0, and a cell that does not move or does not influence the loss has the slope 0.
-Everything else is computed as usual. The loss is traced as a jaxpr, in which every operation is a primitive. `evaluate`
+Here, each value records its moving cells: the cells that change with the log probabilities. If a factor or a dividend
+is 0 and does not move, the result is 0. A cell has the slope 0 if it does not move or does not influence the loss. All
+other cells are computed as usual. The loss is traced as a jaxpr, in which every operation is a primitive. `evaluate`
 uses this only if the usual program returns a number that is not finite.
 """
 
@@ -44,7 +44,7 @@ _RULES = {"custom_jvp_call": "call_jaxpr"}  # calls that define their own slope
 
 @dataclass(eq=False)
 class _Value:
-    """A value of the program. moves: which cells change with the log probabilities; None if none of them does."""
+    """A value of the program. moves: whether each cell changes with the log probabilities; None = no cell does."""
 
     array: Any
     moves: Any = None
@@ -113,7 +113,7 @@ def _run(program: Any, constants: Sequence[Any], inputs: Sequence[_Value], steps
 
 
 def _apply(program: Any, equation: Any, operands: list[_Value], steps: list[_Step]) -> list[_Value]:
-    """Run one operation and return its results. The operation is appended to `steps` if they move."""
+    """Run one operation and return its results. The operation is appended to `steps` if the results move."""
     name, function, elementwise = equation.primitive.name, _function(program, equation), _is_elementwise(equation)
     if elementwise:
         operands = [_spread(operand, equation.outvars[0].aval.shape, steps) for operand in operands]
@@ -163,7 +163,7 @@ def _spread(operand: _Value, shape: tuple[int, ...], steps: list[_Step]) -> _Val
 
 
 def _removed(name: str, operands: list[_Value]) -> jax.Array:
-    """The cells of a product (`mul`) or a quotient (`div`) that are 0 because a factor or the dividend is."""
+    """The cells of a product (`mul`) or a quotient (`div`) that are 0 because a factor or the dividend is 0."""
     causes = operands if name == "mul" else operands[:1]
     return reduce(or_, (operand.zeros for operand in causes))
 
@@ -195,7 +195,7 @@ def _moves(
     elementwise: bool,
     removed: jax.Array | None,
 ) -> Sequence[jax.Array]:
-    """The moving cells of each result. If they are not known, all cells move if any cell of an operand does.
+    """The moving cells of each result. If they are not known, all cells move if any cell of an operand moves.
 
     elementwise: see `_is_elementwise`. removed: the cells of a product or a quotient that stay 0.
     """

@@ -1,8 +1,8 @@
 """The torch functions that a traced loss may call, in jax.numpy. `backend/spec/torch_names.py` lists their names.
 
-Values are arrays, Python numbers (sizes), tuples and dtypes. Where a function has a corner, its slope is torch's: clamp
-passes the slope at its bounds, an absolute value has the slope 0 at 0, as have `0 ** 0`, `xlogy(0, y)` with y <= 0 and
-a deviation of 0, and a maximum over a dimension passes the slope to one place.
+Values are arrays, Python numbers (sizes), tuples and dtypes. Where a function has a corner, its slope is the same as in
+torch. clamp passes the slope at its bounds. An absolute value has the slope 0 at 0, and so do `0 ** 0`, `xlogy(0, y)`
+with y <= 0, and a deviation of 0. A maximum over a dimension passes the slope to one place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = {
     "float32": jnp.float32,
     "float16": jnp.float16,
     "bfloat16": jnp.bfloat16,
-    "int64": jnp.int32,  # the widest integers here; sizes and token ids fit
+    "int64": jnp.int32,  # the widest integers here; they can hold sizes and token ids
     "int32": jnp.int32,
     "bool": jnp.bool_,
 }
@@ -30,7 +30,7 @@ Op = Callable[..., Any]
 
 
 def _axes(dim: Any, empty: tuple[()] | None = None) -> Any:
-    """The axes of `dim`. empty: those of an empty list, None = all."""
+    """The axes of `dim`. empty: the result for an empty list; None = all axes."""
     return (tuple(dim) or empty) if isinstance(dim, list | tuple) else dim
 
 
@@ -39,7 +39,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _implicit(x: jax.Array, dim: int | None) -> int:
-    """The dimension of a softmax; torch has a rule for calls that name none."""
+    """The dimension of a softmax; torch has a rule for calls without a dimension."""
     return dim if dim is not None else 0 if x.ndim in (0, 1, 3) else 1
 
 
@@ -205,14 +205,14 @@ def _gather(x: jax.Array, dim: int, index: jax.Array, **_: Any) -> jax.Array:
 
 
 def _from_front(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
-    """The index for functions that do not count from the end: a negative place is outside of x, and gives NaN."""
+    """The index for functions that do not count from the end: a negative place is outside of x, so it gives NaN."""
     return jnp.where(index < 0, x.shape[dim], index)
 
 
 def _getitem(x: Any, index: Any) -> Any:
     """x[index]. Integers select first, as in torch, so they do not move the dimensions of index tensors.
 
-    A place outside of x is NaN (in integers, the smallest one), where JAX would take the nearest place.
+    A place outside of x gives NaN (or the smallest integer), whereas JAX would take the nearest place.
     """
     if not isinstance(x, jax.Array):
         return x[index]
