@@ -1,1 +1,1 @@
-"""Everything below Prefect and HTTP: journal (source of truth), pool, compute (JAX), store (files), wire (protobuf)."""
+"""Everything below Prefect and HTTP: the journal (source of truth), the pool, JAX, the store and the wire protocol."""

@@ -1,4 +1,4 @@
-"""Models as files: sources and cards of base models, imports from PEFT, merges, champions, and rollouts."""
+"""Files of models: base models and their cards, PEFT imports, merges, champions and rollouts."""
 
 __all__ = [
     "card",

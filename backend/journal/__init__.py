@@ -1,7 +1,7 @@
 """The journal: all client requests with their order and answers, in an SQL database.
 
 `migrate(url)` creates the tables, and `Journal.open(url)` returns one aggregate for each kind of row, as in
-`journal.requests.submit(...)`. A `Notifier` wakes the subscribers to a change.
+`journal.requests.submit(...)`. A `Notifier` wakes the processes that subscribed to a change.
 
 The file of each aggregate defines its inputs (New..., effects), its outputs (...View) and its transactions.
 """

@@ -1,7 +1,7 @@
 """Child processes: start a process, detect its end or silence, and stop it. `retry.Restarts` delays the next start.
 
-The driver and the hosts' agents use this package for workers, `up` uses it for the engine and the API, and the engine
-uses it for its Prefect server.
+The driver and the hosts' agents start workers with this package, `up` starts the engine and the API, and the engine
+starts its Prefect server.
 """
 
 from tinkerflow.backend.supervise.heartbeat import BEATS, HeartbeatMonitor

@@ -1,8 +1,8 @@
 """The tinker wire protocol: converts requests to the pool's commands, and results to wire bytes.
 
-Pure functions on bytes: no HTTP, no database, no model. Every check of a request's content is here, so that the API and
-the engine raise the same errors. A check raises UserError, which names the field, its value and the rule.
-`tinker.proto` is compiled by `python -m tinkerflow.backend.wire.generate`.
+All functions are pure functions on bytes: no HTTP, no database, no model. Every check of a request's content is here,
+so that the API and the engine raise the same errors. A check raises UserError, which names the field, its value and the
+rule. `tinker.proto` is compiled by `python -m tinkerflow.backend.wire.generate`.
 """
 
 from tinkerflow.backend.wire.custom_losses import CreateCustomLoss as CreateCustomLoss

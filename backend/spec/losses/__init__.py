@@ -1,8 +1,8 @@
 """The losses, one file each: inputs, configuration with bounds, formula. See `LossSpec`.
 
-A loss needs only a new file here: requests, packing, workers, warm-up and the common test find it. Loading this
-package does not load JAX: formulas import it when they are called. Every loss is a sum over tokens (and targets). The
-formulas are those of the public Tinker documentation ("Loss Functions"). Letters: T tokens of an example, K targets.
+To add a loss, add a file here: requests, packing, workers, warm-up and the common test find it. Loading this package
+does not load JAX: formulas import JAX when they are called. Every loss is a sum over tokens (and targets). The formulas
+are those of the public Tinker documentation ("Loss Functions"). Letters: T tokens of an example, K targets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 # (logprobs, inputs, configuration) -> the loss of every token before its weight, in the shape of `logprobs`.
-# inputs["logprobs"] are the sampler's. An optional input is NaN where the example lacks it.
+# inputs["logprobs"] are the sampler's log probabilities. An optional input is NaN where the example lacks it.
 TokenLoss: TypeAlias = "Callable[[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]], jax.Array]"
 # (logprobs_TK, inputs, configuration) -> an example's loss and its slope by each logprob, [T, K], on the host.
 # inputs["weights"] is always given. An optional input is absent if the example lacks it.
@@ -41,7 +41,7 @@ NOT_NEGATIVE = Bounds(low=0.0)
 class TokenInput:
     """A number for each target, sent in `loss_fn_inputs`.
 
-    required: a request must give it. low: its smallest valid value. some: at least one value of an example is not 0.
+    required: a request must contain the input. low: the smallest valid value. some: an example needs one other than 0.
     """
 
     name: str
@@ -62,12 +62,12 @@ class ConfigKey:
 class LossSpec:
     """A loss. It has one of three formulas: `per_token`, `per_sequence`, or one that the client traced (`traced`).
 
-    per_token: a token's loss depends on its own logprob only. It is compiled, and takes one pass.
-    per_sequence: a loss depends on all logprobs of an example. It takes a forward pass, then the formula on the host,
-    then a pass that trains with its slopes as weights.
+    per_token: a token's loss depends on its own logprob only. The formula is compiled, and takes one pass.
+    per_sequence: the loss depends on all logprobs of an example. It takes a forward pass, then the formula on the host,
+    then a pass that trains with the formula's slopes as weights.
     inputs: the inputs besides `target_tokens`. They include `weights`, which multiply a token's loss.
-    masks: inputs that exclude a token where they are 0. The other inputs of such a token are ignored, and may be
-    placeholders. Formulas per token never get them (`packing`), and formulas per sequence skip them.
+    masks: inputs that exclude a token where they are 0. The other inputs of an excluded token may be placeholders.
+    Formulas per token never get these inputs (`packing`), and formulas per sequence skip them.
     ordered: two names, in the configuration or the inputs. The first may not exceed the second.
     recorded: the sampler's logprobs come from records of the sampling, so requests need provenance.
     """
@@ -145,12 +145,12 @@ def thresholds(inputs: Mapping[str, jax.Array], config: Mapping[str, jax.Array])
     return low, high
 
 
-# ------------------------------------------------------------------ all of them, by name
+# ------------------------------------------------------------------ all losses, by name
 LOSSES = registered(__name__, "LOSS", LossSpec)
 
 
 def loss_named(name: str) -> LossSpec:
-    """The loss with this name. UserError: there is none."""
+    """The loss with this name. UserError: no loss has this name."""
     if name not in LOSSES:
         raise broken("loss_fn", name, f"one of {', '.join(LOSSES)}")
     return LOSSES[name]

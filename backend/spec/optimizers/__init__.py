@@ -1,7 +1,7 @@
 """The optimizers, one file each: parameters with their bounds, state, update. See `OptimizerSpec`.
 
-An optimizer needs only a new file here: requests, workers, checkpoints and the common test find it. Loading this
-package does not load JAX: files import it inside `update`.
+To add an optimizer, add a file here: requests, workers, checkpoints and the common test find it. Loading this package
+does not load JAX: the files import JAX inside `update`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ Update: TypeAlias = Callable[[Tree, Tree, Mapping[str, Tree], Any, Any], tuple[T
 class OptimizerSpec:
     """An optimizer.
 
-    name: its name in requests, the journal and checkpoints, and of its file.
+    name: the name in requests, the journal and checkpoints, and the file's name.
     params: the class of its parameters. A request must give the fields without a default.
-    state: names of the parts of its state, each shaped like the weights and zero at first. In a checkpoint, these names
-    are the suffixes of the state's tensors.
+    state: names of the parts of the optimizer's state, each shaped like the weights and initially zero. In a
+    checkpoint, these names are the suffixes of the state's tensors.
     update: makes a step; see `Update`.
     version: the version of its configuration on the wire, None if it has no version.
-    of_adapters: whether it steps only matrices of adapters, so it cannot train all parameters of a model.
+    of_adapters: whether the optimizer supports only matrices of adapters, so it cannot train all parameters of a model.
     """
 
     name: str
@@ -126,7 +126,7 @@ OPTIMIZERS = registered(__name__, "OPTIMIZER", OptimizerSpec)
 def check_classes(optimizers: Mapping[str, OptimizerSpec]) -> None:
     """Raise TypeError unless each optimizer has its own parameter class with its own class name.
 
-    The class of a step's parameters identifies the optimizer, and so does the class name on the socket to workers.
+    The class of a step's parameters identifies the optimizer. So does the class name in messages to workers.
     """
     owners: dict[str, str] = {}
     for name, spec in optimizers.items():
