@@ -1,7 +1,7 @@
 """The updates of several adapters on a CPU: each row is multiplied only by the columns of its own adapter.
 
-The adapters are concatenated in one stack (`snapshot_cache`). On GPUs and TPUs a decode step takes as long as reading
-the stack once, so all rows are multiplied by the whole stack. On CPUs the number of operations matters. With 64 rows
+The adapters are concatenated in one stack (`snapshot_cache`). On GPUs and TPUs, a decode step takes as long as reading
+the stack once, so all rows are multiplied by the whole stack. On CPUs, the number of operations matters. With 64 rows
 and 16 adapters of rank 32, fifteen sixteenths of the operations are for columns that the row does not use. A model of
 82M parameters takes 2.21 CPU-ms per token with all columns, 1.68 by runs, and 1.29 with one adapter.
 
@@ -25,12 +25,14 @@ Updates = Callable[[jax.Array, tuple[LoraPair, ...]], tuple[jax.Array, ...]]
 
 
 def by_runs(columns_B2: Array, width: int) -> Updates:
-    """Return the function updates(x_BTi, pairs): for each pair [K, i] and [K, o], every row's update [B, T, o].
+    """Return updates(x_BTi, pairs), a function that returns, for each pair [K, i] and [K, o], every row's update [B, T,
+    o].
 
     columns_B2 int32: row b uses the columns [columns_B2[b, 0], columns_B2[b, 1]). The columns of two rows are equal or
     disjoint; a row may have none. width: K, a multiple of `RANK_COLUMNS`.
 
-    In the order of their first columns, the rows that use a block of columns are contiguous: a run of blocks of r rows.
+    If rows are sorted by their first columns, the rows that use a block of columns are contiguous: a run of blocks of r
+    rows.
     """
     C = RANK_COLUMNS
     first_B, end_B = jnp.asarray(columns_B2)[:, 0], jnp.asarray(columns_B2)[:, 1]

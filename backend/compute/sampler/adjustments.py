@@ -2,11 +2,11 @@
 
 The bias is applied first, then the repetition, frequency and presence penalties, as in vLLM's V1 sampler
 (`vllm/v1/sample/sampler.py`). Tokens that a constraint does not allow are never drawn. The frequency and presence
-penalties are those of OpenAI's API, over the generated tokens. The repetition penalty is that of CTRL (Keskar et al.,
-arXiv 1909.05858, section 4.1) as in vLLM and Hugging Face, over the prompt and the generated tokens. Reported logprobs
-are those of the unadjusted logits.
+penalties follow OpenAI's API, and count the generated tokens. The repetition penalty follows CTRL (Keskar et al., arXiv
+1909.05858, section 4.1), as in vLLM and Hugging Face, and counts the prompt and the generated tokens. Reported logprobs
+come from the unadjusted logits.
 
-A batch without adjustments has no tables, and its program skips all of this.
+A batch without adjustments has no tables, and its program skips all adjustments.
 
 Letters: S slots, V vocabulary, W words of 32 bits, N entries of a table.
 """
@@ -34,11 +34,11 @@ _PROMPT, _GENERATED = 1, 2  # added to `seen_SV` for each token; an odd number: 
 
 @flax.struct.dataclass
 class AdjustedRows:
-    """The adjustments of each row's logits. A row without any has penalties of 0, 0 and 1, and tables of zeros.
+    """The adjustments of each row's logits. A row without adjustments has penalties of 0, 0 and 1, and tables of zeros.
 
     presence_S, frequency_S, repetition_S float32: the penalties. seen_SV int32: twice the number of times that the row
     has generated the token, plus 1 if the prompt contains it. bias_SV float32: added to the logits. allowed_SW uint32:
-    a bit for each token; 1: may be drawn.
+    a bit for each token; 1: the token may be drawn.
     """
 
     presence_S: Array
@@ -64,13 +64,13 @@ def adjusted(logits_SV: jax.Array, rows: AdjustedRows) -> jax.Array:
 
 
 def generated(rows: AdjustedRows, tokens_S: jax.Array) -> AdjustedRows:
-    """The rows after each has generated its token of tokens_S."""
+    """The rows after each row has generated its token of tokens_S."""
     place_S = jnp.arange(tokens_S.shape[0])
     return replace(rows, seen_SV=jnp.asarray(rows.seen_SV).at[place_S, tokens_S].add(_GENERATED))
 
 
 def adjusted_rows(mesh: Mesh, vocab: int, S: int, assigned: RowAssignment) -> AdjustedRows | None:
-    """The adjustments of the sequences in their slots; None if no sequence has any.
+    """The adjustments of the sequences in their slots; None if no sequence has adjustments.
 
     mesh: the devices of the tables. vocab: V. S: slots.
     """

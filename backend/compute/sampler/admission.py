@@ -38,7 +38,7 @@ class Admission:
         if left < 0:
             rule = f"must be at most {self.max_context}, the capacity of the KV cache"
             raise UserError(f"prompt: {len(request.prompt_T)} tokens; {rule}")
-        max_tokens = min(request.max_tokens, max(left, 1))  # the token after a full context never enters the model
+        max_tokens = min(request.max_tokens, max(left, 1))  # a token beyond the context never enters the model
         scores = prompt_scores(request, self._cfg.vocab)
         parent = ActiveRequest(request, snapshot, max_tokens, self.base, scores=scores)
         if request.images and self._cfg.vision is not None:

@@ -1,15 +1,15 @@
 """Answers for the prefix cache: the next turn of a conversation begins with the last prompt and its answer.
 
-The keys and values of decoded tokens are not kept. Decode rounds differently from prefill: 97 % of them differ in their
-last bits (small-qwen3 on a CPU). A hit must not change a bit of a result. Answers are therefore prefilled like prompts,
-in steps in which the group has nothing else to do. The next turn then prefills only its new tokens.
+The keys and values of decoded tokens are not kept. Decode rounds differently from prefill: 97 % of the keys and values
+differ in their last bits (small-qwen3 on a CPU). A cache hit must not change a bit of a result. Answers are therefore
+prefilled like prompts, in steps in which the group has no other work. The next turn then prefills only its new tokens.
 
     decoding --end--> waiting --next_piece, keep--> in the prefix cache
                          '--turn: the next prompt came first, or there was no time
 
-A step computes one piece, up to the last border shared by all longer prompts. Most answers are never continued. A
-project may have `_FREE` answers prefilled, and `_EARNED` more for each answer that a later prompt continues. Everything
-here depends only on commands and on tokens that were read, so all processes of a group do the same.
+A step computes one piece, up to the last border shared by all longer prompts. Most answers are never continued.
+Therefore a project may have `_FREE` answers prefilled, and `_EARNED` more for each answer that a later prompt
+continues. All decisions depend only on commands and on tokens that were read, so all processes of a group decide alike.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shared_border(sizes: tuple[int, ...], tokens: int) -> int:
 class FinishedAnswer:
     """A finished sequence. tokens_T: its prompt and its tokens, up to the last border. begin: the prompt's last border.
 
-    waiting: whether it has yet to be prefilled.
+    waiting: whether the answer has yet to be prefilled.
     """
 
     parent: ActiveRequest

@@ -1,16 +1,16 @@
 """The steps of the decode batch: the next work for the devices.
 
-A step prefills a bounded number of prompt tokens, or decodes one chunk for every slot (both, if there is little to
-prefill). All steps therefore take about the same time, and training commands and short requests between steps never
-wait long.
+A step prefills a bounded number of prompt tokens, or decodes one chunk for every slot; if there is little to prefill,
+it does both. So all steps take about the same time, and training commands and short requests between steps never wait
+long.
 
-Off CPUs the batch runs ahead: a step dispatches its chunk, and then reads the chunk of the previous step. The devices
-compute while the host distributes tokens, answers, and waits for the next command. Last tokens stay on the devices. The
-host finds the end of a sequence one chunk later, and drops tokens after the end. If the host must read tokens first,
-because of penalties, a constraint, or a preemption, a chunk is read before the next one is dispatched. Constrained
-sequences decode token by token within a step, and on CPUs the others still decode whole chunks. The order of all this
-follows from commands and from chunks that were read, and a chunk is always read in the same step. The processes of a
-group therefore agree.
+On GPUs and TPUs, the batch runs ahead: a step dispatches its chunk, and then reads the chunk of the previous step. The
+devices compute while the host distributes tokens, answers, and waits for the next command. Last tokens stay on the
+devices. The host finds the end of a sequence one chunk later, and drops tokens after the end. If the host must read
+tokens first, because of penalties, a constraint, or a preemption, a chunk is read before the next one is dispatched.
+Constrained sequences decode token by token within a step, and on CPUs the others still decode whole chunks. This order
+depends only on commands and on chunks that were read, and a chunk is always read in the same step. So all processes of
+a group agree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import SampleResult
 
 _SHORT = 4  # sequences of short requests that are decoded together
-_PREFILL_STEPS = 3  # the most consecutive steps that only prefill: a fuller batch decodes at the cost of this one
+_PREFILL_STEPS = 3  # the most consecutive steps that only prefill, while running sequences wait
 _WORTH = 4  # the batch waits only if at least one sequence joins for every `_WORTH` in it
 
 
@@ -57,10 +57,10 @@ class DecodeBatch:
         """Create an idle batch.
 
         scheduler: its requests. model: the devices. pool: the pages. shapes: the sizes of dispatches. chunks: gives
-        sequences their tokens. answers: to prefill for the prefix cache. drafts: None if each token is decoded by
+        sequences their tokens. answers: prefilled for the prefix cache. drafts: None if each token is decoded by
         itself. prefill_budget: the prompt tokens, including padding, that one step prefills. runs_ahead: a chunk is
-        dispatched before the last one is read. host_decides: as in `Platform`; then a dispatch decodes one token or a
-        whole chunk.
+        dispatched before the last one is read. host_decides: as in `Platform`; if true, a dispatch decodes one token or
+        a whole chunk.
         """
         self._chunks, self._answers, self._drafts = chunks, answers, drafts
         self._scheduler, self._model = scheduler, model
@@ -84,7 +84,7 @@ class DecodeBatch:
         self._chunks.forget_in_flight()
 
     def run_step(self, *, wait: bool) -> None:
-        """Run one step. wait: until the devices have computed it."""
+        """Run one step. wait: return after the devices have computed it."""
         # Short requests are answered immediately, and the batch continues in the next step.
         self._served_short = not self._served_short and self._serve_short()
         if not self._served_short:
@@ -116,7 +116,7 @@ class DecodeBatch:
             jax.block_until_ready(before if self._runs_ahead else self._last_prefill)
 
     def _may_prefill_again(self) -> bool:
-        """Whether one more step may only prefill, because many sequences join soon, or none decodes."""
+        """Whether one more step may only prefill, because many sequences join soon, or no sequence decodes."""
         busy, group, steps = self._scheduler.slots.busy, self._scheduler.group, _PREFILL_STEPS - self._prefill_steps
         if not busy:
             return True
@@ -140,7 +140,7 @@ class DecodeBatch:
             if scheduler.group is not None:
                 scheduler.start_group(self._chunks.scope_is_alive)
             if scheduler.group is not None:
-                break  # no free slots are left: the rest of the group waits
+                break  # no free slots are left, so the rest of the group waits
         return spent
 
     def _decode(self) -> None:
@@ -152,7 +152,7 @@ class DecodeBatch:
         while not scheduler.reserve_pages(steps := self._steps(scheduler.slots.running)):
             self._chunks.read_in_flight()
         running = scheduler.slots.running
-        if not running:  # a group in prefill occupies the pages: preempted sequences start after it
+        if not running:  # a group in prefill occupies the pages; preempted sequences start after it
             self._chunks.read_in_flight()
             return
         self._model.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to other snapshots
@@ -201,9 +201,11 @@ class DecodeBatch:
                 self._chunks.append(sequence, new, right)
 
     def _stepwise(self, running: list[ActiveSequence]) -> list[ActiveSequence]:
-        """The sequences that decode token by token: constrained ones, whose last token decides which may be next.
+        """The sequences that decode token by token: constrained sequences, because each token decides which may be
+        next.
 
-        If a step takes as long for few rows as for many, the other sequences join in, or they would need another step.
+        If a step takes as long for few rows as for many, the other sequences join. Otherwise they would need another
+        step.
         """
         constrained = [sequence for sequence in running if sequence.matcher is not None]
         alone = self._shapes.rows_are_dear or self._shapes.invariant
@@ -231,7 +233,7 @@ class DecodeBatch:
                 self._chunks.failed.append(SampleResult(sequence.parent.id, error=error.message))
 
     def _steps(self, running: Sequence[ActiveSequence]) -> int:
-        """How many tokens to decode: until the first sequence reaches its limit, within half a chunk to a whole one."""
+        """How many tokens to decode: until the first sequence reaches its limit, within half a chunk to a chunk."""
         chunk = self._model.chunk
         if not running:
             return 1

@@ -1,6 +1,6 @@
 """Chunks of decoded tokens: dispatched, read, and distributed to their sequences.
 
-Off CPUs a chunk is dispatched before the previous chunk is read (`batch`).
+On GPUs and TPUs, a chunk is dispatched before the previous chunk is read (`batch`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tinkerflow.backend.spec.supports import Supports
 class TokensOf(NamedTuple):
     """N decoded tokens of one sequence on the host. finite: the number of leading logprobs that are finite.
 
-    where: their place in `decoded`, which contains the most likely tokens, if any are listed. The methods return
-    copies, because a part of an array would keep the whole array in memory, with the rows of all sequences.
+    where: their place in `decoded`, which contains the most likely tokens, if they are listed. The methods return
+    copies, because a part of an array would keep the arrays of all sequences in memory.
     """
 
     tokens_N: list[int]
@@ -45,7 +45,7 @@ class TokensOf(NamedTuple):
         return Candidates(tokens_Nk.copy(), logprobs_Nk.copy())
 
     def routes(self, count: int) -> Int16 | None:
-        """The experts behind the first `count` tokens, [N, L * k]; None in a model without experts."""
+        """The experts of the first `count` tokens, [N, L * k]; None in a model without experts."""
         if self.decoded.routes_CSLk is None:
             return None
         return np.asarray(self.decoded.routes_CSLk)[self.where][:count].reshape(count, -1).copy()
@@ -164,7 +164,7 @@ class ChunkPipeline:
                 self._fail(parent)
 
     def _fail(self, parent: ActiveRequest) -> None:
-        """Answer a request with the error that its weights gave NaN or infinity, and uncache their prompts."""
+        """Answer a request with the error that its weights gave NaN or infinity, and drop their cached prompts."""
         name = self._weights if parent.snapshot is None else f"snapshot {parent.snapshot.snapshot_id!r}"
         text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
         self._scheduler.remove_request(parent.id, tainted=True)

@@ -1,7 +1,7 @@
-"""The tokens that a constraint allows next: a `Matcher` for each sequence, on the host, equal in all processes.
+"""The tokens that a constraint allows next. Each sequence has a `Matcher` on the host, which is equal in all processes.
 
 A constraint decides token by token, so each token of a constrained sequence is read before the next one is dispatched.
-The end-of-text token is allowed wherever the text may end. If nothing else may follow, it is the only allowed token.
+The end-of-text token is allowed wherever the text may end. If no other token may follow, it is the only allowed token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Matcher:
     """The state of one sequence in its constraint."""
 
     def __init__(self, matcher: LLMatcher, vocab: int) -> None:
-        """Start at the beginning of a text. vocab: of the model."""
+        """Start at the beginning of a text. vocab: the size of the model's vocabulary."""
         self._matcher = matcher
         self._taken = 0
         self.allowed = np.zeros(words(vocab), np.uint32)  # bit v % 32 of number v // 32: token v may be next
@@ -46,7 +46,7 @@ class Matcher:
     def advance(self, tokens: Sequence[int]) -> None:
         """Compute the allowed next tokens after `tokens`, which are all tokens of the sequence.
 
-        UserError: no token is allowed, or computing them costs too much work.
+        UserError: no token is allowed, or the computation takes too much work.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -62,7 +62,7 @@ class Matcher:
 def new_matcher(folder: str | Path, vocab: int, constraint: Constraint) -> Matcher:
     """The matcher of a constraint for the tokenizer in a model's folder. UserError: the constraint cannot be compiled.
 
-    vocab: of the model.
+    vocab: the size of the model's vocabulary.
     """
     from llguidance import LLMatcher
 

@@ -38,14 +38,14 @@ from tinkerflow.backend.spec.supports import MOST_SUPPORTED
 class Rows:
     """The start of a chunk: an entry for each slot. An unused slot has zeros, and its tokens are never read.
 
-    tokens_S int32: the last token, which is not in the cache, if the host has read it. positions_S int32: its position
-    in the sequence. tables_SW int32: the pages, as numbers in the slot's own shard of the cache. columns_S2 int32: the
-    adapter's columns of the stack. uniform_CS float32: a random number for each token of the chunk. adjusted: the
-    adjustments of logits; None: no slot has any. states_S int32: the state, a number like those of pages; None in
-    models without states. before_M int32: the last token of each slot of an earlier chunk, on the devices. from_S
-    int32: the place of the row's last token in `before_M`; -1: in `tokens_S`. Both are None if the host always reads
-    tokens first. shift_S int32: the rotary position of a token minus its index, increased by earlier images; None in
-    models without images.
+    tokens_S int32: the last token, if the host has read it; the cache does not contain it. positions_S int32: its
+    position in the sequence. tables_SW int32: the pages, as numbers in the slot's own shard of the cache. columns_S2
+    int32: the adapter's columns of the stack. uniform_CS float32: a random number for each token of the chunk.
+    adjusted: the adjustments of logits; None: no slot has any. states_S int32: the state, a number like those of pages;
+    None in models without states. before_M int32: the last token of each slot of an earlier chunk, on the devices.
+    from_S int32: the place of the row's last token in `before_M`; -1: the token is in `tokens_S`. Both are None if the
+    host always reads tokens first. shift_S int32: the rotary position of a token minus its index, increased by earlier
+    images; None in models without images.
     """
 
     tokens_S: Array
@@ -66,8 +66,8 @@ class Decoded:
     """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, None if not listed.
 
     last_M int32: the last token of each slot, for `before_M` of the next chunk; None in a chunk without `before_M`.
-    routes_CSLk int16: the experts of the token before each token. supports: of each token, [C, S, s] and [C, S]. Both
-    are None unless requested.
+    routes_CSLk int16: the experts of the token before each token. supports: each token's support, [C, S, s] and [C, S].
+    Both are None unless requested.
     """
 
     tokens_CS: Array
@@ -82,7 +82,7 @@ class Decoded:
 def empty_rows(slots: int, pages: int, chunk: int, *, states: bool) -> Rows:
     """Host arrays for a chunk of unused slots. All sequences start at position 0, without images.
 
-    pages: in a row's table. chunk: C. states: whether the model has states.
+    pages: the length of a row's table. chunk: C. states: whether the model has states.
     """
     return Rows(
         tokens_S=np.zeros(slots, np.int32),
@@ -129,9 +129,9 @@ def decode(
     likely tokens to list at each position; 0: none.
     params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
     cache must also be by layer. rows: the start of each of the S slots. steps: int32 scalar, tokens to decode, at most
-    C; the remaining tokens are 0. None: C tokens. On CPUs, each unneeded token costs a step. On GPUs, a loop whose
-    number of turns only the device knows makes the host wait for the whole chunk. routes, supports: whether to return
-    the experts and the supports of tokens.
+    C; the remaining tokens are 0. None: C tokens. On CPUs, each unneeded token costs a step. On GPUs, the host would
+    wait for the whole chunk if only the device had the number of iterations. routes, supports: whether to return the
+    experts and the supports of tokens.
     """
 
     def step(i: jax.Array, state: tuple[KVCache, States, jax.Array, AdjustedRows | None, Decoded]) -> Any:
@@ -140,7 +140,7 @@ def decode(
         inputs = StepInputs(last_S[:, None], start_S, rows.tables_SW, rows.columns_S2, shift_S=shift_S)
         cache, states, x_S1D, experts_S1Lk = run_layers(cfg, mesh, params, lora, cache, states, inputs, routes)
         logits_SV = unembedded(mesh, params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
-        # If each device has whole rows, drawing a token needs no collectives.
+        # With whole rows on each device, drawing a token needs no collectives.
         logits_SV = by_rows(mesh, logits_SV)
         wanted_SV = logits_SV if adjust is None else adjusted(logits_SV, adjust)
         drawn, own = (logits_SV, rows.choice, rows.uniform_CS[i], wanted_SV), None

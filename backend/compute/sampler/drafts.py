@@ -9,11 +9,12 @@ of all rows before it attends, so a row sees the keys and values of the rows bef
 
 Row i is drawn with the random number that plain decoding would use there. Tokens are accepted while they equal the
 draft. The first token that differs is also accepted, because its row saw the right text. Unused random numbers are
-given back. The tokens therefore equal those of plain decoding, and so do the logprobs, bit for bit, in a step of as
-many rows. Drafts may make a step larger. Like other requests in the batch, this changes the last bits of logprobs, and
-another token may be drawn where those bits decide. The next tokens overwrite the keys and values of rejected rows.
+given back. In steps of the same number of rows, the tokens and logprobs therefore equal those of plain decoding, bit
+for bit. Drafts may make a step larger. Like other requests in the batch, a larger step changes the last bits of
+logprobs, so another token may be drawn where these bits decide. The next tokens overwrite the keys and values of
+rejected rows.
 
-Everything here depends only on commands and on tokens that were read, so all processes of a group do the same.
+All decisions depend only on commands and on tokens that were read, so all processes of a group decide alike.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOST_KEPT = 2**18  # tokens in all texts
 _STEP = 9  # rows that cost as much as the rest of a step (small-qwen3 on 2 cores: 31 CPU-ms for 1 row, 52 for 8)
 _DISPATCH = 0.5  # rows that cost as much as one more dispatch (36.1 CPU-ms for a token alone, 34.7 in a chunk)
 _MOST_LOST = 1.6  # the cost, in tokens, that wrong drafts may lose for each sequence of the batch
-_REGAINED = 0.01  # tokens per decoded token. 512 tokens without luck thus cost as much as 519.
+_REGAINED = 0.01  # tokens per decoded token: 512 tokens with only wrong drafts cost as much as 519
 _FORGOTTEN = 64  # tokens without a draft after which a sequence's tally starts again
 
 Gram = tuple[int, ...]
@@ -73,7 +74,7 @@ class PromptTexts:
         self._index(text, start)
 
     def after(self, gram: Gram, most: int) -> list[int]:
-        """At most `most` tokens after the last place of a gram. Beyond the end of the text, the draft is repeated."""
+        """At most `most` tokens after the last place of a gram. At the text's end, the draft is repeated."""
         found = self._places.get(gram)
         if found is None:
             return []
@@ -114,7 +115,7 @@ class DraftTexts:
 
 @dataclass
 class DraftTally:
-    """The numbers of one sequence's recent draft tokens that had a chance, and of accepted draft tokens.
+    """The numbers of a sequence's recent draft tokens: drafted tokens that had a chance, and accepted tokens.
 
     tokens: the sequence's number of tokens at its last draft.
     """
@@ -125,7 +126,7 @@ class DraftTally:
 
     @property
     def rate(self) -> float:
-        """The probability that the next draft token is accepted, if all earlier ones are."""
+        """The probability that the next draft token is accepted if all earlier draft tokens are accepted."""
         return (self.accepted + 3) / (self.drafted + 4)
 
 
@@ -150,7 +151,8 @@ class DraftRow:
 
 @dataclass
 class DraftedStep:
-    """One step of several sequences with their drafts. slots: rows of the dispatch. rows: by slot, ascending.
+    """One step of several sequences with their drafts. slots: the number of rows of the dispatch. rows: by slot,
+    ascending.
 
     places: the slots of each sequence, in the order of its positions. numbers: the random numbers of these rows.
     row_cost: the cost of each draft token, in tokens without drafts.
@@ -226,11 +228,11 @@ class Drafts:
         return texts.after(tuple(last), most)
 
     def _planned(self, sequences: Sequence[ActiveSequence], found: dict[ActiveSequence, list[int]]) -> DraftedStep:
-        """The size of step with the most expected tokens for its cost, with the drafts that fit, if any."""
+        """The step with the most expected tokens for its cost, and the drafts that fit into it, if any."""
         shards = range(self._pool.shards)
         here = [sum(sequence.table.shard == shard for sequence in sequences) for shard in shards]
         sizes = [size for size in self._shapes.slots if size >= len(shards) * max(here)] or [self._shapes.slots[-1]]
-        # A token is accepted only with all earlier ones, so the i-th token of a draft is worth rate ** i.
+        # A token is accepted only if all earlier tokens are, so the i-th token of a draft is worth rate ** i.
         worth = [
             (self._tallies[sequence].rate ** (i + 1), -order, sequence)
             for order, (sequence, draft) in enumerate(found.items())

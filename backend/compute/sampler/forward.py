@@ -82,13 +82,13 @@ def run_layers(
     inputs: StepInputs,
     routes: bool = False,
 ) -> tuple[KVCache, States, jax.Array, jax.Array | None]:
-    """The cache with the tokens' keys and values, the states after them, and their final hidden states [S, Q, D].
+    """The cache with the tokens' keys and values, the states after the tokens, and their final hidden states [S, Q, D].
 
     The last result is the tokens' experts, int16 [S, Q, L, k], -1 in layers without experts; None unless `routes`.
     Hidden states are in the weights' dtype. The cache is carried through the loop over layers, so it is never copied.
     Between layers every device has the hidden states of all rows, but only its own part of the matrices. cfg, mesh,
-    params: the base model and its devices. lora: the stack of adapters. cache: the pages. states: of the rows, from
-    `gather_states`. inputs: the tokens. routes: whether to return their experts; requires a model with experts.
+    params: the base model and its devices. lora: the stack of adapters. cache: the pages. states: the rows' states,
+    from `gather_states`. inputs: the tokens. routes: whether to return their experts; requires a model with experts.
     """
     tokens_SQ, start_S, tables_SW, images = inputs.tokens_SQ, inputs.start_S, inputs.tables_SW, inputs.images
     owners, rows = expert_axes(mesh, cfg.experts), cache_mesh(mesh, cfg.split_heads)
@@ -152,8 +152,8 @@ def run_layers(
 def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     """The matrices that are used in place, without a copy of each layer's matrix.
 
-    On one GPU these are all. On TPUs they are the matrices of experts, which XLA would otherwise copy for the kernel.
-    Quantized ones are widened on TPUs, a layer at a time.
+    On one GPU, all matrices are used in place. On TPUs, only the matrices of experts are, which XLA would otherwise
+    copy for the kernel. Quantized matrices are widened on TPUs, a layer at a time.
     """
     if not platform().kernels:
         return frozenset()
@@ -169,7 +169,7 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
 def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:
     """Logits float32 [S, Q, V] of final hidden states, with each row's own columns of the stack's `pair`.
 
-    The devices of `mesh` split V: a caller that needs unsplit rows moves logits, not the unembedding. params: the
+    The devices of `mesh` split V. A caller that needs unsplit rows moves logits, not the unembedding. params: the
     base model. pair: None without a stack. x_SQD: in the weights' dtype. columns_S2 int32: each row's columns.
     """
     logits = unembed(params, x_SQD)
@@ -182,5 +182,5 @@ def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Arr
 
 
 def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: KVCache) -> KVCache:
-    """The cache with its sharding pinned to the one that the next step expects."""
+    """The cache, pinned to the sharding that the next step expects."""
     return by_mixer(cfg, mesh, cache, jax.lax.with_sharding_constraint)

@@ -5,9 +5,9 @@ cache, holds the weights of one snapshot at a time. The other snapshots are on t
 weights.
 
 Requests wait in one queue, which projects share fairly by sequences (`FairQueue`). Requests for the weights on the
-devices join the batch when it has a free slot, as long as no request waits for other weights. Then the batch ends, and
-the weights of the first request in the queue are loaded. A project waits for at most one batch of each other project,
-for any number of their requests. Each step of the group's sampler is a step of both samplers.
+devices join the batch when it has a free slot, as long as no request waits for other weights. Otherwise the batch ends,
+and the weights of the first request in the queue are loaded. A project waits for at most one batch of each other
+project, however many requests they have. Each step of the group's sampler is a step of both samplers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tinkerflow.backend.spec.ranks import NOT_SAMPLED
 
 log = logging.getLogger(__name__)
 
-_Shards = list[tuple[jax.Device, npt.NDArray[Any]]]  # of an array: the part on each device of this process
+_Shards = list[tuple[jax.Device, npt.NDArray[Any]]]  # the parts of an array on the devices of this process
 
 
 @dataclass(eq=False)
@@ -71,9 +71,9 @@ class FullModelSampler:
     def __init__(self, cfg: ModelConfig, mesh: Mesh, base: Params, make: Callable[[Params], Sampler] | None) -> None:
         """Start without snapshots.
 
-        cfg, mesh: the model's shape and its devices. base: the base model's weights, which give the dtype, and the
-        weights that are never trained. make: makes a sampler of a model with other weights; None: the devices have no
-        memory for one.
+        cfg, mesh: the model's shape and its devices. base: the base model's weights, which determine the dtype and
+        contain the weights that are never trained. make: makes a sampler of a model with other weights; None: the
+        devices have no memory for a second sampler.
         """
         self._cfg, self._mesh, self._base, self._make = cfg, mesh, base, make
         self._snapshots: dict[str, _HostWeights] = {}
@@ -98,7 +98,7 @@ class FullModelSampler:
         each = (jax.tree.leaves(tree) for tree in (weights, trained, computed))
         for array, like, kept in zip(*each, strict=True):
             placed = array if isinstance(array, jax.Array) else put(array, like.sharding)
-            copy, finite = _frozen(like.sharding, kept.dtype, placed)  # one by one: all would not fit on the devices
+            copy, finite = _frozen(like.sharding, kept.dtype, placed)  # one by one, because all would not fit there
             if not bool(to_host(finite)):
                 raise UserError(
                     f"snapshot {snapshot_id!r}: a weight of its model is not finite; snapshots must be finite"
@@ -115,7 +115,7 @@ class FullModelSampler:
     def rename_snapshot(self, snapshot_id: str, to_id: str) -> None:
         """Rename a snapshot, replacing any snapshot `to_id`. Requests for the old `to_id` continue with this one.
 
-        Requests in the batch begin again with the tokens that they have. NotFoundError: there is none to rename.
+        Requests in the batch begin again with the tokens that they have. NotFoundError: there is no snapshot to rename.
         """
         if snapshot_id not in self._snapshots:
             raise NotFoundError(f"snapshot {snapshot_id!r} is not loaded; publish or load it first")
@@ -141,7 +141,7 @@ class FullModelSampler:
     def step(self, admit: Sequence[SampleRequest], cancel: Collection[str], *, wait: bool) -> SampleProgress:
         """Execute one step. admit: requests for snapshots that exist. cancel: ids of requests to remove.
 
-        wait: until the devices have computed the step, as in `SampleStep`.
+        wait: return after the devices have computed the step, as in `SampleStep`.
         """
         for ticket in self._queue:
             if ticket.item.request.request_id in cancel:
@@ -149,7 +149,7 @@ class FullModelSampler:
         known = {ticket.item.request.request_id for ticket in self._queue}
         known |= {*(self._sampler.request_ids if self._sampler is not None else ())} - {*cancel}
         for request in admit:
-            if request.request_id not in known:  # otherwise it was sent twice, and one result answers both
+            if request.request_id not in known:  # otherwise it was sent twice, and one result answers both requests
                 waiting = _Waiting(request, self._snapshots[str(request.snapshot_id)])
                 self._queue.push(request.owner, waiting, request.num_samples)
         first, progress = self._queue.peek(), SampleProgress((), 0, 0)
@@ -212,7 +212,7 @@ class FullModelSampler:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _frozen(where: Any, dtype: Any, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A copy in this dtype, and whether all of it is finite."""
+    """A copy in this dtype, and whether all its numbers are finite."""
     copy = jax.lax.with_sharding_constraint(jnp.array(array, dtype, copy=True), where)
     finite = jnp.all(jnp.isfinite(copy))
     return copy, jax.lax.with_sharding_constraint(finite, replicated(where.mesh))
@@ -244,7 +244,7 @@ class GroupSampler:
         return SnapshotHeld(self.adapters.snapshot_host_bytes(snapshot_id))
 
     def rename_snapshot(self, snapshot_id: str, to_id: str, *, recompute: bool) -> None:
-        """Rename a snapshot, replacing any snapshot `to_id`. NotFoundError: there is none to rename.
+        """Rename a snapshot, replacing any snapshot `to_id`. NotFoundError: there is no snapshot to rename.
 
         recompute: see `Sampler.rename_snapshot`. Requests of full models always begin again.
         """

@@ -1,7 +1,7 @@
 """The features of the images in a prompt that is being prefilled.
 
-The vision tower encodes an image with the first piece that contains a token of it, and drops the features after the
-last token. Cached prompts need no encoding, and each image is encoded once for all samples.
+The vision tower encodes an image with the first piece that contains one of its tokens. The features are dropped after
+its last token. Cached prompts need no encoding, and each image is encoded once for all samples.
 
 Letters: B rows, Q tokens of a piece, E vectors of a token, D hidden.
 """
@@ -20,7 +20,7 @@ from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillJob
 
 
 class ImageFeatureCache:
-    """The image features of one prompt at a time: prompts with images are prefilled alone."""
+    """The image features of one prompt at a time, because prompts with images are prefilled alone."""
 
     def __init__(self, tower: VisionTower) -> None:
         """Start without features."""
@@ -36,7 +36,8 @@ class ImageFeatureCache:
     def piece(self, job: PrefillJob, rows: int, size: int, start: int) -> tuple[ImageFeatures | None, int]:
         """The images among tokens [start, start + size) of a prompt, and how many tokens the tower encoded for them.
 
-        None if there is no image before the piece's end. job: of the prompt. rows: of the dispatch.
+        None if there is no image before the piece's end. job: the prompt's job. rows: the number of rows of the
+        dispatch.
         """
         images, end = job.parent.request.images, start + size
         if not any(image.start < end for image in images):

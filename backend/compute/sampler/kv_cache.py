@@ -4,14 +4,14 @@ Letters: L layers, N pages of all shards, G key-value heads, P positions of a pa
 the decode batch, or prompts of a prefill. W pages of a row's table, H query heads, Q queries of a row, r query heads
 per key-value head.
 
-Heads come before positions, so that a page is one matrix per head: any other order makes XLA copy the operands.
-Positions are the last axis of keys, but come before d in values, because their matmuls read them so. With the same
-order for both, XLA:CPU transposed every key for every token (64 rows at 128 positions: three times the values' time,
-now equal). The cache is one array for all layers. If the loop over layers is unrolled (`params.by_layer`), each layer
-has its own array, because XLA:CPU copies a layer out of a stack before it multiplies by it. Attention stops after the
-last page of the longest row, and pages beyond a row's end add exact zeros: a row's result does not depend on the
-lengths of other rows. On CPUs scattered pages are read as fast as contiguous rows (64 rows of 300 positions: 2.4 CPU-ms
-per layer, against 2.7).
+Heads come before positions, so that a page is one matrix per head. With any other order, XLA copies the operands.
+Positions are the last axis of keys, but come before d in values, because their matmuls read this order. With the same
+order for both, XLA:CPU transposed every key for every token (64 rows at 128 positions: keys took three times as long as
+values; now they take as long). The cache is one array for all layers. If the loop over layers is unrolled
+(`params.by_layer`), each layer has its own array, because XLA:CPU copies a layer out of a stack before it multiplies by
+it. Attention stops after the last page of the longest row, and pages beyond a row's end add exact zeros. So a row's
+result does not depend on the lengths of other rows. On CPUs scattered pages are read as fast as contiguous rows (64
+rows of 300 positions: 2.4 CPU-ms per layer, against 2.7).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class KVCache:
 
     For the TPU kernel, k contains interleaved keys and values, [L, N, P, 2 G, d], and v is None. In models with latent
     attention, k contains the latent and the rotated part of a key as one head, and v, which is a part of the latent,
-    has d = 0. states: of the layers without keys; None in models without such layers, and within a dispatch. globals:
-    the same pages in the layers with the mixer "global", which have different heads; None in models without such
-    layers. A layer that shares the keys and values of another layer stores nothing here.
+    has d = 0. states: the states of layers without keys; None in models without such layers, and within a dispatch.
+    globals: the same pages in the layers with the mixer "global", which have different heads; None in models without
+    such layers. Layers that read the keys and values of another layer have no pages.
     """
 
     k: Any
@@ -75,8 +75,8 @@ class KVCache:
 def cache_dtype(kv_cache: CacheFormat, dtype: str) -> str:
     """The name of the number format of pages. kv_cache: the setting. dtype: the name of the activations' format.
 
-    float8 has four bits of exponent and three of mantissa (E4M3 of arXiv 2209.05433, which ends at 448 and has no
-    infinity), and no scale, as vLLM's `fp8`.
+    float8 has four bits of exponent and three bits of mantissa (E4M3 of arXiv 2209.05433, which ends at 448 and has no
+    infinity). It has no scale, like vLLM's `fp8`.
     """
     return "float8_e4m3fn" if kv_cache == "float8" else dtype
 
@@ -92,7 +92,7 @@ def cache_sharding(cfg: ModelConfig, mesh: Mesh, *, together: bool) -> NamedShar
 def by_mixer(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, change: Callable[[jax.Array, NamedSharding], jax.Array]
 ) -> KVCache:
-    """The cache after applying `change` to each array of pages, with its sharding. cfg, mesh: of the model."""
+    """The cache after applying `change` to each array of pages and its sharding. cfg, mesh: the model's."""
     made = cache
     for mixer in (ATTENTION,) if cache.globals is None else (ATTENTION, GLOBAL):
         own = cache.of(mixer)
@@ -125,7 +125,7 @@ def empty_cache(
     states: int = 0,
     kv_cache: CacheFormat = "full",
 ) -> KVCache:
-    """A cache of zeros. Zeros are necessary: a masked value is multiplied by a weight of 0, and 0 * nan is nan.
+    """A cache of zeros. Zeros are necessary, because a masked value is multiplied by a weight of 0, and 0 * nan is nan.
 
     cfg, mesh: the base model's shape, and the devices. pages: N, a multiple of the fsdp axis. page: P, a multiple of
     32. dtype: the name of the activations' format. by_layer: an array per layer. states: the number of states of layers
@@ -163,8 +163,8 @@ def copy_pages(
 ) -> KVCache:
     """Make copies in order, and return `cache`, updated in place. One dispatch makes up to COPIES of them.
 
-    cfg, mesh: the base model's shape, and the devices. copies: of pages, by their numbers in the whole pool. states:
-    copy states instead.
+    cfg, mesh: the base model's shape, and the devices. copies: the copies, by the pages' numbers in the whole pool.
+    states: copy states instead.
     """
     made = copied_states if states else copied
     for begin in range(0, len(copies), COPIES):
@@ -242,15 +242,15 @@ def attend_cached(
 ) -> tuple[KVCache, jax.Array]:
     """Write k and v, unless None, into a layer of the cache, then attend. Returns the new cache, and o [S, Q, H, d].
 
-    Causal: query i of a row sees positions 0 .. start_S + i, and with a window only the last `window` of these. Pages
-    outside all rows' windows are not read (except by the TPU kernel). With Q > 1 all rows start together, at
+    Attention is causal: query i of a row sees positions 0 .. start_S + i, and with a window only the last `window` of
+    them. Pages outside all rows' windows are not read, except by the TPU kernel. With Q > 1, all rows start at
     start_S[0].
 
     mesh: the `cache_mesh`; pages and rows are split over fsdp, heads over tensor. cache: updated in place. layer:
     the layer's number, an int if the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's
     own shard; 0: none, and writes to it are dropped. start_S int32: the position of each row's first query.
     q [S, Q, H, d] and k [S, Q, G, d]: rotated. v [S, Q, G, d]; if the cache has no array of values, the first
-    dimensions of k. sinks_H: a score per head that is part of the softmax and has no value.
+    dimensions of k. sinks_H: a score per head in the softmax that has no value.
     """
     if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
         own = KVCache(cache.k[layer], cache.v[layer])
@@ -329,7 +329,7 @@ def _attend_by_page(
     S, Q, H, d = q_SQHd.shape
     (G, P), values = cache_v.shape[2:4], values or cache_v.shape[-1]
 
-    # The query heads that share a key-value head, and a row's queries, are rows of one matrix.
+    # A row's queries and the query heads that share a key-value head are rows of one matrix.
     q = q_SQHd.reshape(S, Q, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(S, G, H // G * Q, d)
     seen_SQ = start_S[:, None] + jnp.arange(Q, dtype=jnp.int32)
     seen = jnp.tile(seen_SQ, (1, H // G))[:, None, :, None]
@@ -435,7 +435,8 @@ def _written_in_runs(
 ) -> KVCache:
     """Like `_written`, with an update in place for each run of positions, which is fast on CPUs.
 
-    TPUs write whole pages: for a column of a page they would transpose the cells of all layers, and again to attend.
+    TPUs write whole pages. For a column of a page, they would transpose the cells of all layers, and do so again to
+    attend.
     """
     S, Q, G, d = k_SQGd.shape
     P, run = cache.k.shape[4], min(_RUN, Q)

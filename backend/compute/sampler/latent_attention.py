@@ -1,9 +1,9 @@
 """Latent attention in the sampler: the cache stores latents, which are never expanded to the heads' keys and values.
 
-A score is q . (K c) = (K^T q) . c, and the output of a head is the sum of w (V c) = V (sum of w c). The matrix that
-expands latents to keys and values is multiplied into queries and outputs instead (DeepSeek V2, arXiv 2405.04434,
-section 2.1.2). All heads share one key, whose first part is their value. An adapter of that matrix is multiplied in
-the same way; for queries its B comes first.
+A score is q . (K c) = (K^T q) . c, and the output of a head is the sum of w (V c) = V (sum of w c). Instead, queries
+and outputs are multiplied by the matrix that expands latents to keys and values (DeepSeek V2, arXiv 2405.04434, section
+2.1.2). All heads share one key, and its first part is their value. An adapter of this matrix is multiplied in the same
+way. For queries, its B comes first.
 
 Letters: S rows, Q tokens, H heads, K columns of the stack of adapters, c a latent's width. Per head: p dimensions
 without rotation, r with rotation, v of values.
@@ -43,7 +43,7 @@ def attend_latents(
     latent: the shapes. mesh: splits heads over WEIGHTS, if their number is divisible. attend: attends over the cache,
     with one key-value head. columns_S2 int32, width: each row's columns of the stack, and their number. q_SQHp, q_SQHr:
     the parts of queries without and with rotation. c_SQc: latents. k_SQr: the rotated part of keys. kv_b: the matrix
-    [H * (p + v), c]. pair: of its adapters, A [K, c] and B [K, H * (p + v)].
+    [H * (p + v), c]. pair: the adapters' pair for kv_b, A [K, c] and B [K, H * (p + v)].
     """
     H, p = q_SQHp.shape[2:]
     keys_Hpc, values_Hvc, key_scale, value_scale = _halves(kv_b, H, p, q_SQHp.dtype)
@@ -55,7 +55,7 @@ def attend_latents(
         # Not a product with 0, because an overflow in the columns of another row's adapter must not become NaN here.
         q_SQHK = jnp.where(own, low_SQHK, 0)
         q_SQHc = q_SQHc + pair.multiply(lambda part: jnp.einsum("sqhk,kc->sqhc", q_SQHK[..., part], pair.A[part]))
-    # `attend` scales queries by the width of its keys. The right scale is that of a head's dimensions.
+    # `attend` scales queries by the width of its keys. The correct scale uses the dimensions of a head.
     scale = jnp.asarray((latent.cell / (latent.plain + latent.rotary)) ** 0.5, q_SQHc.dtype)
     q = jnp.concatenate([q_SQHc, q_SQHr], axis=-1) * scale
     c_SQ1c = c_SQc[:, :, None]

@@ -66,7 +66,7 @@ class SamplerModel:
         cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are. pool: the
         pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. kv_cache: the
         format of the pages. host_decides: as in `Platform`. most_ahead: the most slots of a chunk, if a chunk is
-        dispatched before the last one is read; None: each chunk is read first. tower: for models with images.
+        dispatched before the previous chunk is read; None: each chunk is read first. tower: for models with images.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self.params, self._pool, self._width = params, pool, pool.pages_for(max_context)
@@ -79,7 +79,7 @@ class SamplerModel:
         """Start again with a cache of zeros."""
         if self._images is not None:
             self._images.clear()
-        self.cache: KVCache | None = None  # free its memory before the next one is made
+        self.cache: KVCache | None = None  # free its memory before the next cache is made
         self.last_piece: PieceScores | jax.Array | None = None  # ready when the last prefill dispatch is computed
         self.cache = empty_cache(self.cfg, self.mesh, *cache_shape(self._pool, self.params, self._kv_cache))
 
@@ -99,7 +99,7 @@ class SamplerModel:
         if self._images is not None and len(group.jobs) == 1:
             images, encoded = self._images.piece(group.jobs[0], group.rows, size, start)
         for job in group.jobs:
-            if job.sequences:  # otherwise the request is gone, and its row writes nothing
+            if job.sequences:  # otherwise the request was removed, and its row writes nothing
                 owned = self._pool.own_state(job.table)
                 assert owned, "there are fewer states than prompts"
         piece = replace(
@@ -127,7 +127,7 @@ class SamplerModel:
         return group.rows * size + encoded
 
     def _computed(self, widths: Widths, piece: Piece) -> PieceScores | None:
-        """Dispatch a piece. Returns its scores on the devices; None if none are wanted and the host knows this."""
+        """Dispatch a piece. Returns its scores on the devices; None if the host decided that no scores are wanted."""
         params, lora, cache = self.params, self.snapshots.lora, self._copied_cache()
         if not self._host_decides:
             self.cache, scored = prefill(self.cfg, self.mesh, widths, params, lora, cache, piece)

@@ -1,20 +1,20 @@
-"""The pages of the KV cache on the host: their users, the free pages, and the prompts that they still hold.
+"""The pages of the KV cache on the host: their users, the free pages, and the prompts that free pages still hold.
 
 A sequence has a page table. Pages are shared by reference: the tables of samples of one prompt, and of prompts with a
 common beginning, contain the same pages. A page with several users, or with a key, is copied before a sequence writes
-to it. A page keeps its key after its last user is gone, until the page is reused. The least recently used page is
-reused first. The free pages are therefore the prefix cache.
+to it. After its last user is gone, a page keeps its key until the page is reused. The least recently used page is
+reused first. So the free pages are the prefix cache.
 
     free --reserve--> one user --fork--> several users --release--> free (with its key, if it has one)
 
-Layers with linear attention have no pages. They keep one state for each sequence. States are in their own pool, as
-pages of one position, and belong to page tables. A table that writes positions gets its own state; until then, forks
-share the state. A state with a key is the state of a prompt after some token. The pool keeps it until it is reused.
+Layers with linear attention have no pages, but one state for each sequence. States are in their own pool, as pages of
+one position, and belong to page tables. Forks of a table share its state, until a table writes positions and gets its
+own state. A state with a key is the state of a prompt after some token. The pool keeps it until it is reused.
 
-Page 0 of each shard contains zeros and is never written. It replaces pages that a sequence does not have, and released
-pages behind the window of all layers. Pages that may contain NaN or infinity are overwritten with zeros before reuse.
-This module has no device arrays: `pop_copies` returns the copies that the devices must make. Every process of a group
-uses the same pages.
+Page 0 of each shard contains zeros and is never written. It replaces pages that a sequence lacks, and released pages
+before the window of all layers. Pages that may contain NaN or infinity are overwritten with zeros before reuse. This
+module has no device arrays: `pop_copies` returns the copies that the devices must make. Every process of a group uses
+the same pages.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PagePool:
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._tainted: set[int] = set()  # may contain NaN or infinity
-        self._unverified: set[int] = set()  # likewise, but have a key, and only requests of its scope read them
+        self._unverified: set[int] = set()  # likewise, but only requests of the key's scope read them
         self._copies: list[PageCopy] = []
 
     # ------------------------------------------------------------------ what it holds
@@ -120,7 +120,8 @@ class PagePool:
     def reserve(self, table: PageTable, start: int, end: int, *, spare: int = 0) -> bool:
         """Let the sequence write positions [start, end): add missing pages, and copy shared pages.
 
-        False, without any change: fewer than `spare` pages of the shard would stay free, or no state is free.
+        Returns False, and changes nothing, if fewer than `spare` pages of the shard would stay free, or no state is
+        free.
         """
         first, last = start // self.page, self.pages_for(end) if start < end else 0
         shared = [
@@ -163,7 +164,7 @@ class PagePool:
             return
         for place in reversed(range(max(0, start - self._window + 1) // self.page)):
             if not self._is_own(table.pages[place]):
-                return  # all earlier ones are also gone
+                return  # all earlier pages are also released
             self._release(table.pages[place])
             table.pages[place] = table.shard * self.pages
 
@@ -175,7 +176,7 @@ class PagePool:
         for page in filter(self._is_own, table.pages[tainted_from:] if tainted_from is not None else ()):
             self._tainted.add(page)
             self._remove_key(page)
-        # A page of a prompt is useless without the earlier pages, so the first pages are kept longest.
+        # A page of a prompt is useless without the earlier pages, so earlier pages are kept longer.
         for page in filter(self._is_own, reversed(table.pages)):
             self._release(page)
         table.pages.clear()
@@ -250,7 +251,7 @@ class PagePool:
             self._remove_key(page)
             if page in self._tainted:
                 continue
-            self._remove_key(self._page_of.get(key, page))  # of another page with this key
+            self._remove_key(self._page_of.get(key, page))  # another page has this key
             if unverified:
                 self._unverified.add(page)
             self._page_of[key], self._key_of[page] = page, key

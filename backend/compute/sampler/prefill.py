@@ -60,7 +60,7 @@ class Piece:
 def empty_piece(widths: Widths, rows: int, tokens: int, pages: int, *, states: bool) -> Piece:
     """Host arrays for a first piece of `rows` rows with `tokens` tokens each, without prompts and images.
 
-    widths: of the program. pages: in a row's table. states: whether the model has states.
+    widths: the program's widths. pages: the length of a row's table. states: whether the model has states.
     """
     return Piece(
         tokens_BQ=np.zeros((rows, tokens), np.int32),
@@ -82,7 +82,7 @@ def prefill(
 
     cfg, mesh: the base model's shape, and the devices. widths: how many scores of each kind the program computes.
     params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
-    cache must also be by layer. piece: the tokens of B rows. A row past its prompt's end writes keys that no query
+    cache must also be by layer. piece: the tokens of B rows. Beyond its prompt's end, a row writes keys that no query
     attends to.
     """
     queries = piece.queries
@@ -101,7 +101,8 @@ def prefill(
 def fill(
     cfg: ModelConfig, mesh: Mesh, params: Params, lora: Lora, cache: KVCache, piece: Piece
 ) -> tuple[KVCache, jax.Array]:
-    """`prefill` without scores, if the host decides. Returns the cache, and final hidden states [B, Q, D] for `score`.
+    """Like `prefill`, but without scores, if the host decides. Returns the cache, and final hidden states [B, Q, D] for
+    `score`.
 
     cfg, mesh, params, lora, cache, piece: see `prefill`.
     """
@@ -140,7 +141,7 @@ def score_piece(
     columns_B2: Array,
     queries: PieceQueries,
 ) -> PieceScores:
-    """The scores at every position of a piece, a few positions at a time: a prompt's logits never exist all together.
+    """The scores at every position of a piece, a few positions at a time, so that all logits never exist together.
 
     Q is a power of two. mesh: splits the rows. widths: how many scores of each kind the program computes. params,
     lora: the unembedding and the stack's pair for it. x_BQD: final hidden states. columns_B2 int32: each row's columns

@@ -20,10 +20,10 @@ from tinkerflow.backend.spec.commands import Int32
 class PrefillJob:
     """Sequences that continue the same tokens. All but the last token are prefilled; the last is decode's first input.
 
-    score: whether the request wants prompt scores that have yet to be computed. page: positions of a page. sizes: of
-    the pieces in which the job may be prefilled. table, row: its pages and its row in a group, once it is in one.
+    score: whether the request wants prompt scores that have yet to be computed. page: positions of a page. sizes: the
+    allowed sizes of the job's pieces. table, row: its pages and its row in a group, once it is in a group.
     cached_tokens: how many tokens these pages already contained. state_branch: how many tokens have cached pages, but
-    possibly no state. A state is kept there for the next prompt. kept_states: states after this many tokens, which
+    possibly no state. A state is kept there for the next prompt. kept_states: by number of tokens, the states that
     other prompts may continue.
     """
 
@@ -46,12 +46,12 @@ class PrefillJob:
 
     @property
     def positions(self) -> int:
-        """How many positions need pages when the job begins: after a preemption, twice as many as then."""
+        """How many positions need pages when the job begins: after a preemption, twice as many as at the preemption."""
         return max([self.length, *(min(each.most_cached, 2 * each.preempted_at) for each in self.sequences)])
 
     @property
     def alone(self) -> bool:
-        """Whether it needs its own group. Other jobs would wait for a long prompt, for images or for prompt scores."""
+        """Whether the job needs its own group. Other jobs would wait for a long prompt, images or prompt scores."""
         parent, long = self.parent, self.length > SHORT_PROMPT
         return long or bool(parent.request.images) or (self.score and widths_for([self]) != PLAIN)
 
@@ -70,8 +70,8 @@ class PrefillJob:
         """For each page of a prompt that is prefilled alone: a digest of the previous page, tokens, images, and pieces.
 
         Together with the weights, these determine the content of a page: every token up to the page's end, and the
-        pieces in which the tokens are computed. A cached page has exactly the bits that would be computed, and the rest
-        of the prompt is computed in the same pieces. A result does not depend on the content of the cache.
+        pieces in which the tokens are computed. A cached page has exactly the bits that would be computed, and the
+        remaining tokens are computed in the same pieces. So a result does not depend on the content of the cache.
         """
         tokens_T: Int32 = self.tokens_T[: self.length]
         digests, digest = [], b""
@@ -95,8 +95,8 @@ class PrefillJob:
     def keeps_state(self, border: int) -> bool:
         """Whether to keep the state at a border for other prompts.
 
-        These are the state at the last border shared by a longer prompt with this beginning, and the state where
-        prompts seem to branch.
+        Two states are kept: at the last border that a longer prompt with this beginning shares, and where prompts seem
+        to branch.
         """
         longer = {0, *accumulate(prefill_pieces(self.sizes, 2 * self.length + self.sizes[-2], 4 * self.capacity))}
         return border in (self.state_branch, max(set(self.borders) & longer & set(range(self.length + 1))))
@@ -117,10 +117,10 @@ class PrefillJob:
 
 @dataclass(eq=False)
 class PrefillGroup:
-    """Jobs that are prefilled together. rows: of the dispatch.
+    """Jobs that are prefilled together. rows: the number of rows of the dispatch.
 
-    scope: the requests that may share the prompt's pages, as of the group's start; None if the shapes in which the
-    prompt is computed depend on other jobs.
+    scope: the requests that may share the prompt's pages, as of the group's start; None if the shapes of the
+    computation depend on other jobs.
     """
 
     jobs: list[PrefillJob]
@@ -130,7 +130,7 @@ class PrefillGroup:
 
     @property
     def remaining(self) -> int:
-        """The number of tokens that the longest row still lacks."""
+        """The number of tokens that the longest row still needs."""
         return max((job.length for job in self.jobs), default=0) - self.start
 
     @property

@@ -17,7 +17,7 @@ class PromptPages:
         self._shapes, self._pool, self._slots = shapes, pool, slots
 
     def begin_group(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
-        """Form a group of the first of these waiting jobs, as many as there are pages for; None if for none."""
+        """Form a group of the first waiting jobs, as many as there are pages for; None if no job gets its pages."""
         cached, begun, emptiest = 0, 0, self._pool.emptiest_shard()
         for number, job in enumerate(jobs):
             tokens = self._reserve_prompt(job, scope_for(jobs), (emptiest + number) % self._pool.shards)
@@ -60,7 +60,7 @@ class PromptPages:
         spare = self._slots.pages_to_spare(job.table.shard)
         spare += len(job.sequences) if self._slots.sequences and job.positions == job.length else 0
         if not pool.reserve(job.table, cached, job.positions, spare=spare) and cached % pool.page:
-            # Possibly only the copy of the last cached page needs a page. Then that page is computed again.
+            # If only the copy of the last cached page lacks a page, that cached page is computed again.
             cached = max(end for end in ends if end <= cached // pool.page * pool.page)
             if pool.states and not (cached and scope and self._find_state(job, scope, cached)):
                 pool.release_state(job.table)
@@ -83,7 +83,7 @@ class PromptPages:
     def keep_prompt(self, job: PrefillJob, scope: PrefixScope) -> None:
         """Keep the pages and states of a prefilled prompt for other requests of `scope`."""
         keys = job.keys(scope)
-        if job.sequences[0].preempted_at:  # it shares only pages that it never writes to
+        if job.sequences[0].preempted_at:  # the sequence shares only pages that it never writes to
             keys = keys[: job.length // self._pool.page]
         self._pool.keep_prefix(keys, job.table)
         for border, table in [*job.kept_states, (job.length, job.table)]:

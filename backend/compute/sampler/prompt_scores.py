@@ -1,7 +1,8 @@
 """The scores that a request wants of its prompt: logprobs, most likely tokens, given tokens' logprobs, alternatives.
 
-On the host. `prefill.score_piece` computes them on the devices. The number of each is padded to one of a few widths
-(`Widths`), so that few programs are compiled. Requests that want only logprobs share one program.
+This file is the part on the host; `prefill.score_piece` computes the scores on the devices. The number of each is
+padded to one of a few widths (`Widths`), so that few programs are compiled. Requests that want only logprobs share one
+program.
 
 Letters: B rows, Q tokens of a piece, k top tokens, K given tokens, A alternatives, N rows of a result (all prompt
 tokens but the first).
@@ -143,5 +144,5 @@ def empty_queries(widths: Widths, rows: int, tokens: int) -> PieceQueries:
 
 
 def prompt_scores(request: SampleRequest, vocab: int) -> PromptScores | None:
-    """The collector of the scores of a request's prompt; None if it wants none."""
+    """The collector of the scores of a request's prompt; None if the request wants no scores."""
     return PromptScores(request, vocab) if request.prompt_logprobs or request.prompt is not None else None

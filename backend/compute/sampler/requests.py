@@ -57,10 +57,10 @@ class ActiveRequest:
     """A request in the sampler. Each of its samples is an `ActiveSequence`.
 
     snapshot: kept until the request is done, even if it is dropped meanwhile; None: the base model.
-    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: of each sequence. base:
-    the weights without a snapshot. done: finished sequences by index. recorded: the size of its samples' lists of
-    tokens, experts and supports so far, in bytes. scores: the scores of the prompt, if the request wants any.
-    cache_hit_tokens: tokens of the prompt that were cached when its prefill began; None before that.
+    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. max_tokens: the limit of each
+    sequence. base: the weights without a snapshot. done: finished sequences by index. recorded: the size of its
+    samples' lists of tokens, experts and supports so far, in bytes. scores: the scores of the prompt, if the request
+    wants any. cache_hit_tokens: tokens of the prompt that were cached when its prefill began; None before that.
     rotary_shift: how much a decoded token's rotary position exceeds its index, because of images.
     """
 
@@ -89,7 +89,7 @@ class ActiveRequest:
         return PrefixScope(self.request.owner, self.snapshot)
 
     def sampling_choice(self, vocab: int) -> tuple[float, int, float, float]:
-        """How its tokens are drawn, in the order of `sampling.Choice`. vocab: of the model."""
+        """How its tokens are drawn, in the order of `sampling.Choice`. vocab: the size of the model's vocabulary."""
         request = self.request
         top_k = min(request.top_k, vocab)
         return normal_temperature(request.temperature), top_k, normal_top_p(request.top_p), request.min_p
@@ -102,9 +102,9 @@ class ActiveRequest:
     def image_key(self, start: int, end: int, pieces: Sequence[tuple[int, int]]) -> bytes:
         """The images that affect the keys and values at positions [start, end) of the prompt, for a digest.
 
-        These are the images that begin there. Pieces with images run a different program, so the digest also covers
-        which pieces have images. pieces: (start, end) of the prefill pieces that compute these positions. Empty if
-        there are no images up to there.
+        These are the images that begin at these positions. Pieces with images run a different program, so the digest
+        also covers the list of pieces with images. pieces: (start, end) of the prefill pieces that compute these
+        positions. Empty if there are no images before `end`.
         """
         with_images = [any(image.start < stop for image in self.request.images) for _, stop in pieces]
         if not any(with_images):
@@ -134,10 +134,10 @@ class ActiveSequence:
 
     top: k candidates at every token so far. routes, supports, weights: as in the result. table: the pages, while it
     decodes. prompt_pages: the prompt's pages, if pages of `table` are copies of them, until a chunk is decoded. Before
-    that, they may contain NaN. unverified_from: no chunk was decoded from the table's pages from this place on, so they
-    may contain NaN; None after a chunk. preempted_at: the most tokens, with the prompt, at which the sequence had to
-    leave its slot before its end; 0: never. matcher: the state in the request's constraint, if any. in_flight: tokens
-    that were requested from the devices and that the host has not read. The sequence may have ended before them.
+    that, the pages may contain NaN. unverified_from: the place in the table from which on no chunk was decoded, so that
+    the pages may contain NaN; None after a chunk. preempted_at: the most tokens, with the prompt, at which the sequence
+    had to leave its slot before its end; 0: never. matcher: the state in the request's constraint, if any. in_flight:
+    tokens that were requested from the devices, but not read by the host. The sequence may end before them.
     """
 
     parent: ActiveRequest
@@ -191,7 +191,8 @@ class ActiveSequence:
     def reset(self, *, again: bool) -> None:
         """Drop its pages, and forget dispatches that the host has not read.
 
-        again: also forget its tokens, unless they come from other weights. Equal random numbers draw the same ones.
+        again: also forget its tokens, unless they come from other weights. Equal random numbers draw the same tokens
+        again.
         """
         steps: set[int | None] = {step for _, step in self.weights}
         if again and (steps or {None}) == {self.parent.step}:
@@ -222,8 +223,8 @@ class ActiveSequence:
     ) -> bool:
         """Append decoded tokens up to the end of the sequence. Returns whether it has ended.
 
-        tokens, logprobs: of one chunk. top: the candidates at each of the tokens, if the request wants any.
-        routes_Nn, supports: the experts behind each token, and the tokens' supports, likewise.
+        tokens, logprobs: one chunk's. top: the candidates at each token, if the request wants them. routes_Nn,
+        supports: the experts and the support of each token, if they are wanted.
         """
         self.unverified_from = None
         if top is not None:

@@ -46,7 +46,7 @@ from tinkerflow.backend.spec.commands import (
 
 log = logging.getLogger(__name__)
 
-_BUDGET_PIECES = 2  # of the largest size, whose tokens one step prefills at most
+_BUDGET_PIECES = 2  # pieces of the largest size: the most that one step prefills
 
 
 class Sampler:
@@ -70,11 +70,11 @@ class Sampler:
         """Create an idle sampler.
 
         cfg, params: the base model. mesh: the devices of `params`. config: slots, chunk, context and the number of
-        resident snapshots. pages: of each shard of the KV cache, including the page of zeros. states: how many
-        sequences' states each shard holds for layers with linear attention. snapshot_bytes: how much of each device
-        resident snapshots may use; None: no limit. page: positions of a page, a multiple of 32. prefill_budget: prompt
-        tokens, including padding, that one step prefills; None: the tokens of two of the largest pieces. tower: for
-        models with images. weights: names `params` in errors.
+        resident snapshots. pages: of each shard of the KV cache, including the page of zeros. states: how many states
+        of layers with linear attention each shard holds. snapshot_bytes: how much of each device resident snapshots may
+        use; None: no limit. page: positions of a page, a multiple of 32. prefill_budget: prompt tokens, including
+        padding, that one step prefills; None: the tokens of two of the largest pieces. tower: for models with images.
+        weights: names `params` in errors.
         """
         self._cfg, self._config = cfg, config
         sizes = platform().prefill_tokens
@@ -128,7 +128,7 @@ class Sampler:
             kv_cache=config.kv_cache,
             tower=tower,
         )
-        # Linear attention cannot return to the state before a wrong draft, nor can an unread dispatch.
+        # Neither linear attention nor an unread dispatch can return to the state before a wrong draft.
         may_draft = config.drafts and not states and not runs_ahead
         self.drafts = Drafts(shapes, self.pages) if may_draft else None
         self._answers = Answers(self.pages, shapes)
@@ -179,13 +179,13 @@ class Sampler:
         self.snapshots.publish(snapshot_id, lora, spec, step)
 
     def snapshot_host_bytes(self, snapshot_id: str) -> int | None:
-        """The host memory of a snapshot once it is evicted from the devices; None if none is ever evicted."""
+        """The host memory of a snapshot after its eviction from the devices; None if snapshots are never evicted."""
         return None if self.snapshots.most_resident is None else self.snapshots.find(snapshot_id).nbytes
 
     def rename_snapshot(self, snapshot_id: str, to_id: str, *, recompute: bool = False) -> None:
         """Rename a snapshot, replacing any snapshot `to_id`. Requests for the old `to_id` continue with this one.
 
-        recompute: whether to recompute their keys and values. NotFoundError: there is none to rename.
+        recompute: whether to recompute their keys and values. NotFoundError: there is no snapshot to rename.
         """
         self._chunks.read_in_flight()  # these tokens come from the old weights
         self._scheduler.switch_snapshot(self.snapshots.rename(snapshot_id, to_id), recompute=recompute)
@@ -209,7 +209,7 @@ class Sampler:
         self._become_idle()
 
     def replace_weights(self, load: Callable[[], Params], step: int) -> None:
-        """Sample from the weights that `load` returns, after `step` optimizer steps. The old ones are freed before.
+        """Sample from the weights that `load` returns, after `step` optimizer steps. The old weights are freed first.
 
         Requests begin again with the tokens that they have. All results of other weights are dropped.
         """
@@ -249,10 +249,11 @@ class Sampler:
         return SampleProgress(tuple(finished), scheduler.active, scheduler.waiting, streamed, self._answers.waiting)
 
     def _fail_step(self, failure: str) -> None:
-        """Answer the requests whose step failed. If memory ran out, only the newest of them; the others wait again.
+        """Fail the requests of a failed step. If memory ran out, only the newest request fails, and the others wait
+        again.
 
-        No request is answered if all requests of the dispatch are answered or cancelled. The cache is lost with its
-        donated buffers. The snapshots are kept.
+        No request fails if all requests of the dispatch are answered or cancelled. The cache is lost with its donated
+        buffers. The snapshots are kept.
         """
         if OUT_OF_MEMORY in failure:
             failed = [parent.id for parent in self._batch.dispatched if self._scheduler.has_request(parent.id)][-1:]
@@ -272,7 +273,7 @@ class Sampler:
 
     def _admit(self, request: SampleRequest) -> None:
         if self._scheduler.has_request(request.request_id):
-            return  # sent twice: a single result answers both
+            return  # sent twice: a single result answers both requests
         try:
             parent, sequences = self.admission.begin(request)
         except UserError as error:
@@ -282,7 +283,7 @@ class Sampler:
         self._answers.turn(parent)
 
     def _become_idle(self) -> None:
-        """Reset all state that depends on past requests, so that the shapes of later ones do not depend on it."""
+        """Reset all state that depends on past requests, so that the shapes of later requests do not depend on them."""
         self._forget_dispatches()
         self._scheduler.reset_shares()
 

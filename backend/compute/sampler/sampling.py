@@ -35,13 +35,13 @@ _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 class Choice:
     """How each row draws: temperature_S float32, 0: greedy; top_k_S int32, -1: off; top_p_S float32, 1: off.
 
-    min_p_S float32, 0: off: the least probability a token may have, as a share of the most likely token's (Nguyen et
-    al., arXiv 2407.01082).
+    min_p_S float32, 0: off: a token's smallest allowed probability, relative to the most likely token's probability
+    (Nguyen et al., arXiv 2407.01082).
 
     A temperature above 0 and a top_p are normal numbers: see `normal_temperature` and `normal_top_p`.
 
-    filters: whether the program draws tokens and applies top-k, top-p and min-p, or only draws. None: the devices find
-    out whether any row needs either. The tokens are the same.
+    filters: whether the program applies top-k, top-p and min-p before it draws tokens. None: the devices find out
+    whether any row draws, and whether any row filters. The tokens are the same.
     """
 
     temperature_S: Array
@@ -63,7 +63,7 @@ class Choice:
 
 @flax.struct.dataclass
 class SupportRows:
-    """The tokens from among which each row was drawn; see `spec.supports`.
+    """The tokens from which each row was drawn; see `spec.supports`.
 
     tokens_Ss int32: their ids, s = MOST_SUPPORTED, padded with -1. A row of only -1 is the whole vocabulary, or more
     than s tokens. log_mass_S float32: the log of their probability under the full untempered softmax; 0 for such a row.
@@ -80,12 +80,12 @@ class UniformStream:
     """
 
     def __init__(self, seed: int, index: int) -> None:
-        """seed: up to 64 bits; negative numbers as two's complement. index: of the sample in its request."""
+        """seed: up to 64 bits; negative numbers as two's complement. index: the sample's index in its request."""
         self._bits = np.random.Philox(key=(seed & (2**64 - 1)) | index << 64)
         self._ready = np.zeros(0, np.float32)  # generated, but not returned yet
 
     def draw(self, count: int) -> Float32:
-        """The next `count` numbers, float32 in (0, 1): never 0 or 1, which are outside every token's share."""
+        """The next `count` numbers, float32 in (0, 1). They are never 0 or 1, which are outside every token's share."""
         if len(self._ready) < count:
             raw = self._bits.random_raw(max(count, _BATCH)) >> np.uint64(41)
             new = np.asarray((raw.astype(np.float64) + 0.5) * 2.0**-23, np.float32)
@@ -104,7 +104,7 @@ def normal_temperature(temperature: float) -> float:
 
 
 def normal_top_p(top_p: float) -> float:
-    """The top_p, raised to at least the smallest normal float32, which still keeps the most likely token."""
+    """The top_p, or the smallest normal float32 if top_p is smaller. Both keep the most likely token."""
     return max(top_p, _TINY)
 
 
@@ -130,7 +130,7 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 [S] and their logprobs float32 [S] under the full untempered softmax of `logits_SV`.
 
-    Temperature is applied first, then min-p, then top-k, then top-p to the remaining tokens. choice: of each row.
+    Temperature is applied first, then min-p, then top-k, then top-p to the remaining tokens. choice: each row's choice.
     uniform_S: each row's random number. wanted_SV: the logits to draw from; None: `logits_SV`.
     """
     tokens_S, logprobs_S, _ = _sample(logits_SV, choice, uniform_S, wanted_SV, supports=False)
@@ -140,7 +140,7 @@ def sample(
 def sample_with_supports(
     logits_SV: jax.Array, choice: Choice, uniform_S: jax.Array, wanted_SV: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, SupportRows]:
-    """The result of `sample`, and the tokens from among which each row was drawn (all tokens without a filter)."""
+    """The result of `sample`, and the tokens from which each row was drawn (all tokens without a filter)."""
     tokens_S, logprobs_S, supports = _sample(
         logits_SV, replace(choice, filters=True), uniform_S, wanted_SV, supports=True
     )
@@ -199,9 +199,9 @@ def _supports(weights_SV: jax.Array, choice: Choice, logits_SV: jax.Array, sprea
 
 
 def filtered(weights_SV: jax.Array, choice: Choice) -> jax.Array:
-    """Set weights to 0 below min_p, then outside the top k, then outside the smallest set with top_p of the rest.
+    """Set weights to 0 below min_p, then outside the top k, then outside the smallest set with top_p of what remains.
 
-    weights_SV: in [0, 1], 1 for the most likely token. Weights equal to the last one kept are also kept.
+    weights_SV: in [0, 1], 1 for the most likely token. Weights equal to the smallest kept weight are also kept.
     """
     k_S = jnp.where(choice.top_k_S >= 0, choice.top_k_S, 2**31 - 1)
 

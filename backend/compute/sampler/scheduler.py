@@ -1,14 +1,16 @@
-"""The sampler's state on the host, without device arrays: which requests wait, are prefilled, decode, or are done.
+"""The sampler's state on the host, without device arrays: the requests that wait, are prefilled, decode, or are done.
 
     waiting --next_group--> prefilling --start_group--> decoding in a slot --append--> finished
      | ^---------------------- reserve_pages (no page is free) --'              ^
      '--next_short_group--> done within a chunk, without the batch -------------'
 
-A prompt is prefilled when its pages are free, plus one for each sequence that decodes. Sequences get pages as they
-grow. When pages run out, the youngest sequence returns to the queue. It joins again when pages for twice its tokens are
-free, and reserves them, so few sequences are preempted twice. Most end long before their limit: with pages up to there,
-a fifth as many sequences would decode. Its tokens so far are prefilled, or drawn again if results must not depend on
-the batch (`Shapes.invariant`), because decode rounds differently from prefill.
+A prompt is prefilled when its pages are free, plus one page for each sequence that decodes. Sequences get pages as they
+grow. Most sequences end long before their limit: if pages were reserved up to the limit, a fifth as many sequences
+would decode.
+
+When pages run out, the youngest sequence returns to the queue. It joins again when pages for twice its tokens are free,
+and reserves them, so few sequences are preempted twice. Its tokens so far are prefilled. If results must not depend on
+the batch (`Shapes.invariant`), they are drawn again instead, because decode rounds differently from prefill.
 
 Projects share the slots fairly (`waiting`). All decisions depend only on commands and on tokens that were read, so
 every process of a group makes the same decisions.
@@ -45,7 +47,8 @@ class Scheduler:
     """All requests: waiting, in prefill, or decoding."""
 
     def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool, fits: Fits = lambda _: True) -> None:
-        """Start without requests. shapes: of dispatches. max_slots: the most sequences that decode. pool: the pages.
+        """Start without requests. shapes: sizes of dispatches. max_slots: the most sequences that decode. pool: the
+        pages.
 
         fits: whether an invariant batch may contain these snapshots (None: the base model).
         """
@@ -100,7 +103,7 @@ class Scheduler:
         """Queue sequences of a request with equal tokens so far, in jobs of at most as many sequences as slots."""
         self._requests[parent.id] = parent
         score, tokens_T = parent.scores is not None and not sequences[0].tokens, sequences[0].all_tokens()
-        for begin in range(0, len(sequences), self._max_slots):  # other projects' requests come in between
+        for begin in range(0, len(sequences), self._max_slots):  # other projects' requests may come in between
             part = deque(sequences[begin : begin + self._max_slots])
             self.waiting_jobs.add(self._job(tokens_T, part, score=score and begin == 0))
 
@@ -138,7 +141,7 @@ class Scheduler:
                     self._prefill_again(parent)
 
     def _prefill_again(self, parent: ActiveRequest) -> None:
-        """Requeue the sequences of a request that have pages, ahead of all others: their project has already paid."""
+        """Requeue a request's sequences with pages, ahead of all others, because their project has already paid."""
         decoding = [sequence for sequence in self.slots.sequences if sequence.parent is parent]
         again = [self._job(sequence.all_tokens(), deque([sequence]), score=False) for sequence in decoding]
         prefilling = [job for job in self.group.jobs if job.parent is parent and job.sequences] if self.group else []
@@ -202,7 +205,8 @@ class Scheduler:
         return self.group
 
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
-        """Waiting requests with short prompts and at most `most_tokens` tokens, which overtake and need no slot.
+        """Waiting requests with short prompts and at most `most_tokens` tokens. They overtake other requests and need
+        no slot.
 
         At most `most_sequences` sequences, and as many as a shard has slots, because all may be in one shard. None if
         no such request is waiting, or if there are no other requests.

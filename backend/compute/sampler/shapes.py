@@ -1,7 +1,7 @@
 """The few shapes of the sampler's programs: the numbers of slots, and of prompt tokens, in one dispatch.
 
-Sizes grow by factors of four, because each costs a compilation. On CPUs, where a few rows already keep the devices
-busy, an unused slot costs time, so slots grow by factors of two.
+Sizes grow by factors of four, because each size costs a compilation. On CPUs, a few rows already keep the devices busy
+and an unused slot costs time, so slots grow by factors of two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tinkerflow.backend.compute.platforms import CPU, RANK_COLUMNS
 
 SHORT_PROMPT = 128  # prompts of up to this many tokens are prefilled together, longer prompts alone
 PREFILL_ROWS = (1, 4, 16)
-INVARIANT_COLUMNS = 128  # in the smallest stack of a batch-invariant sampler: four adapters of rank 32
+INVARIANT_COLUMNS = 128  # columns of the smallest stack of a batch-invariant sampler: four adapters of rank 32
 LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of all earlier tokens
 _FACTOR = 4
 _FEW_SLOTS = 4  # a step of two slots takes nearly as long as a step of four
@@ -41,13 +41,14 @@ class Shapes:
 
     @property
     def slots_of_one_token(self) -> tuple[int, ...]:
-        """The sizes of a one-token dispatch, if that has its own programs: every second size, including the largest."""
+        """The sizes of a one-token dispatch, if it has its own programs: every second size, including the largest."""
         return self.slots[::-2][::-1]
 
     def together(self, prompts: int) -> int:
         """How many of `prompts` prompts to prefill together: all, unless more than an eighth of the rows would be idle.
 
-        On CPUs 16 rows of 32 tokens take 700 CPU-ms, 4 take 204 and one 83; and a prompt alone gets larger pieces.
+        On CPUs, 16 rows of 32 tokens take 700 CPU-ms, 4 rows 204 and one row 83. Besides, a prompt alone gets larger
+        pieces.
         """
         prompts = min(prompts, self.most_prompts)
         if not self.rows_are_dear or 8 * prompts >= 7 * at_least(self.rows, prompts):
@@ -104,7 +105,7 @@ def prefill_piece(sizes: tuple[int, ...], *, alone: bool, start: int, remaining:
 def prefill_pieces(sizes: tuple[int, ...], tokens: int, capacity: int) -> list[int]:
     """The sizes of all pieces of a prompt that is prefilled alone.
 
-    sizes: ascending. tokens: of the prompt. capacity: the positions of its pages.
+    sizes: ascending. tokens: the prompt's length. capacity: the positions of its pages.
     """
     pieces: list[int] = []
     while (start := sum(pieces)) < tokens:
@@ -117,7 +118,7 @@ def prefill_pieces(sizes: tuple[int, ...], tokens: int, capacity: int) -> list[i
 def rank_columns(ranks: int) -> int:
     """The width of a stack of adapters whose padded ranks sum to `ranks`: 32, 128, 512 and so on.
 
-    Never 0: on CPUs the base model alone uses none of 32 columns, which costs a few percent, but no extra programs.
+    Never 0. On CPUs, the base model alone has 32 unused columns, which cost a few percent, but no extra programs.
     """
     width = RANK_COLUMNS
     while width < ranks:

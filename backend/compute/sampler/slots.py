@@ -1,4 +1,4 @@
-"""The sequences that decode: their slots and pages, and which sequences wait again when pages run out."""
+"""The sequences that decode, their slots and pages, and the choice of sequences that wait again when pages run out."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class DecodeSlots:
     ) -> tuple[int, SlotAssignment]:
         """Assign slots for a dispatch of these sequences. Returns the number of slots, and the slot of each sequence.
 
-        sizes: the possible numbers of slots; None: as in any dispatch.
-        The slots of a shard are contiguous, with the longest sequences first: CPUs attend to a few neighbors at a time.
+        sizes: the possible numbers of slots; None: as in any dispatch. The slots of a shard are contiguous. The longest
+        sequences come first, because CPUs attend to a few neighbors at a time.
         """
         longest = sorted(sequences, key=lambda sequence: -sequence.cached)
         shards = [[each for each in longest if each.table.shard == shard] for shard in range(self._pool.shards)]
@@ -85,8 +85,8 @@ class DecodeSlots:
     def reserve_pages(self, steps: int, order: Sequence[ActiveRequest]) -> list[ActiveSequence] | None:
         """Give each sequence pages for `steps` more tokens. Returns the sequences that had to leave for lack of pages.
 
-        The youngest leave first, and those that left before leave last. order: the requests, oldest first. None: tokens
-        must be read first, which may show that a sequence has ended.
+        The youngest sequences leave first, and sequences that left before leave last. Returns None if tokens must be
+        read first, because they may show that a sequence has ended. order: the requests, oldest first.
         """
         for sequence in self.sequences:
             if sequence.unverified_from is None:
@@ -112,8 +112,8 @@ class DecodeSlots:
     def remove(self, sequence: ActiveSequence, *, tainted: bool = False) -> None:
         """Free the slot and the pages of a sequence. tainted: its pages contain NaN or infinity.
 
-        Otherwise only pages without a decoded chunk may contain them, and pages that a chunk in flight writes. That
-        chunk is computed before any dispatch that reuses the pages.
+        Otherwise only pages without a decoded chunk, and pages that a chunk in flight writes, may contain them. The
+        chunk in flight is computed before any dispatch that reuses the pages.
         """
         self.sequences.remove(sequence)
         unverified = sequence.unverified_from

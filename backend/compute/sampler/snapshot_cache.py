@@ -51,7 +51,6 @@ class AdapterSnapshot:
 
     widths: the columns of the stack that it needs. lora: on the devices or on the host, with the scale folded into B,
     the rank padded with zeros to `widths`, in the dtype of the base weights. step: the optimizer steps of its weights.
-    the rank padded with zeros to `widths`, in the dtype of the base weights. step: the optimizer steps of its weights.
     """
 
     snapshot_id: str
@@ -72,7 +71,7 @@ class AdapterSnapshot:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns [start, end) of a snapshot in the stack; (0, 0) is the base model, which has none."""
+    """The columns [start, end) of a snapshot in the stack; (0, 0) is the base model, which has no columns."""
 
     start: int
     end: int
@@ -90,7 +89,7 @@ class _Stack:
 
 
 class SnapshotCache:
-    """Snapshots by id, and the stack. Equal in all processes of a group, which make the same calls."""
+    """Snapshots by id, and the stack. All processes of a group make the same calls, so their caches are equal."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class SnapshotCache:
         self._most_bytes = most_bytes
         self._plain = plain and not invariant
         self._invariant = invariant
-        self._unit = RANK_COLUMNS if invariant else 1  # a snapshot starts at a multiple of this, as it does alone
+        self._unit = RANK_COLUMNS if invariant else 1  # a snapshot starts at a multiple of this, as it would alone
         # The cached snapshots on the devices, least recently used first.
         self._resident: dict[AdapterSnapshot, None] = {}
 
@@ -151,7 +150,7 @@ class SnapshotCache:
         return snapshot_id in self._snapshots
 
     def rename(self, snapshot_id: str, to_id: str) -> AdapterSnapshot:
-        """Rename a snapshot, replacing any snapshot `to_id`. NotFoundError: there is none to rename."""
+        """Rename a snapshot, replacing any snapshot `to_id`. NotFoundError: there is no snapshot to rename."""
         old = self.find(snapshot_id)
         moved = replace(old, snapshot_id=to_id)
         if old in self._resident:
@@ -172,7 +171,7 @@ class SnapshotCache:
         self._resident.clear()
 
     def find(self, snapshot_id: str) -> AdapterSnapshot:
-        """The snapshot with this id. NotFoundError: never published, or dropped."""
+        """The snapshot with this id. NotFoundError: it was never published, or was dropped."""
         try:
             return self._snapshots[snapshot_id]
         except KeyError:
@@ -181,7 +180,7 @@ class SnapshotCache:
             ) from None
 
     def alive(self, snapshot: AdapterSnapshot | None) -> bool:
-        """Whether later requests may sample it, because it was neither dropped nor replaced. Always true for None."""
+        """Whether later requests may sample a snapshot: it was neither dropped nor replaced. Always true for None."""
         return snapshot is None or self._snapshots.get(snapshot.snapshot_id) is snapshot
 
     @property
@@ -191,7 +190,7 @@ class SnapshotCache:
 
     @property
     def lora(self) -> Lora:
-        """The stack: A [.., K, in] and B [.., K, out], or tuples of these by layer; without pairs while it has no K."""
+        """The stack: A [.., K, in] and B [.., K, out], or tuples of these by layer; without pairs while K is unset."""
         return self._stack.lora
 
     @property
@@ -215,7 +214,7 @@ class SnapshotCache:
     def use(self, wanted: Collection[AdapterSnapshot | None]) -> None:
         """Put every snapshot of `wanted` into the stack. Other snapshots stay while their columns are not needed.
 
-        Without snapshots the stack is empty, or absent if the base model has programs without one.
+        Without snapshots, the stack is empty, or absent if the base model has programs without a stack.
         """
         ordered = dict.fromkeys(snapshot for snapshot in wanted if snapshot is not None)
         if ordered or not self._plain:
@@ -250,7 +249,7 @@ class SnapshotCache:
     def _rebuild(self, snapshots: list[AdapterSnapshot]) -> None:
         width, divisor = self._shape(snapshots)
         widths = width, width // divisor
-        self._stack = _Stack()  # free its memory before the next one is made
+        self._stack = _Stack()  # free its memory before the next stack is made
         stack = empty_stack(self._cfg, self._mesh, widths, self._dtype, self._by_layer, self._invariant)
         self._stack = _Stack(width, divisor, stack)
         start = 0
@@ -306,7 +305,7 @@ def usual_spec(cfg: ModelConfig, rule: RankRule) -> LoraSpec:
 
 
 def divisor_of(cfg: ModelConfig, spec: LoraSpec) -> int:
-    """By what factor an adapter has fewer columns for experts, a power of two.
+    """The factor by which an adapter has fewer columns for experts, a power of two.
 
     At most the number of a token's experts and _RANK_UNIT, and 1 if the rank of experts is divided by less.
     """
@@ -329,8 +328,9 @@ def _divisor(widths: Widths) -> int:
 def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool = False) -> LoraApply:
     """The `LoraApply` in which row b uses columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs.
 
-    width: columns of the stack; None: as many as each pair has. A pair with a divided width has a part of them.
-    one_device: the rows are not split over several devices. If so, and with a width, a pair may be `OfLayer`.
+    width: columns of the stack; None: as many as each pair has. A pair with a divided width has fewer columns by the
+    same factor. one_device: the rows are not split over several devices. If so, and with a width, a pair may be
+    `OfLayer`.
     """
     updates, in_place = None, None
     if width is not None and one_device:
@@ -348,7 +348,8 @@ def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool
         def update(pair: LoraPair | OfLayer) -> jax.Array:
             whole = pair.stack if isinstance(pair, OfLayer) else pair
             own_BK = own_columns(columns_B2, whole, width)
-            # Not a product with 0: an overflow in the columns of another row's adapter must not become NaN here.
+            # Not a product with 0, because an overflow in the columns of another row's adapter must not become NaN
+            # here.
             if groups is None:
                 own = pair.own if isinstance(pair, OfLayer) else pair
                 own_BTK = jnp.where(own_BK[:, None, :], jnp.einsum("bti,ki->btk", x, own.A), 0)

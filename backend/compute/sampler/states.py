@@ -34,7 +34,7 @@ def empty_pool(cfg: ModelConfig, mesh: Mesh, states: int, dtype: str) -> DeltaSt
 
 
 def pool_sharding(cfg: ModelConfig, mesh: Mesh) -> DeltaState:
-    """A sharding for each array: states over fsdp, and heads over tensor if the axis divides the key heads."""
+    """A sharding for each array: states over fsdp, and heads over tensor if this axis divides the key heads."""
     assert cfg.delta is not None
     mesh = cache_mesh(mesh, cfg.split_heads)
     heads = TENSOR if cfg.delta.key_heads % mesh.shape[TENSOR] == 0 else None
@@ -43,7 +43,7 @@ def pool_sharding(cfg: ModelConfig, mesh: Mesh) -> DeltaState:
 
 
 def pin_pool(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None) -> DeltaState | None:
-    """The pool with its sharding pinned to the one that the next step expects."""
+    """The pool, pinned to the sharding that the next step expects."""
     if pool is None:
         return None
     pinned: DeltaState = jax.lax.with_sharding_constraint(pool, pool_sharding(cfg, mesh))
@@ -95,15 +95,15 @@ def scatter_states(
 ) -> DeltaState | None:
     """The pool, updated in place, with the rows' states. Rows without a state in the pool are dropped.
 
-    cfg, mesh: of the model. pool: None in models without states. rows: from `gather_states`. states_S int32: the place
-    of each row's state in the pool; 0: none.
+    cfg, mesh: the model and its devices. pool: None in models without states. rows: from `gather_states`. states_S
+    int32: the place of each row's state in the pool; 0: none.
     """
     if pool is None or rows is None:
         return None
 
     def local(part: jax.Array, own: jax.Array, states_S: jax.Array) -> jax.Array:
         outside_S = part.shape[1] + jnp.arange(len(states_S), dtype=jnp.int32)
-        # Declared unique, or a GPU would sort all numbers of all states to add them up in a fixed order.
+        # Declared unique, because a GPU would otherwise sort all numbers of all states to add them up in a fixed order.
         places_S = jnp.where(states_S == 0, outside_S, states_S)
         return part.at[:, places_S].set(own, mode="drop", unique_indices=True)
 

@@ -1,4 +1,4 @@
-"""The end of a sequence: at a stop token, or when its text contains a stop string. Host only, no JAX.
+"""The end of a sequence: at a stop token, or when its text contains a stop string. This file does not use JAX.
 
 A stop string may begin in one token and end in another, and a character may span several tokens. The text of new
 tokens is the text that decoding adds to the text of all earlier tokens.
@@ -27,7 +27,7 @@ class StopDetector:
         """decode: turns tokens into text, including special tokens; may be None without `strings`.
 
         prompt: the tokens before the sequence. SentencePiece's decoders drop the space before the first word of any
-        text, which is part of a sequence that continues another one.
+        text, but in a sequence that continues a text, this space belongs to the sequence.
         """
         self._tokens = tokens
         self._strings = strings
@@ -44,7 +44,7 @@ class StopDetector:
         return StopDetector(self._tokens, self._strings, self._decode, self._prompt)
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """Read the next tokens up to one that ends the sequence. Returns how many were read; None if none ends it."""
+        """Read the next tokens up to a token that ends the sequence. Returns how many were read; None if none does."""
         if not self._strings and self._tokens.isdisjoint(tokens):
             return None  # without decoding each token
         return next((count for count, token in enumerate(tokens, 1) if self.ends_with(token)), None)

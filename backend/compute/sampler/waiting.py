@@ -1,10 +1,11 @@
 """The queue of jobs that wait for prefill. Projects share it fairly, by sequences.
 
-All sequences count alike (`FairQueue`): a project that requests many waits behind the requests that other projects send
-meanwhile. Requests of one project are served in the order of arrival, with two exceptions. A request for few tokens may
-overtake (`Scheduler.next_short_group`). An interactive request goes ahead of its project's batch requests. It takes the
-place of the first of them, and they move back. No batch request is overtaken by more than `MOST_OVERTAKING` sequences,
-so none waits forever. A project cannot increase its share by declaring its requests interactive.
+All sequences count alike (`FairQueue`). A project that requests many sequences waits behind the requests that other
+projects send meanwhile. Requests of one project are served in the order of arrival, with two exceptions. A request for
+few tokens may overtake (`Scheduler.next_short_group`). An interactive request goes ahead of its project's batch
+requests. It takes the place of the first batch request, and the batch requests move back. No batch request is overtaken
+by more than `MOST_OVERTAKING` sequences, so no request waits forever. A project cannot increase its share by declaring
+its requests interactive.
 """
 
 from __future__ import annotations
