@@ -1,4 +1,4 @@
-"""The ancestry of training runs: the runs whose checkpoints they began with, and the runs that began with theirs."""
+"""The ancestry of training runs: the runs that gave a run its first checkpoint, and those that began with its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAVES = sa.select(col(Model.id), col(Model.state), _NUMBER.label("number"), _NE
 
 @dataclass(frozen=True)
 class RelatedRun:
-    """A run of an ancestry. name: "" if none. origin: the checkpoint that it began with; None: a base model."""
+    """A run of an ancestry. name: "" if it has none. origin: the checkpoint that it began with; None: a base model."""
 
     id: str
     name: str
@@ -42,10 +42,10 @@ class RunSaves:
 
 
 class Ancestries(Aggregate):
-    """The relation of runs to the runs whose checkpoints they began with."""
+    """The relation of runs to the runs that gave them their first checkpoints."""
 
     def before(self, run_id: str, owner: str | None) -> list[RelatedRun]:
-        """The run and at most MOST_BEFORE ancestors, oldest first, up to the first that the owner may not see."""
+        """The run and at most MOST_BEFORE ancestors, oldest first, as far back as the owner may see them."""
         found: list[RelatedRun] = []
         wanted: str | None = run_id
         with self._read() as connection:
@@ -67,7 +67,7 @@ class Ancestries(Aggregate):
         return [RelatedRun(row.id, row.name, row.origin) for row in rows]
 
     def saves(self, projects: Collection[str], *, live_only: bool) -> list[RunSaves]:
-        """The saves of each run of these projects, oldest run first. No projects: of all. One statement.
+        """The saves of each run of these projects, oldest run first. No projects: all projects. One statement.
 
         live_only: only runs that accept work.
         """

@@ -34,7 +34,7 @@ class Assets(Aggregate):
     """Uploaded images. NotFoundError in all methods: another project's image does not exist."""
 
     def begin(self, asset_id: str, owner: str, size: int, limits: Limits) -> AssetView:
-        """The row of an image, inserted if it is new. UserError if the project has reached a limit."""
+        """The row of an image, which is inserted if it is new. UserError: the project has reached a limit."""
         new = AssetView(id=asset_id, owner=owner, size_bytes=size, piece="", created_at=self._now())
         with self._write() as connection:
             lock_project(connection, owner)
@@ -80,7 +80,7 @@ class Assets(Aggregate):
         return {asset.id: asset for asset in self._views(AssetView, wanted)}
 
     def withdraw(self, asset_id: str, owner: str, key_id: str = "") -> None:
-        """Hide an image of the owner from requests. Uploading it again writes it again.
+        """Hide an image of the owner from requests. Uploading the image again stores it again.
 
         key_id: the deleting key, for the audit log.
         """

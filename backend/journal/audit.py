@@ -96,10 +96,10 @@ def write_event(
     purpose: str | None = None,
     details: Mapping[str, object] | None = None,
 ) -> None:
-    """Write an event in the caller's transaction, so that the entry is stored if and only if the change is.
+    """Write an event in the caller's transaction, so that the entry is stored if and only if the change is stored.
 
-    connection: of the caller's transaction. now: the time of the event. owner: the project that the log belongs to.
-    actor: the id of an API key, LOCAL_OWNER, SERVICE, or `command_line_actor()`. details: JSON values.
+    connection: the caller's transaction. now: the time of the event. owner: the project that the log belongs to. actor:
+    the id of an API key, LOCAL_OWNER, SERVICE, or `command_line_actor()`. details: JSON values.
     The details repeat the actor, model_id, tinker_path and purpose, because clients read them there.
     """
     named = {"model_id": model_id, "tinker_path": tinker_path, "purpose": purpose}
@@ -151,7 +151,7 @@ class Audit(Aggregate):
 
         key_hash: see keys.hash_key. The entry of a revoked key is in its project's log, and names the key. The entry of
         an unknown key belongs to no project, so only admins read it. After _REFUSALS_PER_HOUR entries in one hour,
-        nothing more is written: strangers must not fill the database.
+        nothing more is written, because strangers must not fill the database.
         """
         refused = (col(AuditEvent.event) == AuditedEvent.PROJECT_KEY_REFUSED, col(AuditEvent.at) > self._ago(3600))
         recent = sa.select(sa.literal(1)).where(*refused).limit(_REFUSALS_PER_HOUR).subquery()

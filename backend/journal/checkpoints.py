@@ -45,9 +45,9 @@ T = TypeVar("T")
 class CheckpointSaved:
     """A checkpoint was committed to the store under `path` (tinker://...). Another save to the path replaces its row.
 
-    run_id: the model it was saved from. size_bytes: the sum over its files. expires_at: timezone-aware; None: never.
-    attempt: the store's name for these bytes, "" if unknown; another save to the path changes it. created_at: the time
-    of the commit; None: now.
+    run_id: the saved model. size_bytes: the sum over its files. expires_at: timezone-aware; None: never. attempt: the
+    store's name for these bytes, "" if unknown; another save to the path changes it. created_at: the time of the
+    commit; None: now.
     """
 
     path: str
@@ -92,8 +92,8 @@ class CheckpointSaved:
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
         """Write the row and an entry in the audit log.
 
-        The row of an earlier save may be in the future, because the clock was set back. This row is then dated after
-        it, so that retention does not mistake it for an old one.
+        The row of an earlier save may be dated in the future, because the clock was set back. The new row then gets a
+        later date, so that retention does not mistake it for an old row.
         """
         of_kind = (col(Checkpoint.run_id) == self.run_id, col(Checkpoint.kind) == self.kind)
         last = connection.execute(sa.select(sa.func.max(col(Checkpoint.created_at))).where(*of_kind)).scalar()
@@ -153,8 +153,8 @@ class Page(Generic[T]):
 class BeforeSave:
     """Facts in the journal that a save needs before it writes a checkpoint.
 
-    run_metadata: of the training run. is_gone: an earlier checkpoint at this path was deleted or has expired, so the
-    name may be used again.
+    run_metadata: the training run's metadata. is_gone: an earlier checkpoint at this path was deleted or has expired,
+    so the name may be used again.
     """
 
     run_metadata: Mapping[str, str]
@@ -167,8 +167,8 @@ class SavedCheckpoints(Aggregate):
     def get(self, path: str, owner: str | None, *, access: str | None = None) -> CheckpointView:
         """The checkpoint at `path` if it is the owner's, public, or shared with the token that hashes to `access`.
 
-        A step of an owner's run with a history is also a checkpoint (`only_in_history`). If the run has made the step
-        again since its state was saved, the saved state no longer counts.
+        Each step of an owner's run with a history is also a checkpoint (`only_in_history`). If the run has repeated the
+        step since its state was saved, the saved state no longer counts.
         """
         now = self._now()
         step = CheckpointPath.parse(path).step if path.startswith("tinker://") else None
@@ -232,10 +232,10 @@ class SavedCheckpoints(Aggregate):
     def before_save(self, path: str, run_id: str) -> BeforeSave:
         """Facts for a save of the run `run_id` under `path`. NotFoundError: unknown run.
 
-        FencedError if another engine has taken the lease: it may have saved later states under the path.
+        FencedError if another engine has taken the lease, because it may have saved later states under the path.
         """
         there = sa.select(exists(self._now())).where(col(Checkpoint.path) == path).scalar_subquery()
-        with self._write(fenced=True, lasting=False) as connection:  # it only reads
+        with self._write(fenced=True, lasting=False) as connection:  # this only reads
             of_run = sa.select(col(Model.user_metadata), there).where(col(Model.id) == run_id)
             row = connection.execute(of_run).one_or_none()
         if row is None:
@@ -319,7 +319,7 @@ def mark_deleted(
 ) -> Sequence[sa.Row[Any]]:
     """Mark `which` checkpoints as deleted, in the caller's transaction. Returns their rows. Locks in order of paths.
 
-    Writes an event for each of them; actor and details as in `audit.write_event`.
+    Writes an event for each checkpoint; actor and details as in `audit.write_event`.
     """
     chosen = sa.update(Checkpoint).where(in_id_order(Checkpoint, *which))
     rows = connection.execute(chosen.values(deleted_at=now).returning(*columns(Checkpoint))).all()
@@ -353,7 +353,7 @@ def _of_step(connection: sa.Connection, path: str, step: int, owner: str | None,
     run = get_owned(connection, Model, CheckpointPath.parse(path).run_id, owner)
     if not has_history(connection, run):
         raise NotFoundError(f"checkpoint {path!r} does not exist: no history of its run was kept")
-    # If the run has not made the step itself but the next one, it began with the state after the step, or loaded it.
+    # If the run has made the next step but not this one, it began with the state after this step, or loaded that state.
     made = sa.exists().where(
         col(TrainingStep.model_id) == run.id,
         col(TrainingStep.step).in_((step, step + 1)),
@@ -379,7 +379,7 @@ def _of_step(connection: sa.Connection, path: str, step: int, owner: str | None,
 
 
 def _made_after(connection: sa.Connection, saved: CheckpointView, step: int) -> bool:
-    """Whether the run made the step, or the one after a loaded state of the step, after the state was saved."""
+    """Whether the run made the step, or loaded its state and made the next step, after the state was saved."""
     of_run = (col(TrainingStep.model_id) == saved.run_id, col(TrainingStep.seq_id) != UNMADE)
     for made in (step, step + 1):
         last = sa.select(sa.func.max(col(TrainingStep.at))).where(*of_run, col(TrainingStep.step) == made)

@@ -33,7 +33,7 @@ _LOSS = col(TrainingStep.loss) / sa.func.nullif(col(TrainingStep.weight), 0.0)
 
 
 def _mean(name: str) -> sa.ColumnElement[Any]:
-    """The mean over the tokens of the steps in which the figure was measured. name: the name of its column."""
+    """The mean of a figure over the tokens of the steps that measured it. name: the name of its column."""
     column = col(getattr(TrainingStep, name))
     tokens = sa.func.sum(sa.case((column.is_not(None), col(TrainingStep.tokens))))
     return sa.func.sum(column) / sa.func.nullif(tokens, 0)
@@ -91,8 +91,9 @@ class Trained:
 class StepFigures:
     """The figures of one step, or the means over neighboring steps up to this one.
 
-    loss: per unit of weight, with loss_low and loss_high as its range. kl to supported: the `DRIFT_FIGURES`.
-    tokens_per_second: since the previous point; None for the first. A figure that was not measured is None.
+    loss: per unit of weight, with loss_low and loss_high as its range. The fields from kl to supported:
+    `DRIFT_FIGURES`. tokens_per_second: since the previous point; None for the first. A figure that was not measured is
+    None.
     """
 
     step: int
@@ -121,7 +122,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Parting:
-    """Two runs compared. common: the last step that both made. first: the first step that differs; None: none does."""
+    """Two runs compared. common: the last step that both made. first: the first different step; None: there is none."""
 
     common: int
     first: int | None
@@ -142,7 +143,7 @@ class Curves(Aggregate):
             if not number:
                 return Curve((), 0)
             before = connection.execute(_TOKENS_BEFORE, shown).scalar_one() if steps[0] > 0 else 0
-            # In a run of few steps, each step is a point. In a run of many, sequence ids are spaced evenly.
+            # In a run of few steps, each step is a point. In a run of many steps, sequence ids are evenly spaced.
             width = 1 if number <= most else -(-(last - first + 1) // most)
             rows = connection.execute(_FIGURES, {**shown, "first": first, "width": width}).all()
         return Curve(tuple(_figures(rows)), number, before)

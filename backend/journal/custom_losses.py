@@ -152,8 +152,8 @@ class CustomLosses(Aggregate):
     ) -> dict[str, StabilityInfo]:
         """The records of these sequences of the session, by id. Reading a record keeps it for another day.
 
-        routes_of, supports_of: the base model whose routes and supports to return; None: return none.
-        NotFoundError: a sequence is unknown, too old, or of another session.
+        routes_of, supports_of: the base model for which routes and supports are returned; None: return none.
+        NotFoundError: a sequence is unknown, too old, or belongs to another session.
         """
         now = self._now()
         usable = (

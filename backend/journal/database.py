@@ -29,7 +29,7 @@ from tinkerflow.backend.core.disk import flush, make_folder, make_private, open_
 from tinkerflow.backend.core.errors import FencedError, JournalBusyError, NotFoundError, UserError
 
 BUSY_SECONDS = 30.0
-AWAY = (sa.exc.OperationalError, JournalBusyError)  # errors while the database is unavailable: retry
+AWAY = (sa.exc.OperationalError, JournalBusyError)  # errors while the database is unavailable; callers try again
 _UNWRITABLE = {  # by SQLSTATE; a server is read-only after a failover, for example
     "25006": "takes no writes at present",
     "25P03": "ended a transaction that paused for too long",
@@ -50,13 +50,13 @@ _IMPATIENCE = {
     "keepalives_count": "2",
     "tcp_user_timeout": "20000",
 }
-# Postgres's side. A process that cannot be reached any more, or that is stopped, must not keep its locks, because the
-# next engine would wait for them.
+# Settings of the Postgres server. A process that is unreachable or stopped must not keep its locks, because the next
+# engine would wait for them.
 _POSTGRES = (
     "SET idle_in_transaction_session_timeout = '15s'; SET tcp_keepalives_idle = 10; "
     "SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 2"
 )
-_AT_ONCE = 10_000  # SQLite takes 32,766 parameters
+_AT_ONCE = 10_000  # SQLite allows 32,766 parameters
 _BATCH = 500  # rows in one read if `matches` filters texts, which SQLite and Postgres compare differently
 PAGE_BYTES = 2**22  # the most text in one page of a list; longer texts mean fewer rows
 MOST_OF_SESSION = 10_000  # models (or samplers) in a session's list
@@ -66,7 +66,7 @@ _LEASE = sa.select(_PROCESS.c.epoch).where(_PROCESS.c.name == "engine").with_for
 
 T = TypeVar("T")
 Owned = type[Any]  # a table with the columns `id` and `owner`
-RowLock = Literal["share", "change"]  # of many transactions that read a row, or of one that may change it
+RowLock = Literal["share", "change"]  # for many transactions that read a row, or for one that may change it
 
 
 # ------------------------------------------------------------------ tables and their columns
@@ -96,7 +96,7 @@ class UtcDateTime(sa.types.TypeDecorator[datetime]):
             raise ValueError(f"datetime {value!r} has no time zone: the journal accepts only aware datetimes")
         try:
             return value.astimezone(UTC)
-        except OverflowError:  # the first or the last day of the calendar in another zone
+        except OverflowError:  # the calendar's first or last day, in another time zone
             return (datetime.min if value.year == 1 else datetime.max).replace(tzinfo=UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
@@ -139,7 +139,7 @@ class CutText(Text):
 
 
 class Json(sa.types.TypeDecorator[Any]):
-    """JSON of at most `most` bytes. TooLongError: more. none_as_null: None becomes NULL instead of JSON's null."""
+    """JSON of at most `most` bytes. TooLongError: it is longer. none_as_null: None becomes NULL, not JSON's null."""
 
     impl = sa.JSON
     cache_ok = True
@@ -168,7 +168,7 @@ def is_sqlite(url: str) -> bool:
 
 
 def driver_url(url: str) -> sa.URL:
-    """`url` with its driver: psycopg 3 for postgresql:// and postgres://, with _IMPATIENCE unless the URL sets others.
+    """`url` with its driver: psycopg 3 for postgresql:// and postgres://, with _IMPATIENCE as default options.
 
     `url` contains the literal path of an SQLite file. SQLAlchemy 2.1 would decode %20 in it, but 2.0 does not.
     """
@@ -244,7 +244,7 @@ class Database:
         """Open a write transaction. It commits at the end of the block, and rolls back after an exception.
 
         fenced: raise FencedError if this process has lost the engine's lease to another process. lasting: return after
-        the commit is on disk. Otherwise a power cut may lose it, but no later commit without it.
+        the commit is on disk. Otherwise a power cut may lose this commit, together with all later commits.
         JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS, its disk fails, or Postgres takes no
         writes.
         """
@@ -254,10 +254,10 @@ class Database:
             if fenced and self.epoch is not None:
                 check_lease(connection, self.epoch)
             yield connection
-        if lasting and self._log is not None:  # after the write lock is free, so that commits share a flush
+        if lasting and self._log is not None:  # after the write lock is released, so that commits share a flush
             try:
                 self._log.flush()
-            except OSError as error:  # such as a full disk; a caller that tries again finds the commit
+            except OSError as error:  # such as a full disk; a caller that tries again finds its commit
                 raise JournalBusyError(f"journal {self.url}: its last commit is not on disk yet ({error})") from error
 
     def close(self) -> None:
@@ -276,12 +276,12 @@ class Aggregate:
         self._publish = publish
 
     def _views(self, view: type[T], statement: sa.Select[Any]) -> list[T]:
-        """The rows of one statement as views, in a transaction of its own."""
+        """The rows of one statement as views, in a separate transaction."""
         with self._read() as connection:
             return [as_view(view, row) for row in connection.execute(statement)]
 
     def _column(self, statement: sa.Select[tuple[T]]) -> list[T]:
-        """The first column of a statement's rows, in a transaction of its own."""
+        """The first column of a statement's rows, in a separate transaction."""
         with self._read() as connection:
             return list(connection.execute(statement).scalars())
 
@@ -290,7 +290,7 @@ class Aggregate:
 
 
 def check_lease(connection: sa.Connection, epoch: int) -> None:
-    """FencedError unless `epoch` still holds the engine's lease. No one can take it until the transaction ends."""
+    """FencedError unless `epoch` still holds the engine's lease. No engine can take it until the transaction ends."""
     if connection.execute(_LEASE).scalar() != epoch:
         raise FencedError(f"another engine has taken over this journal: epoch {epoch} has ended and may not write")
 
@@ -307,7 +307,7 @@ def _make_private_file(file: Path) -> None:
     """Create an SQLite file that only its owner can read, or correct its mode. -wal and -shm get the same mode."""
     try:
         make_folder(file.parent)
-        with suppress(FileExistsError):  # do not open an existing file: closing it would release this process's locks
+        with suppress(FileExistsError):  # closing an existing file would release this process's locks
             open_private(file, "xb").close()
     except FileNotFoundError as error:  # in /proc, for example
         raise UserError(f"database '{file}': cannot be created ({error.strerror}): choose another folder") from error
@@ -331,9 +331,9 @@ def _set_up_postgres(connection: Any, _record: object) -> None:
     connection.commit()
 
 
-# Not an event listener: an engine with listeners looks them up several times in every statement.
+# Not an event listener, because an engine with listeners looks them up several times in every statement.
 def _begin_to_write(connection: sa.Connection) -> None:
-    # Take the write lock now: a read transaction that upgrades later fails without waiting (SQLITE_BUSY).
+    # Take the write lock now, because a read transaction that upgrades later fails without waiting (SQLITE_BUSY).
     try:
         _driver(connection).execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
@@ -360,7 +360,7 @@ def get_owned(
 
     This function alone decides access to sessions, models, samplers and requests. owner: None may access all rows.
     lock: lock the row against changes until the transaction of `connection` ends. A transaction that may change the row
-    must choose `change`: two that share the lock and then change the row would wait for each other.
+    must choose `change`. Two transactions that share the lock and then change the row would wait for each other.
     """
     found = connection.execute(_select_owned(table, lock), {"row_id": row_id, "as_owner": owner}).one_or_none()
     if found is None:
@@ -396,8 +396,9 @@ def newest_page(
 ) -> tuple[list[Row[Any]], bool]:
     """At most `limit` rows with PAGE_BYTES of text, newest first, and whether there are more.
 
-    connection: to read with. rows: of one table, which has `created_at`. key: the column that orders rows of the same
-    time. after: created_at and key of the previous page's last row. matches: an additional filter in Python, or None.
+    connection: to read with. rows: selects from one table, which has `created_at`. key: the column that orders rows of
+    the same time. after: created_at and key of the previous page's last row. matches: an additional filter in Python,
+    or None.
     """
     created_at, tie = rows.selected_columns["created_at"], rows.selected_columns[key]
     ordered = rows.order_by(created_at.desc(), tie.desc())

@@ -1,6 +1,6 @@
 """Effects of operations on models, and the ends of models and samplers, which fail the requests waiting for them.
 
-The ending functions and the effects return the topics to publish after the commit.
+Effects, and functions that end models or samplers, return the topics to publish after the commit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ModelLive:
 
 @dataclass(frozen=True)
 class ModelEnded:
-    """The model accepts no more work. Requests still waiting for it fail in the same transaction, with `detail`."""
+    """The model accepts no more work. Requests that wait for it fail in the same transaction, with `detail`."""
 
     model_id: str
     state: Literal[ModelState.LOST, ModelState.UNLOADED, ModelState.FAILED]
@@ -104,9 +104,9 @@ def end_models(
 ) -> list[str]:
     """End models that still accept work, and fail the requests that wait for them. Returns the topics.
 
-    connection: of the caller's transaction. model_ids: in any state; ended models are left unchanged. state, detail:
-    the final state and its reason. now: the time of the end. Unloaded models cannot be revived, so their requests are
-    no longer kept for replays.
+    connection: the caller's transaction. model_ids: models in any state; ended models are left unchanged. state,
+    detail: the final state and its reason. now: the time of the end. Unloaded models cannot be revived, so their
+    requests are no longer kept for replays.
     """
     topics: list[str] = []
     for model_id in model_ids:

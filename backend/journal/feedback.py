@@ -16,7 +16,7 @@ from tinkerflow.backend.journal.quotas import NO_LIMITS, Limits, count_kept, loc
 from tinkerflow.backend.journal.tables import FeedbackRow
 
 _AT_ONCE = 8  # rows fetched from the database at a time
-_MOST_CHARACTERS = 2**24  # of a page without its last row
+_MOST_CHARACTERS = 2**24  # characters of a page without its last row
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Histories: the requests of chosen runs are archived in the store, in segments, before their payloads are dropped.
 
-`Request.archives` is set when a request of such a run is submitted. It keeps payload and result in the journal until
-`record_segment` notes the segment that has them. Segments are consecutive, and only the last of a killed engine may
-have an object without a row.
+`Request.archives` is set when a request of such a run is submitted. The flag keeps the payload and the result in the
+journal until `record_segment` notes the segment that contains them. Segments are consecutive. If an engine is killed,
+only its last segment may have an object without a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkerflow.backend.journal.tables import IS_PENDING, TAKES_WORK, Model, Req
 from tinkerflow.backend.spec.history import Kind, PastRequest, Segment, digest
 
 MOST_REQUESTS = 1024  # in a segment
-MOST_BYTES = 2**24  # of payloads in a segment; a single larger request makes a segment of its own
+MOST_BYTES = 2**24  # of payloads in a segment; a larger request is a segment by itself
 _NO_BOUND = sa.literal(2**62, sa.BigInteger)
 _DUE_REQUESTS, _DUE_BYTES, _DUE_SECONDS = 256, 2**22, 300.0
 
@@ -38,7 +38,7 @@ class HistorySegment(Table, table=True):
 
 @dataclass(frozen=True)
 class HistoryRules:
-    """The histories of runs that ended `days` ago are deleted, as are the oldest of a project over `max_bytes`.
+    """Histories of runs that ended `days` ago are deleted, and a project's oldest histories if it exceeds `max_bytes`.
 
     0: no limit.
     """
@@ -65,7 +65,7 @@ class Histories(Aggregate):
     """The histories of training runs: the requests to archive next, and the segments in the store."""
 
     def due(self) -> list[str]:
-        """Ids of models whose answered requests fill a segment or are old, or that accept no more work."""
+        """Ids of models with old answered requests, with enough of them for a segment, or that accept no more work."""
         old = self._ago(_DUE_SECONDS)
         with self._read() as connection:
             waiting = connection.execute(_WAITING).all()
@@ -81,10 +81,11 @@ class Histories(Aggregate):
     def unarchived(self, model_id: str, *, after: int = -1, most_bytes: int = MOST_BYTES) -> list[PastRequest]:
         """The next requests to archive, in order: answered requests that precede every unanswered one.
 
-        after: only requests with a higher seq_id. most_bytes: of their payloads, unless the first alone exceeds it.
+        after: only requests with a higher seq_id. most_bytes: the limit of their payloads, unless the first payload
+        alone exceeds it.
         """
         of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after)
-        # Requests beyond next_seq were refused. While the model lives, earlier numbers may still come.
+        # Requests beyond next_seq were refused. While the model lives, requests with earlier numbers may still arrive.
         bound = sa.case((col(Model.state).in_(TAKES_WORK), col(Model.next_seq)), else_=_NO_BOUND)
         next_seq = sa.select(bound).where(col(Model.id) == model_id).scalar_subquery()
         pending = sa.select(sa.func.min(col(Request.seq_id))).where(*of_model, IS_PENDING).scalar_subquery()
@@ -142,7 +143,7 @@ class Histories(Aggregate):
             return {row.seq_id: row.step for row in connection.execute(steps.order_by(col(TrainingStep.seq_id)))}
 
     def clean_saves(self, model_id: str, last: int, limit: int = 20) -> dict[str, int]:
-        """The named saves of the training states that requests up to `last` left: their seq_ids by request id.
+        """The named saves of training states, in requests up to `last`: their seq_ids by request id.
 
         Newest first. Saves made while gradients were accumulated are left out, because a checkpoint contains no
         gradients.
@@ -177,7 +178,7 @@ class Histories(Aggregate):
             return {row.id: row.seq_id for row in connection.execute(saves)}
 
     def to_delete(self, rules: HistoryRules, limit: int = 20) -> list[str]:
-        """Ids of the newest `limit` runs whose history must be deleted under the rules, oldest first; see upkeep.py.
+        """Ids of the newest `limit` runs with a history that the rules delete, oldest first; see upkeep.py.
 
         A project over its limit loses the histories of ended runs first, then those of live runs. Ended histories (by
         `end`, or because the run was deleted) are listed until they are forgotten.

@@ -37,7 +37,7 @@ class Imports(Aggregate):
     ) -> str:
         """Insert the rows of a copied checkpoint with its own run and session. Returns its path. Repeating is harmless.
 
-        session_id: the id of that session. saved: the commit in the store. source_path: the original checkpoint.
+        session_id: the id of the new session. saved: the commit in the store. source_path: the original checkpoint.
         key_id, project_id: as in NewSession.
         """
         session = NewSession(saved.owner, "", key_id=key_id, project_id=project_id)
@@ -50,7 +50,7 @@ class Imports(Aggregate):
     def record_import(self, session_id: str, saved: CheckpointSaved) -> str:
         """Insert the rows of an imported adapter with its own run and session. Returns its path.
 
-        session_id: the id of that session. saved: the commit in the store.
+        session_id: the id of the new session. saved: the commit in the store.
         """
         with self._write() as connection:
             record_import(connection, self._now(), session_id, NewSession(saved.owner, ""), saved)
@@ -64,7 +64,7 @@ class Imports(Aggregate):
     def restore(
         self, saved: CheckpointSaved, public: bool, run_metadata: Mapping[str, str], before: str | None
     ) -> bool:
-        """Insert the rows of a checkpoint in the store that has no row, or whose row describes another save.
+        """Insert the rows of a checkpoint in the store that has no row, or a row that describes another save.
 
         public, run_metadata: further fields of the store's commit. before: `attempt_of` the path before the commit was
         read. If the row has changed since, it describes a later save. Returns whether rows were inserted. Existing runs
@@ -91,7 +91,8 @@ def record_import(
 ) -> None:
     """Insert the rows of an imported adapter in the caller's transaction.
 
-    connection, now: of that transaction. session_id, session: of the import. saved: the commit in the store.
+    connection, now: the transaction and its time. session_id, session: the import's session. saved: the commit in the
+    store.
     """
     event, detail = audit.AuditedEvent.CHECKPOINT_IMPORTED, "its checkpoint is an adapter imported from elsewhere"
     record(connection, now, session_id, session, saved, event, detail, {})
@@ -109,8 +110,8 @@ def record(
 ) -> None:
     """Insert the rows of a checkpoint that no client saved. If its session already exists, nothing is inserted.
 
-    connection, now: of the caller's transaction. session_id, session: of the checkpoint's own session. saved: the
-    commit in the store. event, details: for the audit log. detail: the run's detail, for people.
+    connection, now: the caller's transaction and its time. session_id, session: the checkpoint's own session. saved:
+    the commit in the store. event, details: for the audit log. detail: the run's detail, for people.
     """
     if _insert_session(connection, session_id, session, detail, now):
         _insert_run(connection, saved, {}, detail, now)

@@ -1,7 +1,7 @@
 """The journal: the open database, its notifier, and the aggregates that read and write its rows.
 
 Every method of an aggregate is one short transaction, and publishes its topics after the commit. Methods are
-synchronous and thread-safe; asynchronous callers use asyncio.to_thread. `owner` filters rows: to an owner, the rows of
+synchronous and thread-safe; asynchronous callers use asyncio.to_thread. `owner` filters rows: for an owner, the rows of
 other owners do not exist (NotFoundError). The owner None is the service, which has access to all rows.
 """
 

@@ -36,7 +36,7 @@ _FIND = _WITH_LIMITS.where(col(ApiKey.key_hash) == sa.bindparam("hashed"))
 
 @dataclass(frozen=True)
 class KeyView:
-    """An API key without its secret. prefix: its first characters, by which people recognize it."""
+    """An API key without its secret. prefix: its first characters, so that people recognize the key."""
 
     id: str
     prefix: str
@@ -121,7 +121,7 @@ class Keys(Aggregate):
         return self._used(row)
 
     def end_token(self, token: str, expires_at: datetime) -> None:
-        """Sign a token out in all processes. expires_at: of the token."""
+        """Sign a token out in all processes. expires_at: the end of the token's life."""
         row = {"token_hash": hash_key(token), "expires_at": expires_at}
         with self._write() as connection:
             connection.execute(sa.delete(EndedToken).where(col(EndedToken.expires_at) < self._now()))
@@ -172,5 +172,5 @@ def _write_event(
 
 
 def hash_key(secret: str) -> str:
-    """The SHA-256 of a key or token in hex, which the journal stores in its place."""
+    """The SHA-256 of a key or token in hex, which the journal stores instead of it."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -16,8 +16,8 @@ from tinkerflow.backend.journal.database import Aggregate, insert_if_absent
 from tinkerflow.backend.journal.tables import Process
 
 ENGINE, API = "engine", "api"
-LEASE_SECONDS = 6.0  # without a heartbeat, the lease is free
-PAUSE_SECONDS = 15.0  # without a heartbeat, the API was away
+LEASE_SECONDS = 6.0  # without a heartbeat, after which the lease is free
+PAUSE_SECONDS = 15.0  # without a heartbeat, after which the API counts as away
 
 
 @dataclass(frozen=True)

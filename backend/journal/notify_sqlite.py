@@ -60,7 +60,7 @@ class SocketTransport:
                     self._send_datagram(name, datagram)
 
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
-        """Bind our socket and read it in a thread: ten datagrams fill the buffer, and the event loop may be busy."""
+        """Bind our socket, and read it in a thread: the event loop may be busy, and ten datagrams fill the buffer."""
         self._receiver = _bind(self._folder, self._own_name)
         self._thread = threading.Thread(target=_receive, args=(self._receiver, deliver), name="notifier", daemon=True)
         self._thread.start()

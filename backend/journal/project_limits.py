@@ -1,4 +1,4 @@
-"""A project's own limits, which replace those of the settings."""
+"""A project's own limits, which replace the limits in the settings."""
 
 from __future__ import annotations
 

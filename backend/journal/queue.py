@@ -18,7 +18,7 @@ from tinkerflow.backend.journal.tables import IS_PENDING, BaseModelRow, Model, R
 log = logging.getLogger(__name__)
 
 _SINCE = sa.case((col(Request.seq_id).is_not(None), col(Request.created_at)))
-# For each model with pending requests: their first seq_id, the oldest time of submission, the number of unloads.
+# For each model with pending requests: the first seq_id, the oldest time of submission, and the number of unloads.
 _WAITING = (
     sa.select(
         col(Request.model_id).label("model_id"),
@@ -128,7 +128,7 @@ class Queue(Aggregate):
             ]
 
     def skip_gap(self, gap: Gap) -> bool:
-        """Count the gap's missing ids as used, and log a warning. False if a missing request came meanwhile."""
+        """Count the gap's missing ids as used, and log a warning. Returns False if a missing request came meanwhile."""
         used = gap.first_waiting - gap.next_seq - gap.missing
         with self._write() as connection:
             locked = connection.execute(

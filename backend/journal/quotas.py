@@ -47,10 +47,11 @@ class Limits:
     queued_bytes: bytes of the bodies of all requests. live_models: models that are being created or live.
 
     Stored: stored_bytes, the bytes of checkpoints and uploaded images. Once the limit is reached, nothing is saved. A
-    checkpoint whose save is in progress has no size yet and does not count.
+    checkpoint that is being saved has no size yet and does not count.
 
     Kept in the database: sessions, training_runs, samplers, custom_losses, images, feedback and metrics, in rows.
-    kept_bytes: of their names, tags, metadata, definitions and texts. feedback_per_day: rated answers in 24 hours.
+    kept_bytes: the bytes of their names, tags, metadata, definitions and texts. feedback_per_day: rated answers in 24
+    hours.
     """
 
     sampling_requests: int = 0
@@ -82,7 +83,7 @@ KEPT = (
 _TOTALS = (*KEPT, "kept_bytes")
 
 
-_REMEDIES = {  # actions that a client can take itself
+_REMEDIES = {  # actions that clients can take themselves
     "max_sampling_requests": "wait for answers",
     "max_queued_tokens": "wait for answers",
     "max_queued_bytes": "wait for answers",
@@ -261,8 +262,8 @@ def count_kept(
 ) -> None:
     """Count new rows of a project, in the transaction that inserts them.
 
-    connection: of that transaction. owner: the project. kept: a name in KEPT. texts: the bytes of their texts. limits:
-    of the project. UserError: the rows exceed the limit of rows or bytes. The caller must then roll the transaction
+    connection: that transaction. owner: the project. kept: a name in KEPT. texts: the bytes of their texts. limits: the
+    project's limits. UserError: the rows exceed the limit of rows or bytes. The caller must then roll the transaction
     back.
     """
     size = texts + rows * ROW_BYTES

@@ -2,16 +2,17 @@
 
 Requests execute in the order of seq_id, and each command of the pool belongs to one request. The rows therefore record
 the complete history of a model, and sending a command requires no further record. A request that was sent but not
-answered is still pending. It is executed again, because its effects were lost with its worker group. It can be a save
-that later requests have overtaken. A replay has to reach that save, so no later snapshot counts before its answer.
+answered is still pending. It is executed again, because its effects were lost with its worker group. A pending request
+can be a save that later requests have overtaken. A replay must reach that save, so no later snapshot counts before the
+save is answered.
 
 Payloads are kept exactly as long as a replay may need them. `replays` is set with the answer of a request that changed
 its model. It is cleared when two committed snapshots contain the request, because the newer snapshot may be damaged. It
 is also cleared when the model is unloaded, or when the session of a failed model ends.
 
-An unnamed save is answered when its weights are published in the worker group, and stored afterwards. Until then it
-also `replays`: the replay copies the weights again at the save's seq_id. No later snapshot counts before the weights
-are stored, unless no sampler uses them any longer.
+An unnamed save is answered when its weights are published in the worker group, and stored afterwards. Until it is
+stored, the save also has `replays` set: the replay copies the weights again at the save's seq_id. No later snapshot
+counts before the weights are stored, unless no sampler uses them any longer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from tinkerflow.backend.journal.tables import (
 )
 from tinkerflow.backend.spec.history import Kind
 
-SNAPSHOTS_KEPT = 2  # per model: the newest one restores it, or the previous one if the newest cannot be read
+SNAPSHOTS_KEPT = 2  # per model: the newest restores it, or the previous one if the newest cannot be read
 
 IS_MODEL_SNAPSHOT = col(RecoverySnapshot.snapshot_id).is_(None)
 _USED = sa.exists().where(col(SamplerRow.snapshot_id) == col(Request.id), col(SamplerRow.state) == SamplerState.LIVE)
@@ -136,11 +137,11 @@ class Recovery(Aggregate):
         return next(iter(self._views(SnapshotView, of_sampler)), None)
 
     def unstored_models(self) -> list[str]:
-        """Ids of models that accept work and have `unstored` saves. One statement."""
+        """Ids of models that accept work and have saves in `unstored`. One statement."""
         return self._column(of_unstored(col(Model.id)).distinct())
 
     def is_unstored(self, snapshot_id: str) -> bool:
-        """Whether an `unstored` save of a model that accepts work has published this snapshot."""
+        """Whether a save in `unstored`, of a model that accepts work, has published this snapshot."""
         return bool(self._column(of_unstored(col(Request.id)).where(col(Request.id) == snapshot_id)))
 
     def unstored(self, model_id: str) -> list[Pending]:
@@ -169,8 +170,8 @@ class Recovery(Aggregate):
     def superfluous(self, limit: int = 100) -> list[str]:
         """Paths of at most `limit` snapshots that are no longer needed, the newest first (see upkeep.py).
 
-        These are all but the newest SNAPSHOTS_KEPT of each model, the snapshots of models that ended permanently, and
-        sampling snapshots that no live sampler uses.
+        Not needed are all but the newest SNAPSHOTS_KEPT of each model, the snapshots of models that ended permanently,
+        and sampling snapshots that no live sampler uses.
         """
         age = sa.func.row_number().over(
             partition_by=(col(RecoverySnapshot.model_id), IS_MODEL_SNAPSHOT),

@@ -2,7 +2,7 @@
 
 Submitting: the unique constraints on (model or sampler, seq_id) decide which of two equal requests was first. A replay
 gets the id of the first request. A request that cannot be executed is stored as failed, because a client would wait
-forever after a refused submit. Reasons are an ended model or session, a skipped seq_id, and invalid content.
+forever after a refused submit. Possible reasons are an ended model or session, a skipped seq_id, and invalid content.
 
 Executing: a model's requests run in the order of their sequence ids, starting at next_seq. Sequence ids of requests
 that were stored as failed count as used. A missing id blocks all later ids (chunks of one call arrive as 2..n, then 1).
@@ -69,7 +69,7 @@ class NewRequest:
 
     content_hash: equal for replays of the same operation, even if their bytes differ.
     error: set if the request is invalid. The request is stored, its seq_id counts as used, and its answer is this
-    error: refusing the content with an HTTP error would hang the client.
+    error. An HTTP error would hang the client.
     tokens: tokens of training data, counted while the request waits if there is a limit.
     stores: whether the request saves a checkpoint. interactive: a person waits for this sample (`pending_samples`).
     """
@@ -234,7 +234,7 @@ class Requests(Aggregate):
         with self._read() as connection:
             rows = connection.execute(_READY, {"model_id": model_id, "at_most": limit}).all()
             run: list[Pending] = []
-            cut = len(rows) == limit  # there may be more after this page
+            cut = len(rows) == limit  # there may be more requests after this page
             for row in (row for row in rows if row.seq_id is not None):
                 expected = max(row.next_seq, (run[-1].seq_id or 0) + 1 if run else 0)
                 if row.seq_id > expected:
@@ -259,7 +259,7 @@ class Requests(Aggregate):
         """At most `limit` pending samples, oldest first, each with its sampler. Long payloads are left out.
 
         Half of `limit` is reserved for interactive samples, which come first. An interactive sample therefore does
-        not wait for an earlier batch, and the batch still progresses. base_model, owner: of the samples; None: any.
+        not wait for an earlier batch, and the batch still progresses. base_model, owner: the samples'; None: any.
         exclude: ids of requests to leave out. odd_interactive: whether the middle place of an odd limit is interactive.
         """
         most = (limit + odd_interactive) // 2
@@ -281,8 +281,8 @@ class Requests(Aggregate):
     def cancel(self, request_id: str, owner: str | None) -> bool:
         """Fail a pending sample and remove it from the decode batch. Returns whether it was still pending.
 
-        UserError: any other kind. Later requests of a model rely on its accepted operations, so these are always
-        executed. NotFoundError: unknown or foreign request.
+        UserError: the request is not a sample. Later requests of a model rely on its accepted operations, so these
+        operations are always executed. NotFoundError: unknown or foreign request.
         """
         with self._write() as connection:
             row = connection.execute(_TO_CANCEL, {"row_id": request_id, "as_owner": owner}).one_or_none()
@@ -369,7 +369,7 @@ def store(
 ) -> str:
     """Store a request as pending, or as failed with `failure`. Returns its id, or the id of an earlier equal request.
 
-    connection: of a transaction that has locked the model or selected the sampler. session_id: of the model or
+    connection: a transaction that has locked the model or selected the sampler. session_id: the session of the model or
     sampler. now: the time of the request. completion: the sampler's number for a failed sample. archives: whether the
     request belongs to the history of its run.
     ConflictError: the seq_id belongs to another request.

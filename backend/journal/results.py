@@ -7,8 +7,8 @@ sampler takes the sampler's next number and stores it with these requests. An UP
 number and holds the row's lock until the commit, so a number becomes visible only after all smaller numbers. A
 reader that has seen number n has missed nothing at or below n. Ids from a Postgres sequence would not guarantee this,
 because they can become visible out of order. A transaction that rolls back returns its number. Numbers without requests
-(an outcome that came second) are harmless. The cursor is such a number, so all API processes agree on it, even after a
-restart.
+are harmless; they come from outcomes that were too late. The cursor is one of these numbers, so all API processes agree
+on it, even after a restart.
 
 Results stay readable until they expire or are acknowledged. Then their bytes are dropped, and reading the id returns an
 error with the reason. An acknowledgement keeps a few of a sampler's first samples, which the console shows.
@@ -174,7 +174,7 @@ class Used:
 class LossMeasured:
     """The figures of one forward_backward.
 
-    tokens: their number. weight: the sum of their weights. loss: the sum over the tokens. The columns of
+    tokens: the number of tokens. weight: the sum of their weights. loss: the sum over the tokens. The columns of
     `DRIFT_FIGURES` are means over the tokens; None if not measured.
     """
 
@@ -238,11 +238,11 @@ Effect = RowEffect | Used
 class Outcome:
     """The answer to one request: result bytes, or an error with its category. See Pending.done and Pending.failed.
 
-    model_id, sampler_id and seq_id are those of the request. They move the model's next_seq past the request, or assign
-    it the sampler's next number. effects: applied in the same transaction, and only if this is the first answer of the
-    request. A failed creation (seq_id 0) ends its model without an effect.
-    replays: the request changed the model, so restoring the model executes it again; or it published weights that are
-    not stored yet. This flag counts even if the request was already answered.
+    model_id, sampler_id and seq_id identify the request. With them, the model's next_seq moves past the request, or the
+    request gets the sampler's next number. effects: applied in the same transaction, and only if this is the first
+    answer of the request. A failed creation (seq_id 0) ends its model without an effect.
+    replays: the request changed the model, so a restore executes it again; or it published weights that are not stored
+    yet. This flag counts even if the request was already answered.
     started_at: when the first command of the request was sent; None if none was sent.
     """
 
@@ -259,7 +259,7 @@ class Outcome:
     started_at: datetime | None = None
 
     def __post_init__(self) -> None:
-        """ValueError: the outcome is neither a result nor an error, or is both."""
+        """ValueError: the outcome has neither a result nor an error, or both."""
         if (self.result is None) == (self.error is None):
             raise ValueError(f"outcome of {self.request_id}: exactly one of result and error must be given")
         if (self.error is None) != (self.category is None):
@@ -270,8 +270,8 @@ class Outcome:
 class Result:
     """A request's answer: `result` bytes of `result_type` if it succeeded, else `error` and `category`.
 
-    size: of the result in bytes. If it exceeds the reader's limit, the bytes are left out. again: whether an earlier
-    call has read the result.
+    size: the result's size in bytes. If it exceeds the reader's limit, the bytes are left out. again: whether an
+    earlier call has read the result.
     """
 
     request_id: str
@@ -286,7 +286,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answered request of a sampler. size: of its result in bytes; 0 if it failed or was dropped."""
+    """One answered request of a sampler. size: the bytes of its result; 0 if it failed or was dropped."""
 
     request_id: str
     done: bool
@@ -361,7 +361,7 @@ class Results(Aggregate):
                 "first_seq": clone * CLONE_BLOCK,
                 "end_seq": (clone + 1) * CLONE_BLOCK,
                 "after": after if after < last else 0,
-                # Later answers belong to the next call: the cursor must not pass unreturned requests.
+                # Later answers belong to the next call, because the cursor must not pass unreturned requests.
                 "up_to": last,
             }
             rows = connection.execute(_AFTER, {**bounds, "at_most": page + 1}).all()
@@ -387,9 +387,9 @@ class Results(Aggregate):
     def acknowledge(self, sampler_id: str, owner: str | None, request_ids: Collection[str], *, clone: int) -> int:
         """Drop the bytes of results that the client has read and acknowledges. Returns the number of dropped results.
 
-        The first FIRST_SHOWN samples of a sampler, if small, are kept until they expire: the console shows them.
-        Results that were never read are kept, and ids of other clones are ignored. No other clone knows the id of a
-        sample, so no other reader can need the bytes. NotFoundError: unknown or foreign sampler.
+        The first FIRST_SHOWN samples of a sampler, if small, are kept until they expire, because the console shows
+        them. Results that were never read are kept, and ids of other clones are ignored. No other clone knows the id of
+        a sample, so no other reader can need the bytes. NotFoundError: unknown or foreign sampler.
         """
         dropped = 0
         with self._write() as connection:
@@ -471,7 +471,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
         connection.execute(_REPLAYS, {"ids": beaten})
     for outcome in winners:
         if outcome.sampler_id != waiting[outcome.request_id]:
-            # Clients may already have passed its number, and would never see the answer.
+            # Clients may already have passed this number, and would never see the answer.
             raise ValueError(
                 f"outcome of {outcome.request_id}: sampler_id is {outcome.sampler_id!r}: not the request's"
             )
@@ -498,7 +498,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
     topics = [f"done:{request_id}" for request_id in ids]
     topics += {answered(one.sampler_id, one.seq_id): None for one in winners if one.sampler_id is not None}
     saved = [effect.path for one in winners for effect in one.effects if isinstance(effect, CheckpointSaved)]
-    if len(saved) > 1:  # in the order of their paths, as deletions
+    if len(saved) > 1:  # in the order of their paths, like deletions
         connection.execute(_LOCK_CHECKPOINTS, {"paths": saved})
     used: list[Used] = []
     for outcome in winners:

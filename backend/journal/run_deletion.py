@@ -55,7 +55,7 @@ class RunDeletions(Aggregate):
     """Deletes training runs."""
 
     def contents(self, run_ids: Collection[str], owner: str) -> list[RunContents]:
-        """The contents of the project's runs, if all may be deleted. Three statements for each run.
+        """The contents of the project's runs, if all runs may be deleted. Three statements for each run.
 
         NotFoundError: unknown or foreign run. UserError: a run or its session has not ended.
         """
@@ -63,7 +63,7 @@ class RunDeletions(Aggregate):
             return [self._contents(connection, run_id, owner) for run_id in run_ids]
 
     def delete(self, run_ids: Collection[str], owner: str, key_id: str = "") -> None:
-        """Delete the project's runs, each in a transaction of its own. Errors as in `contents`.
+        """Delete the project's runs, each in its own transaction. Errors as in `contents`.
 
         key_id: the deleting key, for the audit log.
         """

@@ -20,7 +20,7 @@ REWARD = "reward"  # the metric that tables of runs show
 
 
 class RunMetric(Table, table=True):
-    """The name of a metric that a client stores for a run. number: of its values. last_step: the highest step."""
+    """The name of a metric that a client stores for a run. number: how many values it has. last_step: the highest."""
 
     __tablename__ = "run_metric"
 
@@ -66,7 +66,7 @@ _POINTS = (
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a run. points: (step, value); of many steps, means over neighbors, each at its last step."""
+    """A metric of a run. points: (step, value); of many steps, means over neighboring ones, each at its last step."""
 
     name: str
     points: tuple[tuple[int, float], ...]

@@ -57,7 +57,7 @@ def _metadata_text(element: _MetadataText, compiler: SQLCompiler, **options: Any
 
 @compiles(_MetadataText, "sqlite")
 def _metadata_text_on_sqlite(element: _MetadataText, compiler: SQLCompiler, **options: Any) -> str:
-    # A path of SQLite's JSON functions cannot name a key with a quote, and before 3.45 none that JSON escapes.
+    # A path of SQLite's JSON functions cannot contain a key with a quote, nor, before 3.45, a key that JSON escapes.
     column, key = (compiler.process(clause, **options) for clause in element.clauses)
     return f"(SELECT value FROM json_each({column}) WHERE key = {key})"
 
@@ -86,12 +86,12 @@ class RunQuery:
     """The runs that a table shows, and their order.
 
     search: words that must all occur, in any case, in a run's id, name, base model or metadata. `KEY=VALUE` finds runs
-    with that value under a key of their metadata, or as their model (the last part of its name is enough), state,
+    with that value under a key of their metadata, or with that model (the last part of its name is enough), state,
     project or name. Quotes group words. If there are no words and no session, runs that ended without a step, a
     checkpoint or an outcome are left out: refused runs, and runs that only exported weights. archived: list only the
     archived runs instead of the others. session_id: only runs of this session. columns: names of stored metrics or keys
-    of metadata, whose last values are shown. sort: a key of SORTS, or a column. descending: largest first. group: a
-    field as in `search`; runs with equal values are listed together.
+    of metadata, which are shown with their last values. sort: a key of SORTS, or a column. descending: largest first.
+    group: a field as in `search`; runs with equal values are listed together.
     """
 
     search: str = ""
@@ -115,8 +115,8 @@ class RunQuery:
 class RunRow:
     """One row. name: "" if the client gave none. loss: per unit of weight, at the newest step.
 
-    reward: the last value of the metric `reward`; None if the run has none. values: of the additional columns; None if
-    the run has none. group: the value of the grouping field.
+    reward: the last value of the metric `reward`; None if the run has none. values: the values of the additional
+    columns; None if the run has none. group: the value of the grouping field.
     """
 
     model: ModelView
@@ -131,7 +131,7 @@ class RunTable(Aggregate):
     def page(self, owner: str | None, query: RunQuery, *, limit: int, offset: int) -> Page[RunRow]:
         """Rows of the table, and the total number. Two statements.
 
-        owner: of the runs; None: any. limit: the most rows; fewer if metadata is long. offset: rows to skip.
+        owner: the runs' owner; None: any. limit: the most rows; fewer if metadata is long. offset: rows to skip.
         """
         wanted = [*owned_by(Model, owner), col(Model.archived).is_(query.archived), *_found_by(query.search)]
         if query.session_id is not None:
@@ -191,7 +191,7 @@ def _has(word: str) -> sa.ColumnElement[bool]:
     key, equals, value = word.partition("=")
     if equals and key:
         anywhere += [sa.func.lower(_field(key)) == sa.func.lower(one) for one in _cases(value)]
-        if key == "model":  # its last part, as the table shows it
+        if key == "model":  # the last part of the name, as the table shows it
             anywhere.append(col(Model.base_model).iendswith(f"/{value}", autoescape=True))
             if f"/{EMBEDDED}".endswith(f"/{value.lower()}"):
                 anywhere.append(col(Model.base_model).endswith("/".join(EMBEDDED_FOLDER)))

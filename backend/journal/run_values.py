@@ -38,7 +38,7 @@ _EXTENTS = sa.select(
 
 @dataclass(frozen=True)
 class Extent:
-    """How many values a run has. last_seq: of its newest step; -1: no step. metrics: the number of client values."""
+    """How many values a run has. last_seq: the newest step's; -1: no step. metrics: the number of client values."""
 
     id: str
     state: ModelState
@@ -60,7 +60,7 @@ class RunValues(Aggregate):
     """The values of training runs, in order."""
 
     def extents(self, projects: Collection[str], *, live_only: bool) -> list[Extent]:
-        """The extent of each run of these projects, oldest first. No projects: all. live_only: if they accept work."""
+        """The extent of each run of these projects, oldest first. No projects: all. live_only: only live runs."""
         with self._read() as connection:
             rows = connection.execute(chosen_runs(_EXTENTS, projects, live_only=live_only)).all()
         return [Extent(row.id, ModelState(row.state), row.last_seq, row.metrics) for row in rows]
@@ -97,7 +97,7 @@ class RunValues(Aggregate):
 
 
 def chosen_runs(runs: sa.Select[Any], projects: Collection[str], *, live_only: bool) -> sa.Select[Any]:
-    """Select the runs of these projects from Model, oldest first. No projects: all. live_only: if they accept work."""
+    """Select the runs of these projects from Model, oldest first. No projects: all. live_only: only live runs."""
     runs = runs.where(*owned_by(Model, None))
     if projects:
         runs = runs.where(col(Model.owner).in_(projects))

@@ -95,9 +95,9 @@ class Samplers(Aggregate):
     """Sampling sessions."""
 
     def open(self, sampler: NewSampler, limits: Limits = NO_LIMITS) -> str:
-        """Create a sampler and return its id. Repeating changes nothing.
+        """Create a sampler and return its id. Repeating the call changes nothing.
 
-        NotFoundError: unknown or foreign session. UserError: the session is over. ConflictError: the id was used for
+        NotFoundError: unknown or foreign session. UserError: the session has ended. ConflictError: the id was used for
         other content.
         """
         with self._write() as connection:
@@ -151,7 +151,7 @@ def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime
 
 
 def _check_same(connection: sa.Connection, sampler: NewSampler) -> None:
-    """ConflictError: the row of the sampler's id, if it exists, has other weights."""
+    """ConflictError: the sampler's row exists and has other weights."""
     stored = connection.execute(sa.select(SamplerRow).where(col(SamplerRow.id) == sampler.id)).one_or_none()
     if stored is None or _weights(stored) == _weights(sampler):
         return

@@ -41,7 +41,7 @@ _SAMPLES = sa.select(*_COLUMNS, *_OF).join(SamplerRow, col(SamplerRow.id) == col
 
 @dataclass(frozen=True)
 class SampleView:
-    """A sample request and its weights: of model_path, else of snapshot_id, else of base_model.
+    """A sample request and its weights: those of model_path, or else of snapshot_id, or else of base_model.
 
     state: `cancelled` if the client cancelled it, else the request's state; `done` even if the bytes of the answer were
     dropped. size: bytes of the request and its answer. Only `Samples.whole` reads these bytes.

@@ -1,4 +1,4 @@
-"""Figures of the whole service for its metrics. They contain no project's data."""
+"""Figures of the whole service for its metrics. They contain no data of projects."""
 
 from __future__ import annotations
 

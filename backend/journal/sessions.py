@@ -84,7 +84,7 @@ class NewSession:
 
 @dataclass(frozen=True)
 class SessionFailure:
-    """The failure before a session expired: of the `training_run`, `sampling_session` or `request` with this id.
+    """The failure before a session expired, in the `training_run`, `sampling_session` or `request` with this id.
 
     request_kind: the Kind of the request; None for a training run or sampling session. message: the error, or the
     reason of the loss.
@@ -191,7 +191,8 @@ class Sessions(Aggregate):
         return SessionState(state)
 
     def finish(self, session_id: str, owner: str | None, detail: str | None = None, *, reason: str = "success") -> None:
-        """End a session for its client. Samplers close; models wait to be unloaded. Repeating changes nothing.
+        """End a session for its client. Its samplers close, and its models wait to be unloaded. Repeating changes
+        nothing.
 
         detail, reason: given by the client. NotFoundError: unknown or foreign session.
         """
@@ -317,7 +318,7 @@ def _end(
 ) -> list[str]:
     """End an active session and close its samplers. Returns the topics; none if it had already ended.
 
-    said: the columns that give the reason.
+    said: the columns with the reason.
     """
     ended = connection.execute(
         sa.update(Session)

@@ -2,8 +2,8 @@
 
 The engine writes the new tokens of all streamed samples as one row, and publishes one topic, `tokens`. Each API process
 then reads its unread rows with one query, and passes the tokens to its own listeners. A row is kept for KEPT_SECONDS.
-The result contains the same tokens, so a listener that missed some gets them with the result. After a crash the engine
-decodes and writes the same tokens again, and listeners skip those that they have already received.
+The result contains the same tokens, so a listener that missed some of them gets them with the result. After a crash,
+the engine decodes and writes the same tokens again, and listeners skip tokens that they have already received.
 
 Rows become visible in the order of their ids, because a single process, the engine, writes them one at a time.
 """

@@ -25,9 +25,8 @@ class ResultSubscriptions:
             ...  # look for the answer, and if it is not there:
             await waiter.wait(seconds)
 
-    A waiter is woken by every answer that arrives after its `with` block is entered. Look for the answer inside the
-    block, and wait if there is none, so no answer is missed. For a sampler, set `waiter.seen` to the cursor before
-    waiting.
+    A waiter is woken by every answer that arrives after its `with` block is entered. To miss no answer, look for it
+    inside the block, and then wait if there is none. For a sampler, set `waiter.seen` to the cursor before waiting.
     """
 
     def __init__(

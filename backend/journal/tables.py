@@ -1,4 +1,4 @@
-"""The journal's tables, and the states of their rows. Tables of metrics, events and histories are in other files.
+"""The journal's tables, and the states of their rows. The tables of metrics, events and histories are in other files.
 
 Only the aggregates read and write rows. Their callers get frozen dataclasses.
 """
@@ -68,7 +68,7 @@ class UsageKind(StrEnum):
 
 # ------------------------------------------------------------------ errors of requests after an end
 def session_over(session_id: str, state: str, detail: str | None) -> tuple[str, Category]:
-    """The error of a request in a session that is over: text and category."""
+    """The error of a request in a session that has ended: text and category."""
     return f"session {session_id} is {state}" + (f": {detail}" if detail else ""), UserError.category
 
 
@@ -88,7 +88,7 @@ def sampler_ended(sampler_id: str, detail: str | None) -> tuple[str, Category]:
 
 # ------------------------------------------------------------------ tables
 def _partial(name: str, columns: str, where: str) -> sa.Index:
-    """An index of the rows that match `where`."""
+    """An index that contains only the rows that match `where`."""
     on_sqlite = re.sub(r"\b(archives|replays|interactive)\b", r"\1 = 1", where)  # SQLite has no boolean type
     return sa.Index(name, *columns.split(), sqlite_where=sa.text(on_sqlite), postgresql_where=sa.text(where))
 
@@ -321,7 +321,7 @@ IS_PENDING = col(Request.state) == sa.literal_column(f"'{RequestState.PENDING}'"
 class Checkpoint(Table, table=True):
     """A committed checkpoint. The row is a copy of the store's commit object and can be rebuilt from it.
 
-    attempt: as in the commit. A late deletion uses it to spare the files of a later save to the same path.
+    attempt: as in the commit. With it, a late deletion spares the files of a later save to the same path.
     purged_at: when the files of a deleted checkpoint were removed from the store. noted: whether the commit contains
     the row's `public` and `expires_at`, so that a rebuilt row restores them.
     """
@@ -481,7 +481,7 @@ class FeedbackRow(Table, table=True):
 
 
 class ProjectTotal(Table, table=True):
-    """The number of a project's rows of each kind in quotas.KEPT, and the bytes that they count for."""
+    """The number of a project's rows of each kind in quotas.KEPT, and their bytes."""
 
     __tablename__ = "project_total"
 
@@ -512,9 +512,9 @@ class UsageBucket(Table, table=True):
 class TrainingStep(Table, table=True):
     """The figures of one optimizer step of a model, for its curves. Rows outlive the dropped results.
 
-    seq_id: of the optim_step, or UNMADE while the gradients of the step are being accumulated. at: when it was
-    answered. weight: the total weight of the step's tokens. loss, and the columns of `DRIFT_FIGURES`: sums over the
-    tokens. Figures that were not measured, or are not finite, are NULL.
+    seq_id: the optim_step's, or UNMADE while the gradients of the step are being accumulated. at: when it was answered.
+    weight: the total weight of the step's tokens. loss, and the columns of `DRIFT_FIGURES`: sums over the tokens.
+    Figures that were not measured, or are not finite, are NULL.
     """
 
     __tablename__ = "training_step"

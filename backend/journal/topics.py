@@ -6,7 +6,7 @@
 - `cancel:<request_id>`: the sample is no longer wanted
 - `done:<request_id>`: the request is answered
 - `tokens`: streamed samples have new tokens (streams.py)
-- `answered:<clone>:<sampler_id>`: a request of this clone of the sampler is answered; without a clone: of any clone
+- `answered:<clone>:<sampler_id>`: a request of this clone of the sampler is answered; without a clone, one of any clone
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ class Runs(Aggregate):
     """Models (training runs)."""
 
     def create(self, model: NewModel, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
-        """Store a model in state `creating` and the request (seq_id 0) that creates it. Replays: see Requests.submit.
+        """Store a model in state `creating` and the request (seq_id 0) that creates it. For replays see
+        Requests.submit.
 
         If the request has an error, the session has ended, or the project exceeds its `limits`, both are stored as
         failed. NotFoundError: unknown or foreign session. ConflictError: another request created the model. UserError:
@@ -131,7 +132,7 @@ class Runs(Aggregate):
         now = self._now()
         with self._write() as connection:
             lock_quotas(connection, limits, request)
-            # Locked, so that a concurrent end of the session either includes this model or comes first.
+            # Locked, so that a concurrent end of the session either includes this model or comes before it.
             session = get_owned(connection, Session, model.session_id, model.owner, lock="share")
             failure: Failure = None if request.error is None else (request.error, UserError.category)
             if session.state != SessionState.ACTIVE:
@@ -187,8 +188,8 @@ class Runs(Aggregate):
     ) -> Page[RunView]:
         """Training runs, newest first, except those that `nothing_made` finds. Three statements.
 
-        owner: of the runs; None: any. limit: the most runs on a page; fewer if metadata is long. offset: the number of
-        newer runs to skip. project_id: only runs in this project's sessions.
+        owner: the runs' owner; None: any. limit: the most runs on a page; fewer if metadata is long. offset: the number
+        of newer runs to skip. project_id: only runs in this project's sessions.
         """
         mine = (*owned_by(Model, owner), sa.not_(nothing_made(self._now())))
         if project_id is not None:
@@ -204,8 +205,8 @@ class Runs(Aggregate):
     def request_unload(self, model_id: str, reason: str, owner: str | None = None) -> str | None:
         """Store a request that unloads a model after its executable requests. Returns the request's id.
 
-        The id of an already pending unload is returned again. None if the model has ended. owner: of the model; None:
-        any. NotFoundError: unknown or foreign model.
+        The id of an already pending unload is returned again. None if the model has ended. owner: the model's owner;
+        None: any. NotFoundError: unknown or foreign model.
         """
         with self._write() as connection:
             model = get_owned(connection, Model, model_id, owner, lock="change")
@@ -320,8 +321,8 @@ def insert_model(
 ) -> None:
     """Insert the row of a model unless its id exists.
 
-    connection: of the caller's transaction. state, detail, step: initial values. now: the time of creation. limits: of
-    its project. UserError: a limit is reached.
+    connection: the caller's transaction. state, detail, step: initial values. now: the time of creation. limits: its
+    project's limits. UserError: a limit is reached.
     """
     row = {
         **asdict(model),

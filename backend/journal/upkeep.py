@@ -24,7 +24,8 @@ _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the `last` newest of each run and kind (0: all), and steps that are multiples of `every` (0: none).
+    """Keep the `last` newest checkpoints of each run and kind (0: all), and steps that are multiples of `every` (0:
+    none).
 
     Exports are not counted. Published checkpoints are never deleted. Checkpoints with a valid share, a live sampler or
     their own time of expiry are kept until that ends. Recovery uses its own snapshots and needs no checkpoints.
@@ -38,7 +39,7 @@ class Upkeep(Aggregate):
     """Deletes checkpoints by time or rule, and lists checkpoints whose files or commits need upkeep."""
 
     def delete_expired(self, limit: int = 100) -> list[str]:
-        """Mark at most `limit` expired checkpoints as deleted, the longest expired first. Returns their paths."""
+        """Mark at most `limit` expired checkpoints as deleted, in order of expiry. Returns their paths."""
         due, now = col(Checkpoint.expires_at), self._now()
         is_due = (col(Checkpoint.deleted_at).is_(None), due <= now)
         chosen = sa.select(col(Checkpoint.path)).where(*is_due).order_by(due, col(Checkpoint.path)).limit(limit)
@@ -77,7 +78,7 @@ class Upkeep(Aggregate):
             return [(row.path, row.attempt) for row in rows]
 
     def purged(self, path: str, attempt: str) -> None:
-        """Record that a deleted checkpoint's files were removed. A checkpoint saved again meanwhile is not changed."""
+        """Record that a deleted checkpoint's files were removed. A checkpoint that was saved again is not changed."""
         deleted = col(Checkpoint.deleted_at).is_not(None)
         which = (col(Checkpoint.path) == path, col(Checkpoint.attempt) == attempt, deleted)
         with self._write() as connection:
@@ -110,7 +111,8 @@ class Upkeep(Aggregate):
     ) -> list[str]:
         """Mark the checkpoints with the `chosen` paths as expired and deleted. Returns their paths.
 
-        They are chosen without the write lock, so `still` is checked again: an owner may have changed one meanwhile.
+        They are chosen without the write lock, so `still` is checked again, because an owner may have changed a
+        checkpoint.
         """
         if not (paths := self._column(chosen)):
             return []

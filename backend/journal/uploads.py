@@ -1,6 +1,6 @@
 """Uploads of adapters that were made elsewhere: their owners, arrived files and final checkpoints.
 
-The bytes are in the store, in pieces, until the upload is finished or expires. A finished upload is a checkpoint.
+The store holds the bytes in pieces, until the upload is finished or expires. A finished upload becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _GRACE = timedelta(hours=1)
 class NewUpload:
     """A new upload by the key `key_id` of the project `owner`.
 
-    project_id: the label of the future checkpoint's session. base_model, rank, train_attn, train_mlp, train_unembed: of
-    the adapter. max_bytes: the limit for its weights. expires_at: the time after which no file is accepted.
+    project_id: the label of the future checkpoint's session. base_model, rank, train_attn, train_mlp, train_unembed:
+    the adapter's. max_bytes: the limit for its weights. expires_at: the time after which no file is accepted.
     """
 
     id: str
@@ -78,7 +78,7 @@ class Uploads(Aggregate):
             connection.execute(sa.insert(UploadRow).values(**row))
 
     def get(self, upload_id: str, owner: str | None) -> UploadView:
-        """An upload of the owner. NotFoundError: there is none with this id."""
+        """An upload of the owner. NotFoundError: the owner has no upload with this id."""
         with self._read() as connection:
             return as_view(UploadView, get_owned(connection, UploadRow, upload_id, owner))
 

@@ -37,7 +37,7 @@ _STORED_PROJECT = sa.func.coalesce(col(Session.project_id), col(Checkpoint.owner
 class Usage:
     """The usage of one kind by a session on a base model, in the hour that starts at bucket_start.
 
-    project: the session's current project. key_id, key_name: of the session's key; "" and None without keys.
+    project: the session's current project. key_id, key_name: the session's key; "" and None without keys.
     """
 
     bucket_start: datetime
@@ -92,7 +92,7 @@ class UsageReports(Aggregate):
     def hourly(self, owner: str | None, start: datetime, end: datetime) -> list[Usage]:
         """Tokens and saved checkpoints in the hours that begin in [start, end), by hour, then largest first.
 
-        One statement. UserError: the rows exceed MOST_BYTES, and a report must be complete.
+        One statement. UserError: the rows exceed MOST_BYTES. A report must be complete.
         """
         bucket = col(UsageBucket.bucket_start)
         statement = (
@@ -159,7 +159,7 @@ class UsageReports(Aggregate):
         )
 
     def stored_now(self, owner: str | None, project: str | None = None) -> list[StoredNow]:
-        """The number and total bytes of checkpoints by project and key. project: only this one; None: all.
+        """The number and total bytes of checkpoints by project and key. project: None: all projects.
 
         One statement.
         """

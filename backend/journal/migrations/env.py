@@ -1,6 +1,6 @@
 """Alembic's entry: run the migrations on the connection that `migrate.py` opened, in its transaction.
 
-`upgrade` of a migration brings the schema to its revision, in place.
+The function `upgrade` of each migration brings the schema to its revision, in place.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _TYPES: dict[str, sa.types.TypeEngine[Any]] = {
     "time": sa.DateTime(timezone=True),
 }
 # A table, its columns as `name:type`, and its unique constraints and indexes. `?`: may be NULL. `*`: of the primary
-# key. `>table`: the id of a row there. An index with a name of its own may have a condition.
+# key. `>table`: the id of a row there. An index with its own name may have a condition.
 _TABLES = """
 api_key
   id:str* key_hash:str prefix:str name:str project:str admin:bool created_at:time last_used_at:time? revoked_at:time?

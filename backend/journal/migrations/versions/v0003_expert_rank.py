@@ -1,4 +1,4 @@
-"""The rank of an expert's matrices; NULL in rows from before: the rank of all matrices."""
+"""The rank of an expert's matrices. It is NULL in older rows, where all matrices have the same rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ down_revision = "v0002"
 
 
 def upgrade() -> None:
-    """Bring the schema here, in place. Neither database touches the rows."""
+    """Bring the schema here, in place. Neither database rewrites the rows."""
     for table in ("model", "checkpoint"):
         op.add_column(table, sa.Column("expert_rank", sa.Integer(), nullable=True))

@@ -1,4 +1,4 @@
-"""The figures of each optimizer step, and the description of each worker group. Steps from before have no figures."""
+"""The figures of each optimizer step, and the description of each worker group. Older steps have no figures."""
 
 from __future__ import annotations
 

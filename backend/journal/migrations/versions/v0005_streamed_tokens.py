@@ -1,4 +1,4 @@
-"""Tokens of streamed samples. There are none from before."""
+"""Tokens of streamed samples. Older samples have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people thought of samples. Nobody was asked before."""
+"""People's feedback on samples. Older samples have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads of adapters that were made elsewhere. Nobody uploaded any before."""
+"""Uploads of adapters that were made elsewhere. Earlier releases had none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests know the span in which they were submitted. Those of before were in none."""
+"""The span in which each request was submitted. Older requests have none."""
 
 from __future__ import annotations
 

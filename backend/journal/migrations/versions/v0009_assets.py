@@ -1,4 +1,4 @@
-"""Images that projects uploaded. Nobody uploaded any before."""
+"""Images that projects uploaded. Earlier releases had none."""
 
 from __future__ import annotations
 

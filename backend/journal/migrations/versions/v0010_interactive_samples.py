@@ -1,4 +1,4 @@
-"""An index finds interactive samples before other samples. None of those that wait is known to be one."""
+"""An index that finds interactive samples before other samples. Older samples do not count as interactive."""
 
 from __future__ import annotations
 

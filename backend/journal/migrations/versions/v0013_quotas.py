@@ -1,4 +1,4 @@
-"""What each project keeps is counted, and the bytes of its waiting requests. Existing rows are counted here."""
+"""Totals of each project's kept rows and of the bytes of its waiting requests. Existing rows are counted here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics that clients store for their runs. There were none before."""
+"""Metrics that clients store for their runs. Older runs have none."""
 
 from __future__ import annotations
 

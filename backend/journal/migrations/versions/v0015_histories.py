@@ -1,4 +1,4 @@
-"""Runs whose requests are kept in the store. No earlier run is one."""
+"""Histories: the requests of chosen runs are kept in the store. Older runs have no history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that people have archived. No earlier run is one."""
+"""Runs that people have archived. No older run is archived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of runs, and the checkpoints that runs began with. Neither is known of earlier runs."""
+"""Events of runs, and the checkpoints that runs began with. Neither is known for older runs."""
 
 from __future__ import annotations
 

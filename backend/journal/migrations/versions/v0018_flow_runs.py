@@ -1,4 +1,4 @@
-"""The flow runs that show training runs in Prefect. Of earlier runs none is known until an engine shows them again."""
+"""The flow runs that show training runs in Prefect. Older runs have none until an engine shows them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of sampled tokens. None are known of earlier samples."""
+"""The experts of sampled tokens. They are not known for older samples."""
 
 from __future__ import annotations
 

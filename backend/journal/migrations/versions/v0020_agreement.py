@@ -1,4 +1,4 @@
-"""The routing agreement of training steps. That of earlier steps is not known."""
+"""The routing agreement of training steps. It is not known for older steps."""
 
 from __future__ import annotations
 

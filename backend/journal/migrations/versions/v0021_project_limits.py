@@ -1,4 +1,4 @@
-"""Limits that a project has of its own. No project has any before."""
+"""A project's own limits. At first, no project has any."""
 
 from __future__ import annotations
 

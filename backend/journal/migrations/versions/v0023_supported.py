@@ -1,4 +1,4 @@
-"""The share of tokens with a support of training steps. That of earlier steps is not known."""
+"""In training steps, the share of tokens with a support. It is not known for older steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routing agreement of training steps in the first layer with experts. That of earlier steps is not known."""
+"""The routing agreement of training steps in the first layer with experts. It is not known for older steps."""
 
 from __future__ import annotations
 
