@@ -1,10 +1,10 @@
-"""The updates of several adapters on a GPU, whose stacks are read in place: two Pallas kernels through Triton.
+"""The updates of several adapters on a GPU, with stacks that are read in place: two Pallas kernels through Triton.
 
-XLA:GPU copies each layer's A and B out of the stack of all layers before it multiplies by them. For few rows, this
+XLA:GPU copies each layer's A and B out of the stack of all layers before it multiplies by them. For few rows, this copy
 moves three and a half times the bytes. These kernels read A and B in place, and only the blocks of columns that rows of
 the batch use, so an idle adapter costs nothing. All rows are multiplied by all of these blocks, and other adapters'
-columns are masked. A step takes only as long as reading the matrices. Every program writes a block of its own and sums
-in a fixed order, so results are reproducible.
+columns are masked. A step takes only as long as reading the matrices. Every program writes its own block and sums in a
+fixed order, so results are reproducible.
 
 For few rows, launching a kernel takes as long as its work. Therefore the projections that share an input share both
 kernels, and the second kernel also adds up the first kernel's partial sums.
@@ -50,7 +50,7 @@ def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPla
     first_B1, end_B1 = columns_B2[:, :1], columns_B2[:, 1:]
     start_N = jnp.arange(N, dtype=jnp.int32) * C
     seen_N = jnp.cumsum(jnp.any((first_B1 < start_N + C) & (end_B1 > start_N), axis=0), dtype=jnp.int32)
-    block_N = jnp.sum(seen_N <= jnp.arange(N, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)  # the seen ones first
+    block_N = jnp.sum(seen_N <= jnp.arange(N, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)  # seen blocks first
     tables = block_N, seen_N[-1:], columns_B2[:, 0], columns_B2[:, 1]  # here, so that no layer computes them again
 
     return partial(Updates, tables=tables, interpret=interpret)
@@ -194,8 +194,8 @@ def _add_columns(
 ) -> jax.Array:
     """Inside a kernel: a tile's sums, plus low's parts times one layer's B of a stack, over the seen blocks.
 
-    low: the shape of low_PMK. T: as in the module. dtype: of the factors. refs: of low_PMK, the stacks, and `where` as
-    in `_update`. number: the index of the stack. at: the tile.
+    low: the shape of low_PMK. T: as in the module. dtype: the factors' dtype. refs: to low_PMK, the stacks, and `where`
+    as in `_update`. number: the index of the stack. at: the tile.
     """
     (P, _, SK), C, (r, n) = low, RANK_COLUMNS, sums_rn.shape
     S = (len(refs) - 5) // 2  # low, and four tables

@@ -1,7 +1,7 @@
 """One token of linear attention on GPUs, computed in place in the pool of states: a Pallas kernel through Triton.
 
-XLA copies the states of a batch out of the pool and back. In between, it passes over them for the decay and the key,
-for the change, and for the query. This kernel reads a head's matrix once, and writes it once.
+XLA copies the states of a batch out of the pool and back. In between, it passes over them three times: for the decay
+and the key, for the change, and for the query. This kernel reads a head's matrix once, and writes it once.
 
 A program computes some columns of one head of one row, because the columns of a state are independent. It sums in a
 fixed order, so results are reproducible.

@@ -35,7 +35,7 @@ Kernel = Callable[..., jax.Array]
 
 _TPU_BLOCK = 512  # tokens; TPUs want multiples of 128
 _TPU_LEAST = 128
-_GPU_LEAST, _GPU_MOST = 16, 256  # of the head dimension: a tile of the tensor cores, and the limit set by shared memory
+_GPU_LEAST, _GPU_MOST = 16, 256  # of the head dimension: a tile of tensor cores, and the limit of shared memory
 
 
 def flash_attention(
@@ -51,10 +51,10 @@ def flash_attention(
 ) -> Kernel | None:
     """The kernel for rows of `tokens` tokens on the target platform of programs; None if there is none.
 
-    mesh: rows and heads are split over it. window: how many tokens a query sees, itself included; None = all earlier
-    ones. head_dim: of queries and keys. save_memory: the backward pass of splash attention takes less memory and a
-    little more time; the results are the same. tree: for rows of trees, as in the module `tree`. interpret: compute
-    with plain operations, for tests without the device. pieces: of a row; see `by_device`.
+    mesh: rows and heads are split over it. window: how many tokens a query sees, including its own; None = all earlier
+    tokens. head_dim: of queries and keys. save_memory: the backward pass of splash attention takes less memory and a
+    little more time; the results are the same. tree: whether rows contain trees, as in the module `tree`. interpret:
+    compute with plain operations, for tests without the device. pieces: of a row; see `by_device`.
     """
     chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:

@@ -24,7 +24,7 @@ GroupedDot = Callable[[jax.Array, Array, jax.Array], jax.Array]  # dot(x_Mi, wei
 
 @flax.struct.dataclass
 class Groups:
-    """Rows sorted by expert, from expert 0 on. Rows without an expert come last, and have no result.
+    """Rows sorted by expert, from expert 0 on. Rows without an expert come last and have no result.
 
     All int32. sizes_E: how many rows each expert has. expert_M: the expert of each row. batch_M: the row of the batch
     that each row came from.
@@ -48,7 +48,7 @@ class Groups:
         return _dot(x_Mi, weight_Eio, self.sizes_E)
 
     def dot_transposed(self, x_Mi: jax.Array, weight_Eoi: Array | OfLayer) -> jax.Array:
-        """`dot` with the transposes of these matrices, which must be floats."""
+        """Like `dot`, but with the transposes of these matrices, which must be floats."""
         if isinstance(weight_Eoi, OfLayer):
             return self._in_place(x_Mi, weight_Eoi, transposed=True)
         return self.dot(x_Mi, weight_Eoi.swapaxes(-1, -2))

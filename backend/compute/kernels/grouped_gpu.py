@@ -2,11 +2,11 @@
 
 XLA:GPU computes `jax.lax.ragged_dot` as a product of every row with every expert's matrix. tokamax's Triton kernel
 (0.0.12) copies all matrices to transpose them, and launches a program for every block of rows and every expert. It also
-starts a row block before an expert that has no rows. JAX's kernels for Hopper support neither float32 nor int8, nor
-adapters' ranks.
+starts a new row block at an expert without rows. JAX's kernels for Hopper do not support float32, int8 or adapters'
+ranks.
 
-Every program writes a block of its own and sums in a fixed order, so results are reproducible. Rows without an expert
-are not written, so their contents are undefined.
+Every program writes its own block and sums in a fixed order, so results are reproducible. Rows without an expert are
+not written, so their contents are undefined.
 
 Letters: M rows, E experts, i in, o out, b row blocks; r, n, k: sizes of a program's tile of rows, outputs and inputs.
 """
@@ -48,7 +48,7 @@ def product(
     """
     (M, i), E = x_Mi.shape, sizes_E.shape[0]
     r = _rows(M, E)
-    blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # the most that there can be
+    blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # the most possible blocks
     if isinstance(weight, FourBit):
         assert layer is not None
         tile = r, side(weight.packed.shape[3], _MOST_OUT)
@@ -74,8 +74,8 @@ def layer_products(
 ) -> tuple[jax.Array, ...]:
     """Few rows times the transpose of each matrix, which is read in place from its stack: [M, o] in the dtype of x.
 
-    XLA:GPU copies a matrix out of a stack before it multiplies by it, which for few rows costs twice as much as the
-    product. A kernel for each matrix would leave most of a GPU idle if the matrix is small.
+    XLA:GPU copies a matrix out of a stack before it multiplies by it, and for few rows this copy costs twice as much as
+    the product. A kernel for each matrix would leave most of a GPU idle if the matrix is small.
 
     stacks: for each matrix, the matrices of all L layers, [L, o, i]. All have one dtype, or all are packed in blocks of
     one size and satisfy `takes`. L and o may differ. layers: for each matrix, an int32 scalar. last: adds to the sums
@@ -137,7 +137,7 @@ class _Matrix(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program. start, column: its first row and output. rows, outs: masks of those that exist."""
+    """The tile of one program. start, column: its first row and output. rows, outs: masks of existing ones."""
 
     layer: jax.Array
     expert: jax.Array
@@ -150,7 +150,7 @@ class Tile(NamedTuple):
 class LastStep(NamedTuple):
     """Adds to the float32 sums of each tile before they are rounded. suffix: of the kernel's name.
 
-    add(refs, number, tile, sums) returns the new sums. refs: of `operands`. number: the index of the tile's matrix.
+    add(refs, number, tile, sums) returns the new sums. refs: to `operands`. number: the index of the tile's matrix.
     """
 
     suffix: str
@@ -174,8 +174,8 @@ def _sum_tiles(
     """Compute [M, o] for each matrix, with one program for each block of rows and each tile of a matrix's outputs.
 
     A program sums over steps of inputs. add(refs, tile, step, sums): returns the float32 sums with the step added.
-    refs: of `rows`, and of the matrix's operands. blocks: see `_blocks`. tile: rows and outputs of one program. steps:
-    the number of steps. last: follows them.
+    refs: to `rows`, and to the matrix's operands. blocks: see `_blocks`. tile: rows and outputs of one program. steps:
+    the number of steps. last: the step after them.
     """
     (r, n), S, each = tile, len(matrices), len(matrices[0].operands)
     more = last.operands if last else ()

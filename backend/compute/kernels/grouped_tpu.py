@@ -35,7 +35,7 @@ def product(
     """
     M, rows = x_Mi.shape[0], _rows(x_Mi.shape[0])
     before = None
-    if layer is not None:  # the kernel subtracts the offset of its groups, which here follow those of earlier layers
+    if layer is not None:  # the kernel subtracts the offset of its groups, which follow those of earlier layers
         before, weight = -layer * len(sizes_E), weight.reshape(-1, *weight.shape[2:])
     weight = weight.astype(x_Mi.dtype)
     if weight.shape[1] > weight.shape[2]:  # the longer side fills lanes, and devices do not split it
@@ -68,7 +68,7 @@ def _padded(x: jax.Array, rows: int) -> jax.Array:
 
 
 def _side(size: int, most: int) -> int:
-    """The length of a tile along a dimension of `size`: all of it, or the largest divisor up to `most`."""
+    """The length of a tile along a dimension of `size`: the whole dimension, or the largest divisor up to `most`."""
     if size <= most:
         return size
     parts = (part for part in range(most // _LANES * _LANES, 0, -_LANES) if size % part == 0)

@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.platforms import TURING, on_cpu, platform
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
 _FEW = 64  # rows; with 128 there is no gain
-_FEW_BACKWARD = 32  # rows; with 64 a backward pass that turns products around takes longer
+_FEW_BACKWARD = 32  # rows; with 64, turning products around slows a backward pass down
 _EXPONENT = 0x7F800000  # of a float32: without the fraction's bits, a power of two
 IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a matrix
 PACKED_IN_PLACE = 64  # rows; with more, several programs would decode the same weights
@@ -113,8 +113,8 @@ def _halves(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> jax.Array:
     """`_plain` for bfloat16, in float16 with sums in float32, for GPUs whose tensor cores do not support bfloat16.
 
     Each row of x is divided by the power of two below its largest number, so it cannot overflow. Numbers of at least
-    2**-17 of that power keep all bits of bfloat16, as do weights of at least 2**-17. Smaller ones lose bits, and below
-    2**-24 become 0.
+    2**-17 of that power keep all bits of bfloat16, as do weights of at least 2**-17. Smaller numbers lose bits, and
+    become 0 below 2**-24.
     """
     largest_M1 = jnp.max(jnp.abs(x_Mi), axis=1, keepdims=True).astype(jnp.float32)
     bits_M1 = jax.lax.bitcast_convert_type(largest_M1, jnp.int32) & _EXPONENT
@@ -141,8 +141,9 @@ def _plain(dtype: Any, x: jax.Array, weight_oi: jax.Array) -> jax.Array:
 def _turned(dtype: Any, x_Mi: jax.Array, weight_oi: jax.Array) -> jax.Array:
     """`_plain` with x on the right. The bits are equal for 64 rows, if `in` and `out` are multiples of 64.
 
-    XLA:CPU packs the right-hand matrix at every call, which for few rows takes as long as multiplying (16 rows: 1.5
-    times as fast with x on the right, 64 rows: 1.1 times). Without the barrier XLA would turn the product around again.
+    XLA:CPU packs the right-hand matrix at every call. For few rows, this takes as long as multiplying (16 rows: 1.5
+    times as fast with x on the right, 64 rows: 1.1 times). Without the barrier, XLA would turn the product around
+    again.
     """
     y_oM = jnp.einsum("oi,Mi->oM", weight_oi, x_Mi, preferred_element_type=dtype)
     return jax.lax.optimization_barrier(y_oM).T

@@ -1,12 +1,12 @@
 """Attention over pages on GPUs: a Pallas kernel through Triton, for any NVIDIA GPU from Ampere on.
 
 JAX's own kernel (`jax.experimental.pallas.ops.gpu.paged_attention`) takes one layer with its heads before its pages, so
-XLA would copy each layer out of the cache. It also takes only one query of a row. This kernel reads the pages of all
-layers in place, and takes the queries of a piece of a prompt, too. Scores never leave the chip.
+XLA would copy each layer out of the cache. It also takes only one query of each row. This kernel reads the pages of all
+layers in place, and also takes the queries of a piece of a prompt. Scores never leave the chip.
 
 If rows and heads are too few to keep a GPU busy, several programs share a row's pages, and their results are combined
 by the logarithms of their denominators (Flash-Decoding, crfm.stanford.edu/2023/10/12/flashdecoding.html). Every program
-writes a block of its own and sums in a fixed order, so results are reproducible.
+writes its own block and sums in a fixed order, so results are reproducible.
 
 Letters: S rows, Q queries of a row, H query heads, G key-value heads, r = H / G, d head dimension, L layers, N pages.
 P positions of a page, W pages of a row's table, D splits of a row's pages, M = Q r. m, t, w: a program's tile of
@@ -52,10 +52,10 @@ def attend(
 
     cache_k [L, N, G, d, P], cache_v [L, N, G, P, d]: the pages, including the keys and values of the queries' own
     positions. layer: int32 scalar. tables_SW int32: each row's pages. start_S int32: the position of each row's first
-    query. q_SQHd: scaled queries, whose dtype is used to compute. window: how many of the last positions a query sees;
-    None: all. sinks_H: a score of each head that takes part in the softmax but has no value. values: how many of a
-    key's first dimensions are its value, if cache_v has no dimensions; keys are then read once. interpret: run the
-    kernel on a CPU, for tests.
+    query. q_SQHd: scaled queries; their dtype is used to compute. window: how many of the last positions a query sees;
+    None: all. sinks_H: a score of each head in the softmax that has no value. values: how many of a key's first
+    dimensions are its value, if cache_v has no dimensions; keys are then read once. interpret: run the kernel on a CPU,
+    for tests.
     """
     S, Q, H, d = q_SQHd.shape
     (G, P), W = (cache_v.shape[2], cache_v.shape[3]), tables_SW.shape[1]
@@ -101,9 +101,8 @@ def attend(
 class _Cut:
     """How the work is cut into programs and tiles, in the module's letters.
 
-    separate_values: values have an array of their own; otherwise they are the first dimensions of keys. parts: the
-    first dimension and the number of dimensions of each part of a key. window: as in `attend`. precision, dtype: of
-    products.
+    separate_values: values have a separate array; otherwise they are the first dimensions of keys. parts: the first
+    dimension and the number of dimensions of each part of a key. window: as in `attend`. precision, dtype: of products.
     """
 
     M: int

@@ -1,8 +1,7 @@
 """Attention over pages on TPUs: JAX's ragged paged attention, for the queries of decode and of pieces of prompts.
 
 The kernel expects the keys and values of a position side by side, so on TPUs a cache is one array for both. The kernel
-takes the pages of one layer. Here it gets all layers as one pool of L x N pages, so no layer is copied out of the
-cache.
+takes the pages of one layer. We pass all layers as one pool of L x N pages, so no layer is copied out of the cache.
 
 Letters: L layers, N pages, P positions of a page, G key-value heads, d head dimension, S rows, Q queries of a row,
 H query heads, W pages of a row's table.

@@ -3,8 +3,8 @@
 XLA:GPU writes logits in float32, and reads them again for the maximum, the sum and the gradient. `totals` multiplies by
 the unembedding tile by tile, and writes only the weights that the gradient needs, in the dtype of the activations.
 `slopes` turns the weights in place into the gradient with respect to the logits, and multiplies it by both matrices of
-a low-rank adapter while it is on the chip. XLA computes the large products with the gradient. Every program writes a
-block of its own and sums in a fixed order, so results are reproducible.
+a low-rank adapter while it is on the chip. XLA computes the large products with the gradient. Every program writes its
+own block and sums in a fixed order, so results are reproducible.
 
 Letters: M rows, D hidden, V vocabulary, K targets, R rank, N tiles of the vocabulary, G groups of tiles, P blocks of
 rows. r, n, k: sizes of a program's tile of rows, tokens of the vocabulary and inputs; j of ranks.
@@ -88,7 +88,7 @@ def totals(given: Product, *, keep: bool) -> Totals:
             *([jax.ShapeDtypeStruct((M, V), x_MD.dtype)] if keep else []),
         ],
         grid=(pl.cdiv(M, r), N),  # adjacent programs multiply by the same rows of the unembedding
-        # If the ranks need a loop of their own, a third stage would not fit in an L4's shared memory.
+        # If the ranks need a separate loop, a third stage would not fit in an L4's shared memory.
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=2 if in_turns else 3),
         interpret=given.interpret,
         name="softmax_totals",
@@ -177,8 +177,8 @@ def _adapter(
 ) -> tuple[jax.Array, jax.Array]:
     """Inside a kernel: tiles [r, j] of low_MR and [j, n] of B_RV, in the dtype of low.
 
-    refs: both arrays. rows, columns: the tile's first, and the mask of those that exist. at: the first rank. j: the
-    number of ranks.
+    refs: both arrays. rows, columns: the tile's first row and column, and the masks of existing ones. at: the first
+    rank. j: the number of ranks.
     """
     (low_ref, B_ref), (first, mine), (column, there) = refs, rows, columns
     r, n, ranks = mine.shape[0], there.shape[0], at + jnp.arange(j) < low_ref.shape[1]

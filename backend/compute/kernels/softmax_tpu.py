@@ -1,7 +1,7 @@
 """The softmax over the vocabulary on TPUs, without logits in memory: two Pallas kernels.
 
 XLA:TPU writes logits in float32, and reads them again for the sum and for the gradient. Both kernels multiply by the
-unembedding, and read it once for as many rows as fit on the chip. `totals` computes the largest logit of a row and the
+unembedding, and read it once for all rows that fit on the chip. `totals` computes the largest logit of a row and the
 sum. `slopes` multiplies again and writes the gradient with respect to the logits. XLA computes the products with the
 gradient. A core processes the tiles of the vocabulary in order, so results are reproducible.
 

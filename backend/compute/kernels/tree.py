@@ -38,9 +38,9 @@ class TreeRows(NamedTuple):
 
 
 def sees(window: int | None, query: Any, key: Any, end: Any, position_of_query: Any, position_of_key: Any) -> Any:
-    """Which queries see which keys; the shapes are broadcast.
+    """Whether each query sees each key; the shapes are broadcast.
 
-    window: as in `flash_attention`. query, key: their places in the row. end: of the key. position_of_query,
+    window: as in `flash_attention`. query, key: their places in the row. end: the key's end. position_of_query,
     position_of_key: their places in their sequences.
     """
     found = (key <= query) & (query < end)
@@ -63,7 +63,7 @@ class How:
         """Whether a query of a block may see a key of a block, [B, n, m]. queries, keys: tokens of a block."""
         (ends_BT, positions_BT), (B, T) = tree, tree.ends_BT.shape
         first_n1, first_m = jnp.arange(0, T, queries)[:, None], jnp.arange(0, T, keys)
-        # A key before a block that any query of the block sees has an end after the block's first query.
+        # If any query of a block sees a key before the block, this key's end is after the block's first query.
         seen = (first_m < first_n1 + queries) & (jnp.max(ends_BT.reshape(B, 1, -1, keys), axis=-1) > first_n1)
         if self.window is None:
             return seen
@@ -72,7 +72,7 @@ class How:
 
 
 def listed(seen_Bnm: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each block, the indices of seen blocks in order, then of the others [B, n, m]; the number of seen [B, n]."""
+    """For each block, the indices of seen blocks in order, then of unseen ones [B, n, m]; the number of seen [B, n]."""
     places = jnp.argsort(~seen_Bnm, axis=-1, stable=True)
     return places.astype(jnp.int32), jnp.sum(seen_Bnm, axis=-1, dtype=jnp.int32)
 
@@ -83,7 +83,7 @@ class Kernels(NamedTuple):
     forward: (how, q_BTHd, k_BTGd, v_BTGd, tree, sinks_H) -> the result, and the base-2 logarithms of the softmax's
     denominators, [B, H, T] float32. Sinks are also base-2 logarithms; -inf = none.
     slopes: (how, q_BTHd, k_BTGd, v_BTGd, tree, d_o_BTHd, log_totals, means) -> the gradients with respect to q, k and
-    v. The means [B, H, T] are those of the gradients with respect to a query's weights.
+    v. The means [B, H, T] are the means of the gradients with respect to a query's weights.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -103,7 +103,7 @@ def attend(
 ) -> jax.Array:
     """softmax(q k scale) v over the keys seen, [B, T, H, d].
 
-    kernels: of the platform. how: how they compute. sinks_H: one more term of a head's denominators. ends_BT,
+    kernels: the platform's kernels. how: how they compute. sinks_H: one more term of a head's denominators. ends_BT,
     positions_BT: as in `TreeRows`.
     """
     return _forward(kernels, how, q_BTHd, k_BTGd, v_BTGd, ends_BT, sinks_H, positions_BT)[0]

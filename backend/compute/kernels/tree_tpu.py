@@ -194,7 +194,7 @@ def _by_query(r: int) -> Callable[..., Place]:
 
 
 def _by_key(r: int) -> Callable[..., Place]:
-    """The function that finds the place of a step of a program (b, g, j), which loops over heads of g and queries."""
+    """The function that finds the place of a step of a program (b, g, j). Steps loop over heads of g and queries."""
 
     def place(b: Any, g: Any, j: Any, head: Any, step: Any, places_ref: Any, counts_ref: Any, *_: Any) -> Place:
         return b, g * r + head, g, places_ref[b, j, jnp.minimum(step, counts_ref[b, j] - 1)], j
@@ -259,7 +259,7 @@ def _compiled(how: How, q: jax.Array, products: int, sums: int) -> dict[str, Any
     """The other arguments of `pallas_call`.
 
     products: the number of matmuls of the size of the scores. sums: the number of axes of the grid that are summed
-    over. The flops are those of a row of one sequence, which needs the most.
+    over. The flops are counted for a row of one sequence, which needs the most.
     """
     B, H, T, _ = q.shape
     cost = pl.CostEstimate(flops=products * q.size * T, bytes_accessed=4 * q.nbytes, transcendentals=B * H * T * T // 2)

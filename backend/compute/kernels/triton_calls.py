@@ -3,8 +3,8 @@
 JAX 0.10 and 0.11 count a kernel's offsets in elements, but choose their width by bytes: 64 bits for arrays of more than
 2**32 bytes. In an array of one-byte numbers with more than 2**31 and up to 2**32 elements, offsets of 32 bits wrap, and
 the kernel reads other memory without an error. Int8 weights and float8 pages have such sizes. Therefore JAX's function
-gets the shape of such an array with a wider dtype, whose size it only multiplies by. If JAX has no such function,
-arrays of these sizes are refused.
+gets the shape of such an array with a wider dtype; it uses only the dtype's size. If JAX has no such function, arrays
+of these sizes are refused.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def triton_call(
 ) -> Callable[..., Any]:
     """`pl.pallas_call` of a kernel for NVIDIA GPUs. The returned function takes the kernel's arrays.
 
-    kernel, how: as for `pl.pallas_call`. grid: at most three axes. name: of the kernel, also used in errors. interpret:
-    run the kernel on a CPU, for tests. The call raises ValueError for a grid that CUDA does not support, and
+    kernel, how: as for `pl.pallas_call`. grid: at most three axes. name: the kernel's name, also used in errors.
+    interpret: run the kernel on a CPU, for tests. The call raises ValueError for a grid that CUDA does not support, and
     NotImplementedError for an array in which offsets would wrap.
     """
     call = pl.pallas_call(kernel, grid=grid, name=name, interpret=interpret, **how)

@@ -1,4 +1,4 @@
-"""Attention of rows whose tokens are split over devices: DeepSpeed-Ulysses (arXiv 2309.14509).
+"""Attention of rows with tokens that are split over devices: DeepSpeed-Ulysses (arXiv 2309.14509).
 
 Each device holds a piece of a row: some tokens with all heads. Before attention, the devices of a row exchange pieces,
 so that each holds all tokens of some heads. Afterwards they exchange the results back. Heads are independent, so each
@@ -34,8 +34,9 @@ def in_whole_rows(
 ) -> jax.Array:
     """The kernel's result for this device's pieces, [B, T, H, d], inside `shard_map` over a mesh of `mesh.split_rows`.
 
-    pieces: of a row. The other arguments are the kernel's, for this device's pieces, with the sinks of all its heads.
-    Every device gets whole key-value heads. If the number of pieces does not divide them, heads are repeated.
+    pieces: the pieces of a row. The other arguments are the kernel's, for this device's pieces, with the sinks of all
+    its heads. Every device gets whole key-value heads. If the number of pieces does not divide their number, heads are
+    repeated.
     """
 
     def exchanged(x_BThd: jax.Array, split: int, joined: int) -> jax.Array:

@@ -16,12 +16,12 @@ from tinkerflow.backend.spec.commands import GroupConfig, LoraSpec, Optimizer
 class AdapterQuota:
     """The bytes of each device, by adapter.
 
-    Only the sum is limited, so adapters that existed at the same time fit again in any order, when a restored group
+    Only the sum is limited. So adapters that existed at the same time fit again, in whatever order a restored group
     creates them.
     """
 
     def __init__(self, cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> None:
-        """Start with no adapters. cfg: of the base model. config, plan: of the group."""
+        """Start with no adapters. cfg: the base model's config. config, plan: the group's."""
         self._cfg = cfg
         self._config = config
         self._plan = plan

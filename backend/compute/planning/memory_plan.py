@@ -1,4 +1,4 @@
-"""The plan of the devices' memory: the bytes for each use, and the sizes of training and sampling that they allow.
+"""The plan of the devices' memory: the bytes for each use, and the resulting sizes of training and sampling.
 
 A plan depends on sizes alone: the model, the mesh, the settings and the memory of a device. It never depends on the
 free memory, because commands that are replayed after a crash must be computed in the same micro-batches. `tinkerflow
@@ -57,7 +57,7 @@ _CACHE_ON_CPUS = 0.2  # of the host's memory
 _POSITIONS_A_SLOT = 1024  # on CPUs, which share the host's memory, and for full-parameter models
 _FULL_MODEL_SEQUENCES = 8  # in the KV cache of a full-parameter model
 
-# Advice for models in wider base weights.
+# Advice for models with wider base weights.
 _SMALLER = {"full": "TINKERFLOW_BASE_WEIGHTS=int8 or nf4, ", "int8": "TINKERFLOW_BASE_WEIGHTS=nf4, "}
 # Shares of the memory that the weights leave free.
 _SHORT_OF_MEMORY = 0.6  # for a training step, if sequences of `_USUAL` tokens would not fit otherwise
@@ -68,7 +68,7 @@ _CACHE = 0.85  # for pages of the KV cache; the rest is for resident snapshots
 _MORE_STATES = 10  # of short requests outside the batch, and of the prompt that is being computed
 _LEAST_KEPT_STATES = 4
 _RESIDENT = 16  # adapters of the usual rank that memory is reserved for
-_FEWEST = 2  # of them, if sequences of `_USUAL` tokens would not fit otherwise
+_FEWEST = 2  # the fewest of these adapters, if sequences of `_USUAL` tokens would not fit otherwise
 _USUAL = 8192  # tokens; more adapters are worth more than a longer context
 _ADAPTERS_WITH_FULL = 4  # adapters of the usual rank that fit together with full-parameter models
 _FULL_ON_CPUS = 0.5  # of the host's memory, for full-parameter models and the base model's weights
@@ -109,9 +109,9 @@ class MemoryUses:
 
 @dataclass(frozen=True)
 class FullModelMemory:
-    """Memory to sample one full-parameter model at a time: its weights and a KV cache of its own.
+    """Memory to sample one full-parameter model at a time: its weights and its KV cache.
 
-    size: bytes of each device. pages: of each shard of that cache, including the page of zeros.
+    size: bytes of each device. pages: the pages of each shard of this cache, including the page of zeros.
     """
 
     size: int
@@ -124,12 +124,12 @@ class MemoryPlan:
 
     limit: bytes of each device that the group may use; None on CPUs, which share the host's memory. There `pages`,
     `cells`, `full` and `full_model` depend on the machine, and the sampler refuses prompts that exceed its pages.
-    budget: of training. context: the longest sequence that can be trained on and sampled, in tokens. pages: of each
-    shard of the KV cache (`sampling_config`), including the page of zeros. cells: positions in the pages of sequences,
-    over the mesh. uses: None on CPUs. resident_adapters: the number of adapters of rank 32 that fit together; None on
-    CPUs. states: of layers with linear attention, of each shard; 0 without such layers. full: bytes of each device for
-    full-parameter models in training, without their steps. full_model: memory to sample one of these models; None if it
-    does not fit while one is trained.
+    budget: the limits of a training step. context: the longest sequence that can be trained on and sampled, in tokens.
+    pages: the pages of each shard of the KV cache (`sampling_config`), including the page of zeros. cells: positions in
+    the pages of sequences, over the mesh. uses: None on CPUs. resident_adapters: the number of adapters of rank 32 that
+    fit together; None on CPUs. states: the states of layers with linear attention in each shard; 0 without such layers.
+    full: bytes of each device for full-parameter models in training, without their steps. full_model: memory to sample
+    one of these models; None if it does not fit while one is trained.
     """
 
     limit: int | None
@@ -198,7 +198,7 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
 
 
 def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan:
-    """The plan for a group that may use `limit` bytes of each device. Made without a device.
+    """The plan for a group that may use `limit` bytes of each device. It is made without a device.
 
     UserError: the weights leave too little memory to train and to sample.
     """
@@ -307,7 +307,7 @@ def sampling_config(cfg: ModelConfig, config: GroupConfig) -> GroupConfig:
 def device_limit(config: GroupConfig) -> int | None:
     """Bytes of each device of this process that the group may use; None on CPUs, unless the settings give a number.
 
-    UserError if the devices do not report their memory.
+    UserError: the devices do not report their memory.
     """
     if config.device_memory:
         return int(config.device_memory * GB)

@@ -49,9 +49,9 @@ def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
 class Estimate:
     """The highest possible speed of a step.
 
-    tokens: of the step, on all devices. seconds: the least time of the step. limit: the resource that sets the bound:
-    "flops", "memory" (bandwidth) or "links" (between devices). share: the lowest and the highest share of the bound to
-    expect.
+    tokens: the step's tokens on all devices. seconds: the least time of the step. limit: the resource that sets the
+    bound: "flops", "memory" (bandwidth) or "links" (between devices). share: the lowest and the highest share of the
+    bound to expect.
     """
 
     tokens: int
@@ -78,7 +78,7 @@ def _devices(config: GroupConfig) -> int:
 def _bound(
     tokens: int, device: Device, share: tuple[float, float], *, flops: float, moved: float, sent: float
 ) -> Estimate:
-    """The bound of a step that needs this much of each device, if everything runs at its peak and at the same time."""
+    """The bound of a step that needs this much of each device, if all resources run at their peak at the same time."""
     times = {"flops": flops / device.flops, "memory": moved / device.bandwidth, "links": sent / device.link}
     limit = max(times, key=lambda name: times[name])
     return Estimate(tokens, times[limit], limit, share if device.platform.kernels else SHARE_WITHOUT_KERNELS)
@@ -89,9 +89,9 @@ def training_bound(
 ) -> Estimate:
     """The bound of forward_backward of one micro-batch.
 
-    cfg: the model. config: the mesh. device: of the mesh. spec: the adapter. weights: bytes of all base weights.
-    tokens: of the micro-batch, on all devices, in rows of at most 1,024. kept: bytes of activations that a device keeps
-    for the backward pass.
+    cfg: the model. config: the mesh. device: the mesh's devices. spec: the adapter. weights: bytes of all base weights.
+    tokens: the micro-batch's tokens on all devices, in rows of at most 1,024. kept: bytes of activations that a device
+    keeps for the backward pass.
     """
     own = weights / config.tensor / config.expert
     each = useful_flops(cfg, spec, min(_ROW, tokens))
@@ -104,10 +104,11 @@ def training_bound(
 
 
 def _of_experts(cfg: ModelConfig, config: GroupConfig, gathered: float, tokens: int) -> float:
-    """The bytes that a mixture of experts adds to those that a device receives in one pass; negative if it saves some.
+    """The bytes that a mixture of experts adds to the bytes that a device receives in one pass; negative if it saves
+    bytes.
 
-    gathered: the bytes of all matrices that a device gathers over fsdp. tokens: of all devices. The device receives the
-    tokens along the expert axis. It gathers experts, too, or receives all tokens (`training_expert_axes`).
+    gathered: the bytes of all matrices that a device gathers over fsdp. tokens: the tokens of all devices. The device
+    receives the tokens along the expert axis. It also gathers experts, or receives all tokens (`training_expert_axes`).
     """
     if not cfg.experts:
         return 0.0
@@ -125,9 +126,9 @@ def decode_bound(
 ) -> Estimate:
     """The bound of one decode step, a token for each slot.
 
-    cfg: the model. config: the mesh. device: of the mesh. weights: bytes of the base weights that a step reads
-    (`array_sizes.read_bytes`). slots: sequences. positions: of each sequence in the KV cache. cell: bytes of one
-    position on each device.
+    cfg: the model. config: the mesh. device: the mesh's devices. weights: bytes of the base weights that a step reads
+    (`array_sizes.read_bytes`). slots: sequences. positions: the positions of each sequence in the KV cache. cell: bytes
+    of one position on each device.
     """
     own, parts = weights / _devices(config), config.fsdp * config.tensor
     flops = useful_flops(cfg, None, 0) / 2 * slots / _devices(config)

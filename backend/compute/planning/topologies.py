@@ -17,7 +17,7 @@ class Device:
 
     flops: the peak of dense matmuls in bfloat16, or in float16 on Turing, per second. memory: bytes that programs can
     use. bandwidth: bytes per second. link: bytes per second that a device sends to all others of its host or pod.
-    source: the page that gives these figures. float8: whether it computes with 8-bit floating-point numbers.
+    source: the page that gives these figures. float8: whether the device computes with 8-bit floating-point numbers.
     float32_flops: the peak of matmuls in float32, for a device that computes adapters and attention in float32;
     otherwise 0.
     """

@@ -1,6 +1,6 @@
 """The memory of each device that training needs: for models in training, and for a training step.
 
-It is computed from sizes alone, for the plan in `memory_plan`.
+The memory is computed only from sizes, for the plan in `memory_plan`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
     while not config.microbatch_tokens and sizes[0] > _LEAST_TOKENS and not fits(sizes[0]):
         sizes = [sizes[0] // 2, *sizes]
     budget = replace(budget, microbatch_tokens=config.microbatch_tokens or sizes[0] * row_devices(config))
-    # Groups of layers for long sequences only: for short ones they save little memory and make training slower.
+    # Groups of layers are only for long sequences. For short sequences, they save little memory and make training
+    # slower.
     for keep, limit, some in ((Keep.RESULTS, "kept_bytes", sizes), (Keep.INPUTS, "input_bytes", sizes[1:])):
         if (too_large := next((tokens for tokens in some if not fits(tokens)), None)) is not None:
             most = kept_bytes(cfg, _ranks(cfg), too_large, config.dtype, keep) - 1
@@ -170,7 +171,7 @@ def _step(
 
     This is an upper estimate of the compilers' figures (tests/accelerators). At most one layer is differentiated at a
     time. full_parameters: train all parameters, without groups of layers and chunks of tokens. `_full_bytes` counts the
-    rest.
+    other arrays.
     """
     item = jnp.dtype(config.dtype).itemsize
     keep = choose_keep(

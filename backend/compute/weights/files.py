@@ -22,7 +22,7 @@ from tinkerflow.backend.core.errors import UserError
 Read = TypeVar("Read")
 WEIGHTS = "model.safetensors"
 _FP8, _SCALES = "F8_E4M3", ("_scale_inv", "_scale")  # the tensor named `key` + one of _SCALES holds a matrix's scales
-_OF_INPUTS = ("input_scale", "activation_scale")  # scales with which others round a matrix's inputs to FP8
+_OF_INPUTS = ("input_scale", "activation_scale")  # scales with which other programs round a matrix's inputs to FP8
 INDEX = "model.safetensors.index.json"
 # The supported dtypes of weights, by safetensors' names.
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
@@ -44,7 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """A tensor that is computed from others when it is read: a part of a fused tensor, or dequantized blocks.
+    """A tensor that is computed from other tensors when it is read: a part of a fused tensor, or dequantized blocks.
 
     make: takes the matching NumPy dtype, and returns the elements. packed: returns a matrix that the file stores
     in MXFP4, as uint8: [rows, columns / 2], two numbers in a byte, and scales [rows, blocks]; None = it is not MXFP4.
@@ -67,7 +67,7 @@ Tensor = StoredTensor | MadeTensor
 
 
 def read_object(path: Path, name: str) -> Mapping[str, Any]:
-    """The JSON object in a file of the base model `name`. UserError: the file is missing, unreadable or no object."""
+    """The JSON object in a file of the base model `name`. UserError: the file is missing or unreadable, or has none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

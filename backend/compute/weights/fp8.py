@@ -1,8 +1,8 @@
 """Matrices in FP8: e4m3 numbers, and scales that multiply them. No JAX.
 
-DeepSeek V3's files have a scale for each block of 128 x 128 (arXiv 2412.19437, section 3.3.2); others have one for
-each matrix or row. The scales are called `weight_scale_inv` or `weight_scale`, and multiply the numbers in both cases.
-A number is a sign, an exponent of four bits with a bias of 7, and a fraction of three (arXiv 2209.05433).
+DeepSeek V3's files have a scale for each block of 128 x 128 (arXiv 2412.19437, section 3.3.2). Other files have a scale
+for each matrix or row. The scales are called `weight_scale_inv` or `weight_scale`, and multiply the numbers in both
+cases. A number is a sign, an exponent of four bits with a bias of 7, and a fraction of three (arXiv 2209.05433).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def scales_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def dequantized(bits: npt.NDArray[np.uint8], scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """The matrix [rows, columns] in float32. bits: the e4m3 numbers. scales: of a shape in `scales_shapes`."""
+    """The matrix [rows, columns] in float32. bits: the e4m3 numbers. scales: in a shape of `scales_shapes`."""
     whole, wide = np.empty(bits.shape, np.float32), np.asarray(scales, np.float32)
     by_block = wide.size > 1 and wide.shape != (len(bits), 1)
     for place in range(-(-len(bits) // BLOCK)):

@@ -12,8 +12,8 @@ FourBit stores two numbers in a byte, and a scale for each block of inputs. A nu
   the scale in float32, and rounded to the nearest number of the table. Scales are not quantized again.
 - MXFP4 (`mxfp4`), as files store it.
 
-A matrix is dequantized wherever it is multiplied by: number * scale in float32, then rounded to the dtype of the
-activations. So training and sampling multiply by the same bits.
+A matrix is dequantized wherever it is used: number * scale in float32, then rounded to the dtype of the activations. So
+training and sampling multiply by the same bits.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ Weight = jax.Array | Int8 | FourBit
 def numbers_of(codes: jax.Array, table: str) -> jax.Array:
     """The numbers that `codes` (integers from 0 to 15) stand for, float32.
 
-    By selections, which fuse and vectorize on every platform. TPUs would gather the numbers one by one.
+    They are found by selections, which fuse and vectorize on every platform. TPUs would gather the numbers one by one.
     """
-    if platform() is TURING:  # where XLA materializes a constant matrix for each number of a selection
+    if platform() is TURING:  # there, XLA materializes a constant matrix for each number of a selection
         return jnp.asarray(TABLES[table]).at[codes].get(mode="promise_in_bounds")
     codes, found = codes.astype(jnp.int32), list(TABLES[table])
     for bit in range(4):
@@ -124,7 +124,7 @@ def scales(rows: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:
 
 
 def rounded(rows: npt.NDArray[Any], scale: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-    """The int8 values of `rows`, [out, any part of in]. scale: of the complete rows."""
+    """The int8 values of `rows`, [out, any part of in]. scale: the scale of the complete rows."""
     wide = np.asarray(scale, np.float32)[:, None]
     steps = np.asarray(rows, np.float32) / np.where(wide > 0, wide, 1)
     return np.clip(np.rint(steps), -127, 127).astype(np.int8)
@@ -143,7 +143,7 @@ def block_scales(rows: npt.NDArray[Any], block: int, dtype: Any) -> npt.NDArray[
 def packed(rows: npt.NDArray[Any], block: int, dtype: Any) -> npt.NDArray[np.uint8]:
     """The NF4 numbers of `rows` [out, any blocks of in], [out, in / 2]: two in a byte, the lower four bits first.
 
-    dtype: of the scales.
+    dtype: the scales' dtype.
     """
     between = (NF4[1:] + NF4[:-1]) / 2
     found = np.empty((len(rows), rows.shape[1] // 2), np.uint8)
