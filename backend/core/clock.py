@@ -1,4 +1,4 @@
-"""The clock, which is passed in so that tests can drive time, and a call that repeats every second."""
+"""The clock, which is passed in so that tests can control time, and a call that repeats every second."""
 
 from __future__ import annotations
 

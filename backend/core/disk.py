@@ -1,7 +1,7 @@
 """Private files and folders that survive a power cut.
 
-The service's files belong to its tenants, so other users of the machine must not read them. Modes are set when a
-file is created: a later chmod would leave a moment in which others could open it.
+The service's files belong to its tenants, so other users of the machine must not read them. Modes are set when a file
+is created, because before a later chmod, other users could open the file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sqlite_url(path: Path, driver: str = "sqlite") -> str:
 def folder_of_url(url: str) -> Path:
     """The folder of a `file://` URL, with percent escapes such as `%20` decoded.
 
-    Earlier releases took such a URL literally: if only a folder with the literal name exists, that one is returned.
+    Earlier releases took such a URL literally. If only a folder with the literal name exists, that folder is returned.
     """
     literal = Path(url.removeprefix("file://"))
     folder = Path(unquote(str(literal)))

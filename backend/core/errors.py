@@ -7,7 +7,7 @@ TinkerflowError            category
 │   ├── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
 │   ├── TooManyError                the project has reached its limit of waiting work; retry later
 │   ├── ContextExceededError        a prompt, or a prompt with its answer, is longer than the model's context
-│   └── AllocationError             the devices had no memory left for it; nothing was changed
+│ └── AllocationError the devices had no memory left for the request; nothing was changed
 └── ServerError            server   the service failed; the request was valid
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     │   ├── DeadlineError           a command was not answered within its deadline
@@ -80,7 +80,7 @@ class ContextExceededError(UserError):
 class AllocationError(UserError):
     """The devices had no memory left for the request, which changed nothing.
 
-    The message is the same on every rank: a group whose ranks answer differently is ended.
+    The message is the same on every rank, because a group is ended if its ranks answer differently.
     """
 
 
@@ -99,8 +99,9 @@ class DeadlineError(GroupFailedError):
 class SuspectError(GroupFailedError):
     """The worker group ended while it executed this command.
 
-    With several commands in flight, this is the oldest one unanswered by the rank that reported its exit, or the
-    oldest of all if no rank reported. crashed: False if a signal from outside ended the group.
+    If several commands were in flight, this is the oldest command that the rank which reported its exit had not
+    answered. If no rank reported its exit, this is the oldest command of all. crashed: False if a signal from outside
+    ended the group.
     """
 
     def __init__(self, message: str, *, crashed: bool = True) -> None:

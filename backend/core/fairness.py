@@ -1,8 +1,8 @@
 """Fair sharing between owners. Every place where projects compete for a resource uses this queue.
 
 `FairQueue` is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each ticket gets a start tag: the later of
-the queue's virtual time and the end of its owner's previous ticket. Tickets are served by their start tags, and a
-ticket ends `cost / weight` after its start. Over any period in which two owners always wait, the cost served to them,
+the queue's virtual time and the end of its owner's previous ticket. Tickets are served in the order of start tags, and
+a ticket ends `cost / weight` after its start. Over any period in which two owners always wait, the cost served to them,
 divided by their weights, differs by at most one ticket of each.
 """
 
@@ -36,7 +36,7 @@ class FairQueue(Generic[T]):
         self._weight = weight
         self._tickets: list[Ticket[T]] = []  # by start tag; ties in the order of arrival
         self._now = 0.0  # virtual time: the start tag of the last ticket served
-        self._ends: dict[str, float] = {}  # by owner: when its last ticket ends; dropped once past
+        self._ends: dict[str, float] = {}  # by owner: when its last ticket ends; dropped when this is past
 
     def __len__(self) -> int:
         return len(self._tickets)

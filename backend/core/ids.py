@@ -51,9 +51,9 @@ def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
 
 
 def about_id(text: str) -> str:
-    """The end of an error message about an id of ours given instead of another value, with the likely value, or "".
+    """The end of an error message about one of our ids given instead of another value, with the likely value, or "".
 
-    It depends only on the form of the id, and never reveals whether the id exists.
+    The text depends only on the form of the id, and never reveals whether the id exists.
     """
     if (found := _OURS.fullmatch(text)) is None:
         return ""
@@ -85,7 +85,7 @@ def base_model_name(given: str) -> str:
     return given.rstrip("/") or given
 
 
-EMBEDDED = "tinkerflow/tiny"  # an alias of the embedded model, whose name is its folder
+EMBEDDED = "tinkerflow/tiny"  # an alias of the embedded model; its name is its folder
 EMBEDDED_FOLDER = ("models", "tinkerflow", "tiny-qwen3")  # in the data dir
 
 

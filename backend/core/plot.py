@@ -16,14 +16,14 @@ _DOTS = 40  # a line of at most this many points gets dots
 _LEAST, _MOST = 1e-300, 1e300  # of a range and of a value, so that no difference is rounded to zero or to infinity
 
 Point = tuple[float, float]
-Box = tuple[int, int, int, int]  # left, top, right and bottom in pixels; numbers are drawn left of it and below it
+Box = tuple[int, int, int, int]  # left, top, right and bottom in pixels; numbers are drawn on its left and below it
 
 
 @dataclass(frozen=True)
 class Line:
     """One line. points: (x, y) from left to right; a y that is None, not finite or beyond 1e300 makes a gap.
 
-    band: (x, low, high), the ranges of the values whose means are the points; drawn behind the line. faint: further
+    band: (x, low, high), the ranges of the values that the points are means of; drawn behind the line. faint: further
     points, drawn behind it as a faint line.
     """
 
@@ -38,7 +38,7 @@ class Line:
         return [(x, y) for x, y in self.points if _is_known(y)]
 
     def powers(self) -> Line:
-        """The line with the decimal logarithm of each y. Values without one become gaps."""
+        """The line with the decimal logarithm of each y. Values without a logarithm become gaps."""
 
         def power(y: float | None) -> float | None:
             return math.log10(y) if _is_known(y) and y > 0 else None

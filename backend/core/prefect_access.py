@@ -2,7 +2,8 @@
 
 Two files in `<data_dir>/prefect`, which only their owner can read:
 
-- `credential` is the server's auth string, `tinkerflow:<random>`. It is made once. Clients send it with each request.
+- `credential` is the server's auth string, `tinkerflow:<random>`. It is created once. Clients send it with each
+request.
 - `server.json` exists while the server runs, and names its port and process. Clients send the credential only to this
   server, so a program that listens on Prefect's usual port does not get it.
 
@@ -32,15 +33,15 @@ from tinkerflow.backend.core.process_identity import identity, is_alive
 SIGN_IN_PATH = "/tinkerflow/sign-in"
 LINK_SECONDS = 3600
 _CLOUD = re.compile(r"https://api((?:\.\w+)*\.prefect\.\w+)/api/accounts/([^/]+)/workspaces/([^/]+)")
-TRAINING_FLOW = "training_run"  # of training runs; the engine registers its deployment
+TRAINING_FLOW = "training_run"  # the flow of training runs; the engine registers its deployment
 
 
 @dataclass(frozen=True)
 class PrefectAccess:
     """How clients and people reach a Prefect server.
 
-    api_url: as PREFECT_API_URL. credential: its auth string, empty if it has none. pages_url: where people open its
-    pages, perhaps through a proxy. is_embedded: whether it is the server of a data dir, which serves the sign-in page.
+    api_url: as PREFECT_API_URL. credential: its auth string, empty if it has none. pages_url: the URL of its pages for
+    people, perhaps behind a proxy. is_embedded: whether it is the server of a data dir, which serves the sign-in page.
     """
 
     api_url: str
@@ -136,13 +137,13 @@ def find_server(data_dir: Path) -> PrefectAccess | None:
 def server_for_clients(data_dir: Path, environment: Mapping[str, str]) -> PrefectAccess | None:
     """The server at PREFECT_API_URL, or else the server of this data dir; None if there is neither.
 
-    environment: of this process. Other servers never get this data dir's credential.
+    environment: this process's variables. Other servers never get this data dir's credential.
     """
     server, named = find_server(data_dir), environment.get("PREFECT_API_URL", "")
     if not named or (server is not None and _is_same(server.api_url, named)):
         return server
     pages = urlsplit((environment.get("PREFECT_UI_URL") or _pages_of(named)).rstrip("/"))
-    pages = pages._replace(netloc=pages.netloc.rpartition("@")[2])  # a password in the URL is for clients alone
+    pages = pages._replace(netloc=pages.netloc.rpartition("@")[2])  # a password in the URL is only for clients
     return PrefectAccess(named, environment.get("PREFECT_API_AUTH_STRING", ""), pages.geturl(), is_embedded=False)
 
 

@@ -33,7 +33,7 @@ def _boot() -> str:
 
 
 def _birth(pid: int) -> str:
-    """The start time of the process in ticks since boot. Empty if it does not run or there is no /proc."""
+    """The start time of the process in ticks since boot. Empty if the process does not run, or if there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

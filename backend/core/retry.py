@@ -92,8 +92,8 @@ async def repeat(
 
     on: error classes that end only the current round and are logged. All other errors are raised.
     what: begins the log line, as in "a sweep failed".
-    log: the logger of the caller's module. level: the line's level. The traceback is logged unless the error is ours.
-    early: an event that ends the pause early. The loop clears it before each round.
+    log: the logger of the caller's module. level: the line's level. The traceback is logged unless the error is one of
+    ours. early: an event that ends the pause early. The loop clears it before each round.
     """
     while True:
         if early is not None:

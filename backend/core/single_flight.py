@@ -1,4 +1,4 @@
-"""Work that several callers request at the same time and that is done once."""
+"""Work that is done once, although several callers request it at the same time."""
 
 from __future__ import annotations
 

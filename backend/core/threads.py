@@ -27,8 +27,8 @@ class _Work:
 class FairThreads:
     """Threads that projects share fairly. One project uses at most half of them at a time.
 
-    A project with a hundred slow calls therefore delays other projects by one of these calls, not by all of them.
-    Journal queries run in threads of their own.
+    A project with a hundred slow calls therefore delays other projects by one of its calls, not by all of them. Journal
+    queries run in separate threads.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -47,7 +47,7 @@ class FairThreads:
         try:
             return await result
         finally:
-            del result  # an error's traceback contains this frame; the cycle would keep the call's arguments
+            del result  # an error's traceback contains this frame; such a cycle would keep the call's arguments
 
     def close(self) -> None:
         """End the threads, after the calls that have begun."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _HEADER = "traceparent"
 T = TypeVar("T")
-tracer: Tracer | None = None  # of this process; None: tracing is off
+tracer: Tracer | None = None  # this process's tracer; None: tracing is off
 current: ContextVar[str | None] = ContextVar(_HEADER, default=None)  # the context of the current span
 
 
@@ -64,7 +64,8 @@ def begin(name: str, parent: str, **attributes: str) -> Span | None:
 def span(
     name: str, parent: str | None, kind: Literal["INTERNAL", "SERVER"] = "INTERNAL", **attributes: str
 ) -> Iterator[Span | None]:
-    """Run the block in a child span of `parent`. Yields None if tracing is off. An error that leaves it is recorded.
+    """Run the block in a child span of `parent`. Yields None if tracing is off. An error that leaves the block is
+    recorded.
 
     parent: the context of another span; None: the span starts a new trace.
     """

@@ -1,9 +1,9 @@
 """XLA's autotuning results for NVIDIA GPUs, kept in the store.
 
-XLA measures which kernel is the fastest for a product. If a program is compiled again, XLA may choose other kernels,
-which compute other bits. XLA writes each result to a file in JAX's compilation cache, and reads the file when it
-compiles another program. This module copies the files to the store. A group whose cache is lost, or that runs on
-another host, gets the results from the store before it compiles anything.
+XLA measures the speed of the kernels for a product, and chooses the fastest. When a program is compiled again, XLA may
+choose other kernels, which compute other bits. XLA writes each result to a file in JAX's compilation cache, and reads
+the file when it compiles another program. This module copies the files to the store. A group whose cache is lost, or
+that runs on another host, gets the results from the store before it compiles anything.
 
 The results for a kind of device, compiler and flags share a folder. The digest of a group's programs (`Ready.programs`)
 is computed from the same inputs. A result in the store never changes, so groups with equal digests use equal kernels.
@@ -40,7 +40,7 @@ _SECONDS = 30.0  # between two searches for new results
 def keep_results(config: GroupConfig, compiled_for: str) -> None:
     """Fetch the results that a group may need, and start publishing its own.
 
-    config, compiled_for: of the group; see `AutotuningResults`. Without a store, the group uses its own results.
+    config, compiled_for: the group's; see `AutotuningResults`. Without a store, the group uses its own results.
     """
     if not config.store_url:
         return

@@ -71,7 +71,7 @@ def _is_cut(entry: bytes) -> bool:
 def has_common_keys(folder: Path, compile_probe: Callable[[], None], gather: Callable[[str], Sequence[str]]) -> bool:
     """Whether all ranks have the same key for the same program. Every rank must call this.
 
-    folder: of this rank, where JAX writes its entries. compile_probe: compiles a program with the unique name
+    folder: this rank's folder, where JAX writes its entries. compile_probe: compiles a program with the unique name
     `probe`. gather: sends this rank's text to all ranks, and returns the texts of all ranks.
     """
     for entry in folder.glob(f"*probe-*{_ENTRY}"):  # left by an earlier start

@@ -1,4 +1,4 @@
-"""The sequence of worker groups: when one ends, the next is started."""
+"""The sequence of worker groups: when a group ends, the next is started."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class Generations:
     async def _try_launch(self) -> bool:
         try:
             return await self._launch()
-        except Exception as error:  # for example, a file of the base model is unreadable, but may become readable
+        except Exception as error:  # for example, an unreadable file of the base model, which may become readable
             log.exception("worker group %d cannot be started", self._number)
             self.last_error = GroupFailedError(f"worker group {self._number} cannot be started: {error!r}")
             return False

@@ -1,8 +1,8 @@
 """One generation: N worker processes that live and die together.
 
-The first fault ends the group: a process ends, is silent, differs from the others or sends garbage, or a command misses
-its deadline. Then all processes are killed, and all outstanding commands fail with an error that names the rank and the
-cause.
+The first fault ends the group. Faults are: a process ends, is silent, differs from the others or sends garbage, or a
+command misses its deadline. Then all processes are killed, and all outstanding commands fail with an error that names
+the rank and the cause.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Group:
 
     @property
     def probation_of_next(self) -> int:
-        """The probation of the next generation: in full after an unexplained death, else the rest of this one's."""
+        """The probation of the next generation: in full after an unexplained death, else what remains of this one."""
         return self._config.probation if self.crashed and not self._confessed else self._commands.probation
 
     @property

@@ -37,7 +37,7 @@ def join_jax(
 ) -> None:
     """Set JAX up for this process: its share of the host's devices, the compilation cache, and the group.
 
-    start: the driver's first message. rank: of this process. progress: called with lines for people.
+    start: the driver's first message. rank: this process's rank. progress: called with lines for people.
     environment: (name of the platform, current variables, number of groups that share a device) -> variables to set.
     compiled_for: returns a text that identifies the device, its compiler, and the compiler's flags.
     UserError: the configured platform is missing, or its devices cannot be shared.
@@ -161,7 +161,7 @@ def share_of_host(start: Start, rank: int) -> list[int] | None:
 
 
 def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None]) -> None:
-    """Open the devices. UserError: not the configured platform, or devices that are too old.
+    """Open the devices. UserError: they are not of the configured platform, or are too old.
 
     Triton supports float8 only on Ada and newer. `progress` is called with a warning if CPUs serve although the host
     has an accelerator.

@@ -63,7 +63,7 @@ class OutstandingCommands:
     ) -> None:
         """No command is outstanding yet.
 
-        config: of the pool.
+        config: the pool's configuration.
         generation: the number of the group, for messages.
         probation: how many commands are sent one at a time.
         send: sends a frame to every rank.
@@ -87,7 +87,7 @@ class OutstandingCommands:
     def submit(self, name: str, body: Sequence[Buffer], deadline: float) -> asyncio.Future[Reply]:
         """Send an encoded command to every rank when it is due. The future resolves to the reply.
 
-        name: of the command, for messages. body: the encoded command. deadline: seconds, counted from the time when
+        name: the command's name, for messages. body: the encoded command. deadline: seconds, counted from the time when
         the command becomes the oldest.
         """
         self._last_index += 1
@@ -215,7 +215,7 @@ class OutstandingTransfers:
         return number, future
 
     def answer(self, rank: int, message: Transferred) -> None:
-        """Record that a rank has completed its part, or failed to."""
+        """Record that a rank has completed its part, or has failed."""
         answers, future = self._transfers.get(message.number, ({}, None))
         answers[rank] = message
         if future is None or len(answers) < self._ranks:

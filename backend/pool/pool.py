@@ -1,4 +1,4 @@
-"""The pool: the one object through which the engine commands the worker groups of a base model."""
+"""The pool: the object through which the engine commands the worker group of a base model."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Pool:
     def take_out(self, generation: int, why: str) -> None:
         """End the group `generation` if it serves, and start no other group on its hosts before a person restarts them.
 
-        The pool waits for other hosts. The pools of a site share hosts; other groups that run there continue. why:
-        shown to people and to waiting clients.
+        The pool waits for other hosts. Other pools of the site may share these hosts; their groups continue to run.
+        why: shown to people and to waiting clients.
         """
         self._generations.take_out(generation, why)
 
@@ -164,7 +164,7 @@ class Pool:
     def reaches_store(self) -> bool:
         """Whether the processes of the newest generation read and write states themselves (`transfer`).
 
-        False for DETOUR_SECONDS after one of them failed to. Meanwhile, states go through the engine.
+        False for DETOUR_SECONDS after a process failed to do so. Meanwhile, states go through the engine.
         """
         return self.info.reaches_store and asyncio.get_running_loop().time() >= self._detour_until
 
@@ -189,7 +189,7 @@ class Pool:
 
         command: do not change its arrays before it is answered.
         deadline: seconds, counted from the answers to all commands before it; None: the pool's command_deadline.
-        owner: the project that a command about an adapter belongs to. Projects share the devices equally.
+        owner: the project of a command about an adapter. Projects share the devices equally.
         generation: the only group that may execute the command, because the command refers to that group's state.
         None: the group that serves now. Without a group, the command waits for the next one, up to start_deadline
         seconds.

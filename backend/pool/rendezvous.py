@@ -43,8 +43,9 @@ class Rendezvous:
     ) -> None:
         """Nothing is spawned yet.
 
-        config: of all generations. site: where the processes are started. generation: of the group. run: runs a task
-        until the group has ended. fail: ends the group with a cause; crashed=False: an outside event ended it.
+        config: the configuration of all generations. site: where the processes are started. generation: the group's
+        number. run: runs a task until the group has ended. fail: ends the group with a cause; crashed=False: an outside
+        event ended it.
         """
         self.members: list[Member] = []
         self._config = config
@@ -138,7 +139,7 @@ class Rendezvous:
         start: Sequence[codec.Buffer],
         on_connection: Callable[[Member, LoopLink], None],
     ) -> None:
-        while any(member.link is None for member in self.members):  # one task each, so a stranger delays no rank
+        while any(member.link is None for member in self.members):  # one task for each, so a stranger delays no rank
             self._run(self._admit(await next_connection(listener), secret, start, on_connection))
 
     async def _admit(

@@ -1,10 +1,10 @@
 """The order in which commands are sent to the serving group.
 
 A worker group executes commands in the order in which they are sent, and no command can overtake another in the group.
-Commands therefore wait here, and the group holds little more than the command that it executes. `TrainingQueue` shares
-training between projects and, within a project, between its adapters. `CommandScheduler` alternates between training
-and the steps of the sampler. A large `Forward` is sent in parts of one micro-batch (`in_parts`), so other commands need
-not wait for all of it.
+Commands therefore wait here, and the group holds few commands besides the command that it executes. `TrainingQueue`
+shares training between projects and, within a project, between its adapters. `CommandScheduler` alternates between
+training and the steps of the sampler. A large `Forward` is sent in parts of one micro-batch (`in_parts`), so other
+commands need not wait for the whole command.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ class Transfers:
     def __init__(self, executor: object, config: GroupConfig, rank: int, patience: float = PATIENCE) -> None:
         """Check whether this process can reach the group's store.
 
-        executor: reads and writes states if it is a StateHolder. config: of the group. rank: of this process.
-        patience: seconds that the store may take to answer. A hanging store must not prevent the start of a group.
+        executor: reads and writes states if it is a StateHolder. config: the group's configuration. rank: this
+        process's rank. patience: seconds that the store may take to answer. A hanging store must not prevent the start
+        of a group.
         """
         self._rank = rank
         self._holder = executor if isinstance(executor, StateHolder) else None

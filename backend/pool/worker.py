@@ -11,8 +11,8 @@ started also ends when its connection ends. A worker that a host's agent started
 the next driver, with the base model in its memory. Every rank first executes all commands of the earlier driver,
 because a single rank would wait in a collective.
 
-An exception outside a command ends the process immediately. An uncaught Python exception would wait for the other
-processes in jax.distributed's shutdown barrier, while they wait for this process in a collective.
+An exception outside a command ends the process immediately. An uncaught Python exception would wait in
+jax.distributed's shutdown barrier for the other processes, while they wait for this process in a collective.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from tinkerflow.backend.supervise.processes import die_with_parent, give_back_me
 
 log = logging.getLogger("tinkerflow.backend.pool.worker")
 
-_KEPT_SECONDS = 300.0  # between two returns of freed memory: new pages are expensive, but an untrimmed heap grows
+_KEPT_SECONDS = 300.0  # between two returns of freed memory; new pages are expensive, but an untrimmed heap grows
 
 
 class CommandExecutor(Protocol):
@@ -129,7 +129,7 @@ class CommandExecutor(Protocol):
         """
 
     def clear(self) -> None:
-        """Delete everything that commands have created. The base model is kept."""
+        """Delete all state that commands have created. The base model is kept."""
 
 
 class Inbox:
@@ -188,7 +188,7 @@ class Inbox:
     def send(self, index: int, body: Sequence[codec.Buffer], to: WorkerLink | None = None) -> None:
         """Send an encoded message as a frame.
 
-        index: of the command that the message answers; 0: no command. to: the driver; None: the current driver.
+        index: the number of the answered command; 0: no command. to: the driver; None: the current driver.
         """
         with self._turn:
             if self._link is None or to not in (None, self._link):
@@ -247,7 +247,7 @@ class ReplyCollector:
     """
 
     def __init__(self, send: Callable[[int, Sequence[codec.Buffer], WorkerLink | None], None], rank: int) -> None:
-        """send: sends an encoded message as a frame to a driver. rank: of this process."""
+        """send: sends an encoded message as a frame to a driver. rank: this process's rank."""
         self._send = send
         self._rank = rank
         self._begun: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -260,9 +260,9 @@ class ReplyCollector:
     ) -> None:
         """Execute `command`, and answer it immediately or when the devices are done. Call this from one thread only.
 
-        driver: the driver that sent the command. index: of the command's frame. execute: CommandExecutor.execute.
-        Raises only errors that must end the process. All earlier commands are answered first, so that the driver blames
-        this command.
+        driver: the driver that sent the command. index: the number of the command's frame. execute:
+        CommandExecutor.execute. Raises only errors that must end the process. All earlier commands are answered first,
+        so that the driver blames this command.
         """
         name = type(command).__name__
         try:

@@ -19,8 +19,8 @@ async def _no_beat() -> None:
 class HeartbeatMonitor:
     """Waits until there is no sign of life for `timeout` seconds.
 
-    The monitor counts its own beats instead of time, so a stall of this process blames no other process. It detects
-    silence at most one beat (a sixth of `timeout`) late.
+    The monitor counts its own beats instead of time, so a stall of this process is not blamed on another process. It
+    detects silence at most one beat (a sixth of `timeout`) late.
 
     timeout: seconds of silence.
     signs: returns the number of signs of life so far, for example of received bytes.

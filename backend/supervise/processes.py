@@ -21,7 +21,7 @@ def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
     """Make the kernel send a signal to this process when its parent ends. Only Linux supports this.
 
     parent_pid: the process that started this process. If that process is already gone, this process ends immediately.
-    number: of the signal.
+    number: the signal's number.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

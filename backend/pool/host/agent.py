@@ -1,11 +1,11 @@
 """The agent of a host: joins a group, starts and ends processes for the driver, and rejoins after a loss.
 
-When the driver closes the connection, it has most likely ended. The agent keeps the processes for the next driver,
-which finds the base model in their memory. Processes that no driver takes over are ended after HostConfig.keep_seconds.
-(A driver that did not end recognizes its processes, and starts new ones.)
+When the driver closes the connection, it has most likely ended. The agent keeps the processes for the next driver, so
+that it finds the base model in their memory. Processes that no driver takes over are ended after
+HostConfig.keep_seconds. (A driver that did not end recognizes its own processes, and starts new ones instead.)
 
-When the driver is silent, it is unknown what its processes have executed. The agent kills them before it offers the
-host's capacity again. No process outlives the agent.
+When the driver is silent, it is unknown which commands its processes have executed. The agent kills them before it
+offers the host's capacity again. No process outlives the agent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HostConfig:
     compile_cache_dir: the folder for compiled programs on this host; "": the folder that the driver names.
     longest_pause: the longest pause in seconds between two attempts to join.
     keep_seconds: how long processes wait for the next driver. Meanwhile they occupy device memory.
-    platform: the setting of that name.
+    platform: the setting `platform`.
     leave_seconds: how long processes may run after the agent is cancelled, so that their driver can save models.
     """
 
@@ -105,7 +105,7 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
         try:
             link, silence = await _join(config, agent, processes)
         except (OSError, EOFError) as error:
-            if isinstance(error, PermissionError) and error.errno is None:  # not from the system, as of a firewall
+            if isinstance(error, PermissionError) and error.errno is None:  # not an error of the system or a firewall
                 raise UserError(f"the group at {where} has a different secret: {error}") from error
             if reached:
                 say(f"the group at {where} cannot be reached ({error}); trying again")
@@ -179,8 +179,8 @@ async def _connect(config: HostConfig) -> LoopLink:
 class _Worker:
     """A worker that runs on this host.
 
-    salt, plan: of its generation. number: the driver's number for it, or None without a driver. doomed: whether this
-    agent has killed it.
+    salt, plan: its generation's. number: the driver's number for the worker, or None without a driver. doomed: whether
+    this agent has killed it.
     """
 
     child: LocalWorker
@@ -212,7 +212,7 @@ class HostProcesses:
     async def serve(self, conversation: Conversation, address: str) -> str:
         """Obey the driver at the other end of `conversation` until it is lost. Returns the reason for the loss.
 
-        address: of this host, in the driver's network.
+        address: this host's address in the driver's network.
         """
         self._conversation, self._address = conversation, address
         try:

@@ -1,9 +1,9 @@
 """The driver's view of the hosts that joined its group. Each host is the connection of an agent (agent.py).
 
-When a host is lost, the driver considers its processes ended. They may run until the agent notices the loss, but their
-connections are closed, so they have no effect. When a driver ends, the agents keep its processes, and offer them to the
-next driver together with their free capacity. The next driver takes over a group if all of its processes are alive and
-have the driver's plan.
+When a host is lost, the driver considers the host's processes ended. They may run until the agent notices the loss, but
+their connections are closed, so they have no effect. When a driver ends, the agents keep its processes, and offer them
+to the next driver together with their free capacity. The next driver takes over a group if all of its processes are
+alive and have this driver's plan.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Host:
         ending = self._endings[number] = loop.create_future()
         self.site.launched.add(launch.salt)
         if held is None:
-            self.held = [held for held in self.held if held.plan != launch.plan]  # the agent first ends these
+            self.held = [held for held in self.held if held.plan != launch.plan]  # the agent first ends these processes
             self.conversation.send(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
         else:
             self.conversation.send(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
@@ -169,7 +169,7 @@ class Hosts:
         self.port = int(listener.getsockname()[1])
         self.launched: set[bytes] = set()  # salts of this driver's generations; their processes are not taken over
         self.numbers = itertools.count(1)  # the numbers of new processes
-        self.taken_out: dict[str, str] = {}  # by agent, also while it is lost
+        self.taken_out: dict[str, str] = {}  # reasons by agent, even while it is lost
         self._listener = listener
         self._secret = secret
         self._silence = silence
@@ -225,7 +225,8 @@ class Hosts:
     def reserve(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
         """The processes of a group that an earlier driver left, or else free slots, host by host.
 
-        TPU hosts are in the order of their pod, because JAX numbers processes by it. Others are sorted by their names.
+        TPU hosts are in the order of their pod, because JAX numbers processes in this order. Other hosts are sorted by
+        name.
         """
         if held := self._held_group(processes, plan):
             return held

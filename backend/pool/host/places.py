@@ -31,7 +31,7 @@ _MALLOC = {  # C libraries without tunables ignore these
 class Launch:
     """The parameters shared by the processes of one generation.
 
-    port: where the driver listens. salt: the generation's secret is derived from it. plan: PoolConfig.digest.
+    port: where the driver listens. salt: the generation's secret is derived from the salt. plan: PoolConfig.digest.
     """
 
     generation: int
@@ -112,7 +112,7 @@ class LocalWorker:
 
         coordinator: "address:port" that was free a moment ago, for jax.distributed.
         log_dir: the folder of the worker's log, worker-<rank>.log; None: the worker writes to our stderr.
-        keep: whether the process outlives its driver and waits for another one. platform: the setting of that name.
+        keep: whether the process outlives its driver and waits for another driver. platform: the setting `platform`.
         """
         command = (sys.executable, "-m", "tinkerflow.backend.pool.worker")
         log = None if log_dir is None else log_dir / f"worker-{spec.rank}.log"
@@ -202,7 +202,7 @@ def worker_environment(environ: Mapping[str, str], platform: str = "auto") -> di
     worker returns it every few minutes. On GPUs and TPUs malloc is unchanged, because host memory is only a buffer
     there.
 
-    environ: our environment; its own malloc tunables take precedence. platform: the setting of that name.
+    environ: our environment; its own malloc tunables take precedence. platform: the setting `platform`.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGES), environ.get("PYTHONPATH"))))
     if expected(platform, environ) != "cpu":

@@ -20,7 +20,7 @@ class Conversation:
 
     def __init__(self, link: LoopLink, silence: float) -> None:
         """link: closed at the end of `run`. silence: seconds after which a silent other end counts as lost."""
-        self.closed = False  # whether the other end closed the connection, as when its process ends
+        self.closed = False  # whether the other end closed the connection, for example because its process ended
         self._link = link
         self._monitor = HeartbeatMonitor(silence, lambda: link.signs, self._beat)
         self._outbox: asyncio.Queue[PoolMessage] = asyncio.Queue()

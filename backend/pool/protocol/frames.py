@@ -58,7 +58,7 @@ class WorkerLink:
         self._generation = generation
 
     def read(self) -> Frame:
-        """Receive the next frame. EOFError: the driver is gone. ValueError: garbage."""
+        """Receive the next frame. EOFError: the driver is gone. ValueError: the bytes are garbage."""
         index, length = _parse(receive_now(self._sock, _HEADER.size), self._generation, _LARGEST)
         return Frame(index, memoryview(receive_now(self._sock, length)))
 
@@ -115,7 +115,7 @@ class LoopLink:
         return str(self._sock.getsockname()[0])
 
     async def read(self, largest: int = _LARGEST) -> Frame:
-        """Receive the next frame. EOFError: the other end is gone. ValueError: garbage.
+        """Receive the next frame. EOFError: the other end is gone. ValueError: the bytes are garbage.
 
         largest: the most bytes in the body. Memory is allocated only after the length is checked.
         """

@@ -32,7 +32,7 @@ _PROOF = 32
 class LaunchSpec:
     """The driver that a worker must serve. The worker reads this from standard input, because arguments are public.
 
-    host, port: where the driver listens. secret: the secret of the generation, as hex. generation, rank: of the worker.
+    host, port: where the driver listens. secret: the secret of the generation, as hex. generation, rank: the worker's.
     parent: the id of the process that started the worker. The worker ends with it.
     compile_cache_dir: the folder for compiled programs on this host; "": the folder that the driver names.
     """

@@ -254,7 +254,7 @@ def to_error(failed: Failed) -> errors.TinkerflowError:
 def same_outcome(one: Failed | None, other: Failed | None) -> bool:
     """Whether two ranks agree on the outcome of a command.
 
-    User errors must also agree in their text. Server errors need not, because their text may contain ports,
+    The texts of user errors must also agree. The texts of server errors may differ, because they may contain ports,
     addresses or a rank.
     """
     if one is None or other is None:
