@@ -133,7 +133,7 @@ class CheckpointMeta:
     request_id: the save's request. A repeated save with the same id gives the same checkpoint.
     expires_at: with a time zone, or None for never. generation: the generation of the worker group. run_metadata: the
     metadata of the training run. programs: `GroupInfo.programs` of the worker group that computed the state.
-    `Store.amend` changes public and expires_at after the save.
+    `Store.amend` changes `public` and `expires_at` after the save.
     """
 
     base_model: str

@@ -67,7 +67,7 @@ class Example:
     float32 [T, K] for the losses of backend/spec/losses. A traced loss declares ranks 0, 1 or 2, float32 or int32.
     images: in the order of their positions, where tokens_T contains placeholders.
     routes_Tn: the experts that a sampler chose for each token in every layer, n = L * k. -1 = the router chooses;
-    None = it chooses all. supports: of the targets, see `Supports`; None = the whole vocabulary.
+    None = it chooses all. supports: the targets' supports; None = the whole vocabulary.
     """
 
     tokens_T: Int32
@@ -97,7 +97,7 @@ class StabilityInfo:
     """The record of a sampled sequence that off-policy losses need.
 
     tokens_T int32. logprobs_T float32: their log probabilities when sampled. sequence_id is `<request_id>-<i>`.
-    routes_Tn, supports: as in `SampledSequence`. base_model: the model that they belong to; "" without both.
+    routes_Tn, supports: as in `SampledSequence`. base_model: the model of routes and supports; "" without both.
     """
 
     sequence_id: str
@@ -361,7 +361,7 @@ class LoadSnapshot(PoolMessage, frozen=True):
 class MoveSnapshot(PoolMessage, frozen=True):
     """Rename a snapshot to `to_id`, and replace the snapshot with that id. Reply: Done.
 
-    Requests that sample `to_id` use the new weights from the next chunk. recompute: for their tokens so far, too.
+    Requests that sample `to_id` use the new weights from the next chunk. recompute: also for their tokens so far.
     """
 
     snapshot_id: str
@@ -379,7 +379,7 @@ class SampleStep(PoolMessage, frozen=True):
     """Admit requests into the decode batch, cancel others, prefill or decode a chunk. Reply: SampleProgress.
 
     An empty SampleStep continues the requests in the batch and in the queue. wait: reply when the devices are idle;
-    otherwise they may still decode a chunk, which the next step reads. idle: the group has nothing else to do; without
+    otherwise they may still decode a chunk, which the next step reads. idle: the group has no other work; without
     requests, the step prefills a piece of an answer for the prefix cache.
     """
 
@@ -523,10 +523,10 @@ class SampleProgress(PoolMessage, frozen=True):
 class CompileStatus(PoolMessage, frozen=True):
     """Compiled programs of rank 0, and the pages of its KV cache.
 
-    planned: programs that the warm-up compiles. ready, failed: planned programs that are compiled, or failed to.
+    planned: programs that the warm-up compiles. ready, failed: planned programs that are compiled, or did not compile.
     needed: programs compiled for a command before the warm-up ended. late: programs compiled for a command after it.
     kv_pages: the pages of all shards. kv_pages_used: the pages of active sequences; pages of cached prompts are free.
-    drafted: tokens that were drafted for samples of adapters. drafts_accepted: those that were right.
+    drafted: tokens that were drafted for samples of adapters. drafts_accepted: the accepted tokens among them.
     """
 
     planned: int

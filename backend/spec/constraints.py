@@ -1,8 +1,8 @@
 """Constraints on generated text: a JSON schema, a regular expression or a Lark grammar, checked before it is used.
 
 llguidance (https://github.com/guidance-ai/llguidance) computes the allowed tokens from a grammar and a tokenizer, in a
-fraction of a millisecond and without a start-up phase for each schema. It is written in Rust, does not need torch, and
-its results do not depend on time or threads. xgrammar needs torch at run time. outlines-core compiles a schema to an
+fraction of a millisecond and without a start-up phase for each schema. It is written in Rust and does not need torch.
+Its results do not depend on time or threads. xgrammar needs torch at run time. outlines-core compiles a schema to an
 automaton, which takes seconds for a large schema, and does not support grammars. Work for a token is limited by counts,
 not by seconds, so every process of a group refuses the same requests.
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 Kind = Literal["json_schema", "regex", "grammar"]
 
 MAX_CHARACTERS = 65_536  # of a constraint's text
-KEPT_CONSTRAINTS = 32  # most recent constraints that a sampler keeps compiled: compiling takes up to a second
+KEPT_CONSTRAINTS = 32  # the most recent ones that a sampler keeps compiled, because compiling takes up to a second
 _STACK = 256 * 2**20  # bytes, mostly unused: 8,000 nested rules take 28 MB, which overflows the usual 8 MB
 _STACK_SIZE_LOCK = threading.Lock()
 _LONGEST = 300  # characters of an error's text
@@ -45,10 +45,10 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-# A constraint within both limits is checked in this process. Any other one is checked in a separate process.
+# A constraint within both limits is checked in this process. Other constraints are checked in a separate process.
 _SMALL = 4_096  # characters
 _FEW_EXPRESSIONS = 8  # several patterns for one string take time and memory exponential in their number
-_SECONDS, _BYTES = 1, 2**30  # limits of such a process: CPU time and memory
+_SECONDS, _BYTES = 1, 2**30  # limits of this process: CPU time and memory
 
 # A token's mask usually takes 0.3 ms of CPU time, at worst about 50 ms, and a grammar's automaton at most 40 MB.
 _STEP_FUEL, _STEP_ITEMS, _ROW_ITEMS = 100_000, 30_000, 1_000

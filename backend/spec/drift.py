@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.floating]
 KL_MEAN, KL_MAX = "kl_sample_train:mean", "kl_sample_train:max"  # the SDK merges metrics by these endings
 AGREEMENT = "routing_agreement:mean"  # the share of equal sets of experts
 FIRST_AGREEMENT = "first_routing_agreement:mean"  # in the first layer with given experts
-SUPPORTED = "support_replay:mean"  # the share of tokens with a support, in data that have some (`spec.supports`)
+SUPPORTED = "support_replay:mean"  # the share of tokens with a support, in data with supports (`spec.supports`)
 WORST = 5  # tokens of a report
 _TINY = 1e-30  # the smallest value whose logarithm is compared
 _MOST = 20.0  # the largest difference of logprobs that is counted; its exp is 5e8
@@ -47,10 +47,11 @@ UNLIMITED = DriftLimits()
 class DriftFigure:
     """A figure that compares the sampler with the trainer.
 
-    column: of the training step, where the figure is summed over tokens. metric: its name in results. title: of its
-    curve. falls: whether smaller values are worse. unit: in words. event: of its alarm, "" = it has no limit. cause: a
-    sentence for its alarm. least_rise: a distance of at least this also raises an alarm if it is far above the usual
-    range of its run; 0 = only the limit counts. routed_rise: the same for steps whose routing is measured.
+    column: the training step's column, where the figure is summed over tokens. metric: its name in results. title: its
+    curve's title. falls: whether smaller values are worse. unit: in words. event: its alarm's event, "" = it has no
+    limit. cause: a sentence for its alarm. least_rise: a distance of at least this also raises an alarm if it is far
+    above the usual range of its run; 0 = only the limit counts. routed_rise: the same for steps whose routing is
+    measured.
     """
 
     column: str
@@ -79,7 +80,7 @@ class DriftFigure:
         return float(getattr(limits, self.column)) if self.event else 0.0
 
     def distance(self, value: float) -> float:
-        """How far a value is from the best one: 1 for a figure that falls, else 0. It is its own inverse."""
+        """How far a value is from the best value, which is 1 for a figure that falls, else 0. It is its own inverse."""
         return 1 - value if self.falls else value
 
     def is_wrong(self, value: float | None, limits: DriftLimits) -> bool:
@@ -98,7 +99,7 @@ class UsualDrift:
     A float8 KV cache or a slightly different adapter moves `kl_sample_train` from 5e-5 to 1e-3 nats. In a mixture of
     experts, the divergence of a clean step is sometimes ten times the usual one, because a token of the prompt goes to
     other experts. There the agreement of routers reveals these faults: it falls from 97 % to at most 87 %. It is
-    steadiest in the first layer with experts, because no router precedes it: a float8 KV cache moves it from 98 % to
+    steadiest in the first layer with experts, because no router precedes it: a float8 KV cache lowers it from 98 % to
     91 %.
     """
 

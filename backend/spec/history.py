@@ -32,7 +32,7 @@ class Kind(StrEnum):
 class PastRequest:
     """One answered request of a training run.
 
-    seq_id: its place in the run. kind: of the operation (`Kind`). request_id: the id of the answered request.
+    seq_id: its place in the run. kind: the operation (`Kind`). request_id: the id of the answered request.
     payload: the stored body. error: the failure, None if it succeeded. result_hash: `digest` of the result's bytes;
     "" after a failure, or if the result was dropped before the history was written. answered_at: with a time zone.
     """
@@ -59,10 +59,10 @@ class Segment:
 def last_request(steps: Mapping[int, int], step: int) -> int | None:
     """The seq_id of the last request in the state of a run after `step`; None if the run never had this state.
 
-    It is the optim_step that made the step, or the request before the optim_step that made the next one. The latter is
-    for a state that the run began with or has loaded: other requests since then changed only gradients. It is 0, the
-    creation, if there is no step. A run that has loaded an earlier state may have made the step several times. The last
-    one counts. steps: the step that each optim_step made, by seq_id.
+    The result is the optim_step that made the step. If the run began with this state or has loaded it, the result is
+    the request before the optim_step that made the next step, because other requests since then changed only gradients.
+    If there is no step, it is 0, the creation. A run that has loaded an earlier state may have made the step several
+    times. The last time counts. steps: the step that each optim_step made, by seq_id.
     """
     made = [seq_id for seq_id, one in steps.items() if one == step]
     before_next = [seq_id - 1 for seq_id, one in steps.items() if one == step + 1]

@@ -20,7 +20,7 @@ from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS, MAX_IMAGE_TOKENS
 
 _FORMATS = {"png": "PNG", "jpeg": "JPEG"}
 _LONGEST = 200  # times the shorter side: transformers rejects more
-_MOST_SCANS = 100  # of a JPEG file: each passes over all pixels, and a file could contain one in every 14 bytes
+_MOST_SCANS = 100  # of a JPEG file: each scan passes over all pixels, and a scan may take only 14 bytes
 _SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # marker, length, colors
 
 

@@ -1,10 +1,10 @@
-"""Rewrites a JSON schema so that llguidance enforces all of it, or raises an error that names an unsupported keyword.
+"""Rewrites a JSON schema so that llguidance enforces the whole schema. An error names any unsupported keyword.
 
 llguidance compiles most of JSON Schema (draft 2020-12). Its gaps would produce answers that do not validate:
 
-- It reads numbers as doubles and compiles some bounds wrongly. Here bounds become inclusive and move inward to numbers
-  that it reads exactly. A number in `const` or `enum` that it cannot read exactly is rejected.
-- It compiles patterns with Rust's syntax, which differs from that of ECMA-262 (`_ecma_pattern`).
+- It reads numbers as doubles and compiles some bounds wrongly. Here, bounds become inclusive and move inward to numbers
+that llguidance reads exactly. Other numbers in `const` or `enum` are rejected.
+- It compiles patterns with Rust's syntax, which differs from ECMA-262 (`_ecma_pattern`).
 - The keyword `x-guidance` turns its checks off, and it rejects an unknown `format`, which is only an annotation.
   Therefore all keywords are removed except those that restrict values. The text of annotations is never interpreted.
 - It does not compare alternatives of `oneOf` that are `$ref`s. Here they are inlined.
@@ -51,13 +51,14 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "$recursiveRef": (),
 }
 _PART = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^|.", re.DOTALL)  # of a pattern
-# A control character without a short escape in JSON. llguidance drops it from a text, or mistakes a class with all of
-# them for one with quotes and backslashes.
+# A control character without a short escape in JSON. llguidance drops such a character from a text, or mistakes a class
+# with all of them for a class with quotes and backslashes.
 _CONTROLS = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
 _CONTROL_PART = re.compile(_CONTROLS + r"|\\(?:[v0c]|x[01].|x7[fF]|u00[01].|u007[fF])")
 _NO_CONTROLS = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]]"
 _ESCAPES = "bBtnrfv0xucpPk"  # letters that have a meaning after a backslash in ECMA-262
-# Character classes: the characters in the class in all of ECMA-262, Python and Rust, and those in any of them.
+# Character classes: the characters that the class has in all of ECMA-262, Python and Rust, and those that it has in any
+# of them.
 _SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}"
 _CLASSES = {
     "d": ("0-9", r"\p{Nd}"),

@@ -14,7 +14,7 @@ MAX_TARGETS = 256  # scored tokens at one position of a datum
 # Target cells of one request, and cells of one datum's inputs: a sparse tensor could declare any shape.
 MAX_REQUEST_CELLS = 2**26
 MAX_INPUT_CELLS = 2**27  # of all inputs of all data of one request
-MAX_DATA = 4096  # of one request; the SDK sends 1,024. Everything waits while their micro-batches are laid out
+MAX_DATA = 4096  # of one request; the SDK sends 1,024. All work waits while their micro-batches are laid out
 # Cells of any tensor that a traced loss computes: a T x T tensor of a long example would otherwise take all memory.
 MAX_TRACED_CELLS = 2**26
 MAX_TRACED_RANK = 8  # dimensions of any tensor that a traced loss computes

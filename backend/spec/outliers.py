@@ -1,9 +1,9 @@
 """Detects steps outside the usual range of their run, and the rows of data that caused them.
 
-One rule decides both. A figure is far from the others if it is more than 5 robust standard deviations above their
+One rule decides both: a figure is far from the others if it is more than 5 robust standard deviations above their
 median. The deviation is 1.4826 times the median distance from the median (Rousseeuw and Croux, Alternatives to the
 Median Absolute Deviation, 1993). All figures are logarithms, such as the nats of a token or the logarithm of a gradient
-norm, and the deviation is at least a fifth of log 4. Any far value is therefore also four times the median.
+norm, and the deviation is at least a fifth of log 4. A far value is therefore also at least four times the median.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class UsualSteps:
         self._norms, self._losses = UsualRange(), UsualRange()
 
     def unusual(self, norm: float, loss: float) -> str:
-        """The reason why a step is unusual, or "" for a usual one.
+        """The reason why a step is unusual, or "" for a usual step.
 
-        norm: of the step's gradients. loss: of a token, in nats. The first ten steps are unusual only if the norm is
-        not finite.
+        norm: the norm of the step's gradients. loss: a token's loss, in nats. The first ten steps are unusual only if
+        the norm is not finite.
         """
         if not math.isfinite(norm):
             return f"the gradient norm is {norm:.4g}"
@@ -100,16 +100,17 @@ Reason = Literal["", "not finite", "repeated", "weight", "tokens", "logprob", "n
 class BlamedRow:
     """A row of a step, computed alone from the state before the step.
 
-    number: its place among the rows of the step. tokens: their number. loss: the sum over the tokens. grad_norm: of the
-    row's gradients. loss and grad_norm are None if they are not finite. worst: position, target and logprob of its
-    least likely weighted tokens. repeated: the numbers of later rows of the step that are equal to it. surprise: the
-    mean negative logprob of its weighted tokens. weight: the largest absolute weight or advantage of a token.
+    number: its place among the rows of the step. tokens: the number of tokens. loss: the sum over the tokens.
+    grad_norm: the norm of the row's gradients. loss and grad_norm are None if they are not finite. worst: position,
+    target and logprob of its least likely weighted tokens. repeated: the numbers of later rows of the step that are
+    equal to it. surprise: the mean negative logprob of its weighted tokens. weight: the largest absolute weight or
+    advantage of a token.
     gap: the largest distance between a token's logprob in the row and the trainer's. These three are None if they are
     unknown.
 
-    `ranked` sets the others. share: the part of the row and its repetitions in the sum of the gradient norms of all
-    rows. reason: the figure in which the row is farthest above the other rows; "" if it is far in none. score: robust
-    standard deviations above the median.
+    `ranked` sets the other fields. share: the part of the row and its repetitions in the sum of the gradient norms of
+    all rows. reason: the figure in which the row is farthest above the other rows; "" if it is far in none. score:
+    robust standard deviations above the median.
     """
 
     number: int
@@ -165,7 +166,7 @@ def ranked(rows: Iterable[BlamedRow]) -> list[BlamedRow]:
 
     Five figures of a row are compared with those of the other rows: the logarithms of its copies, of its largest weight
     and of its part in the step, the nats of its tokens, and the nats between its logprobs and the trainer's. A large
-    part is the reason only if nothing else is, because it is an effect.
+    part is the reason only if no other figure is far, because it is an effect.
     """
     rows = list(rows)
     whole = math.fsum(row.part for row in rows if row.grad_norm is not None)

@@ -1,12 +1,12 @@
 """The layout of examples of any lengths in micro-batches of few shapes: plain numbers, no arrays.
 
 Several short examples share a row. The width of a row is a power of two, at least 32 tokens. The number of rows of a
-micro-batch is a power of two (times `row_multiple`). Therefore few shapes are possible, and each is compiled once.
-Compilers for GPUs and TPUs take much longer than those for CPUs, so GPUs and TPUs use even fewer shapes (`Grid.few`).
-The pool and the workers use the same functions, so they count the same micro-batches.
+micro-batch is a power of two (times `row_multiple`). So there are few shapes, and each is compiled once. Compilers for
+GPUs and TPUs take much longer than those for CPUs, so GPUs and TPUs use even fewer shapes (`Grid.few`). The pool and
+the workers use the same functions, so they count the same micro-batches.
 
-The devices split the rows. With context parallelism, long rows are split over several devices, so a micro-batch of them
-has fewer rows than there are devices (`Grid.fewest_rows`).
+The devices split the rows. With context parallelism, long rows are split over several devices, so a micro-batch of long
+rows has fewer rows than there are devices (`Grid.fewest_rows`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Grid:
 
     microbatch_tokens: the most padded tokens of a micro-batch, unless its fewest rows have more. row_multiple: the
     number of rows is a multiple of it, unless rows are split over devices. context_parallel: the most devices that a
-    row is split over, a power of two that divides row_multiple. few: a micro-batch has either its fewest rows or the
-    most, which are at most four times as many, and rows have at least 256 tokens. A micro-batch that is not full is
+    row is split over, a power of two that divides row_multiple. few: a micro-batch has either the fewest or the most
+    rows, which are at most four times as many. Rows have at least 256 tokens. A micro-batch that is not full is
     computed in long rows.
     """
 
@@ -131,7 +131,7 @@ class Trees:
         return sum(map(self.own_tokens, tree))
 
     def divided(self, width: int) -> Trees:
-        """Divide the trees into trees of at most `width` tokens. Each of these computes its own beginning."""
+        """Divide the trees into trees of at most `width` tokens. Each new tree computes its own beginning."""
         return replace(self, trees=[part for tree in self.trees for part in self._parts(tree, width)])
 
     def _parts(self, tree: Tree, width: int) -> Iterator[Tree]:
@@ -177,8 +177,8 @@ def layout(
 ) -> list[list[list[Tree]]]:
     """The rows of each micro-batch, and the trees of each row.
 
-    lengths: the tokens of each example. grid: of the shapes. attention_tokens: the tokens of a row whose attention
-    costs as much as everything else. trees: all examples by shared beginnings (`prefix_trees`). They are used if
+    lengths: the tokens of each example. grid: the shapes. attention_tokens: the row length at which attention costs as
+    much as the rest. trees: all examples by shared beginnings (`prefix_trees`). They are used if
     this costs less, and divided if they do not fit into a row. Otherwise each example is a separate tree.
     branch_tokens: the own tokens of each branch of `trees` are padded to a multiple of it.
     """

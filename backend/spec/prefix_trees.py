@@ -4,7 +4,7 @@ The samples of one prompt, the turns of a conversation and the two answers of a 
 Sorted by their tokens, such examples follow each other, and each shares its first tokens with the example before it.
 
 A token is shared if the inputs of the model (including given experts), the scored targets and their supports are equal.
-It is scored once, so all examples that train it need equal inputs of the loss; their weights are added. An example that
+It is scored once, so all examples that train it need equal inputs of the loss. Their weights are added. An example that
 does not train the token (its weight or advantage is 0) can share it with any other example.
 
 The trees depend only on the examples, so the pool and the workers find the same ones. Letters: T tokens, K targets.
@@ -75,7 +75,7 @@ def _trees_of(examples: Mapping[int, Example], loss: LossSpec) -> list[list[Bran
 def _with_one_state(tree: Sequence[Branch], branch_tokens: int) -> Iterator[list[Branch]]:
     """Divide the tree into trees whose branches begin at multiples of `branch_tokens`, and at one kept state.
 
-    A later state, of the branch before, replaces the kept one, so no branch may share less than the branch before it.
+    A later state of the previous branch replaces the kept state, so no branch may share less than the branch before it.
     """
     shared = [branch.shared // branch_tokens * branch_tokens for branch in tree]
     for number in reversed(range(1, len(tree) - 1)):
@@ -134,7 +134,7 @@ class _Path:
         return _with_equal_images(mine, its, int(differing[0]) if len(differing) else most)
 
     def merged(self, other: _Path, shared: int) -> _Path:
-        """`other`, with our losses of those of the first `shared` tokens that `other` does not train."""
+        """`other`, with our losses for the tokens among the first `shared` that `other` does not train."""
         only_TK = self.trained_TK[:shared] & ~other.trained_TK[:shared]
         if not only_TK.any():
             return other
@@ -156,7 +156,7 @@ def trained_cells(example: Example, loss: LossSpec) -> npt.NDArray[np.bool_]:
 
 
 def _routes_differ(one: Example, other: Example, most: int) -> npt.NDArray[np.bool_]:
-    """Which of the first `most` tokens have different given experts in the other example, [most]."""
+    """Whether each of the first `most` tokens has different given experts in the other example, [most]."""
     mine_Tn, its_Tn = one.routes_Tn, other.routes_Tn
     if mine_Tn is None and its_Tn is None:
         return np.zeros(most, bool)

@@ -49,8 +49,8 @@ def peft_factor(rank: int, own: int) -> int:
     """The factor of B in PEFT's files, for a matrix of rank `own` in an adapter of `rank`.
 
     Readers such as vLLM use one scale, alpha / rank, although this matrix needs alpha / own. B is multiplied by the
-    quotient if it is a power of two, which causes no rounding. Otherwise the factor is 1, and such readers scale the
-    matrix wrongly. PEFT itself always scales it by the patterns of its config.
+    quotient if it is a power of two, which causes no rounding. Otherwise the factor is 1, and these readers scale the
+    matrix wrongly. PEFT itself always uses the patterns of its config.
     """
     quotient, rest = divmod(rank, own)
     return quotient if not rest and quotient.bit_count() == 1 else 1

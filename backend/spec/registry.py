@@ -12,7 +12,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """The name, which is also the file's."""
+        """The name, which is also the file's name."""
 
 
 Entry = TypeVar("Entry", bound=Named)

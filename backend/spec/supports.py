@@ -1,7 +1,7 @@
 """Supports: the tokens that top-k, top-p and min-p kept as candidates at each position of a sample.
 
-The sampler and the trainer compute log probabilities of the full softmax, but such a token was drawn from the softmax
-over its support. The ratio of two policies that drew from supports is
+The sampler and the trainer compute log probabilities under the full softmax, but such a sample's tokens were drawn from
+the softmax over their supports. The ratio of two policies that drew from supports is
 
     new(token) / new(support) * old(support) / old(token),
 

@@ -1,7 +1,7 @@
 """The functions that a traced loss may call: torch functions, Tensor methods, operators and math functions.
 
-Each is mapped to an op. Everything else is rejected. `backend/compute/training/custom_loss/ops.py` implements each op,
-and a test compares the two.
+Each is mapped to an op. All other functions are rejected. `backend/compute/training/custom_loss/ops.py` implements each
+op, and a test compares the two.
 """
 
 from __future__ import annotations

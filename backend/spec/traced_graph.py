@@ -1,6 +1,6 @@
 """Runs the graph of a traced loss node by node on any kind of values: on arrays, or only on shapes.
 
-`wire/custom_losses.py` reads and checks graphs. The forms of encoded arguments are those of the SDK's `encode_graph`.
+`wire/custom_losses.py` reads and checks graphs. Arguments are encoded as by the SDK's `encode_graph`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def run_graph(
 ) -> tuple[Any, Mapping[str, Any], str]:
     """Run a graph. Returns the scalar loss, the scalar metrics, and the name of the output node for errors.
 
-    name: of the loss, for errors. graph: its nodes. inputs: their values, in order. call: executes an op of
+    name: the loss's name in errors. graph: its nodes. inputs: their values, in order. call: executes an op of
     `torch_names`; a value with a `shape` counts as a tensor. dtypes: the values that represent dtypes. UserError: a
     node, which the error names, cannot be executed.
     """

@@ -2,8 +2,8 @@
 
 A small graph can cause any amount of work. Two products of 8,192 x 8,192 matrices take minutes on a CPU, and so does
 compiling 2,000 nodes, or a program for each of 500 lengths. Therefore work is counted in seconds of a CPU core, for the
-loss with its slope. The constants were measured on a Xeon. They need to be right only within a small factor, because
-the limits are generous.
+loss with its slope. The constants were measured on a Xeon. They may be wrong by a small factor: the limits are
+generous.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _work_of(name: str, nodes: str, shapes: Shapes) -> LossWork:
 def loss_steps(command: Forward) -> int:
     """The number of steps in which workers compute the losses of a command: 0 unless the client traced the loss.
 
-    The pool sends a command for each step, so other commands wait for at most one step, and the project pays for all.
+    The pool sends a command for each step, so other commands wait for at most one step, and the project pays for each
+    step.
     """
     return math.ceil(sum(command.loss_seconds) / STEP_SECONDS)
 
@@ -152,7 +153,7 @@ def _compile_seconds(nodes: float) -> float:
 
 
 def _slow_compilation(op: str, args: Sequence[Any], named: Mapping[str, Any]) -> float:
-    """The extra seconds to compile a node, compared with an elementwise one. Products are compiled as trees."""
+    """The extra seconds to compile a node, compared with an elementwise node. Products are compiled as trees."""
     deep = max(0.0, _levels(args) - 6)
     match op:
         case "cumsum":

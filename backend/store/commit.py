@@ -70,7 +70,7 @@ def seal(commit: Mapping[str, object]) -> bytes:
 
 
 def from_json(data: bytes, path: CheckpointPath) -> Saved:
-    """Parse the commit object of `path`. StoreError: damaged, in another format, or of another checkpoint."""
+    """Parse the commit object of `path`. StoreError: it is damaged, foreign, or in another format."""
     try:
         commit: dict[str, Any] = json.loads(data)
         if commit["format"] != FORMAT:

@@ -32,7 +32,7 @@ class CommitWriter:
         """Write the files of a checkpoint in parallel and commit them, unless the request of `meta` has saved it.
 
         make: makes the commit and the files; called only if they are needed. overwrite: replace the commit that exists
-        now. A commit that appears meanwhile is kept: another engine has taken over, and saved later. Errors: see
+        now. A commit that appears meanwhile is kept, because another engine has taken over and saved later. Errors: see
         `commit_files`.
         """
         before = commit.find_commit(self._blobs, path)
@@ -70,7 +70,7 @@ class CommitWriter:
     def delete(self, path: CheckpointPath, attempt: str) -> bool:
         """Remove a commit, then its files; see `Store.delete`. attempt: the only attempt to remove; "": any."""
         found, of = False, attempt
-        # Remove the commit only if it still has these bytes: another process may have replaced or amended it.
+        # Remove the commit only if it still has these bytes, because another process may have replaced or amended it.
         while not found and (data := find(self._blobs, path.commit)) is not None:
             try:
                 saved = commit.from_json(data, path)
@@ -121,7 +121,7 @@ class CommitWriter:
                 return saved
 
     def _undo_truncated(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
-        """If only the first bytes of `new` were stored, restore the previous bytes. True if it did."""
+        """If only the first bytes of `new` were stored, restore the previous bytes. Returns whether it did so."""
         stored = find(self._blobs, path.commit)
         if stored is None or stored == new or not new.startswith(stored):
             return False

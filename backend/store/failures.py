@@ -12,7 +12,7 @@ from tinkerflow.backend.core.errors import StoreAwayError, StoreError
 def store_errors(url: str, action: str) -> Iterator[None]:
     """Raise OSErrors of the block as StoreAwayErrors, and a missing file as StoreError.
 
-    url: of the store. action: completes "cannot ...".
+    url: the store's URL. action: completes "cannot ...".
     """
     try:
         yield

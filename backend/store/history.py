@@ -2,8 +2,8 @@
 
 A segment is an object `history/{run}/{name}` that is written once. Each of its records has its own checksum and its own
 compressed data, so damage is confined to one request. A payload is cut into pieces. A piece that the run has already
-stored becomes a reference to the earlier request. The writer remembers the newest pieces in memory only: after a
-restart of the engine, equal data is stored once more.
+stored becomes a reference to the earlier request. The writer remembers the newest pieces only in memory, so equal data
+is stored once more after a restart of the engine.
 
 The rows of examined steps (`spec.outliers`) are stored in the same folder, under the number of the step.
 """
@@ -47,7 +47,7 @@ class _Piece(NamedTuple):
 
 
 class _Record(msgspec.Struct, array_like=True):
-    """A request in a segment. sizes: of the pieces stored with it. data: these pieces, compressed together."""
+    """A request in a segment. sizes: the bytes of each piece stored with it. data: these pieces, compressed."""
 
     seq_id: int
     kind: str
@@ -112,7 +112,7 @@ class HistoryStore:
         return [self._request(run_id, name, record) for record in self._records(run_id, name).values()]
 
     def remove_segment(self, run_id: str, name: str) -> None:
-        """Remove a segment that was just written, so nothing refers to it."""
+        """Remove a segment that was just written, so that no segment refers to it."""
         with store_errors(self._url, f"remove a part of the history of run {run_id}"):
             self._blobs.remove(_key(run_id, name))
         self._forget_pieces(run_id)

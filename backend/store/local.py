@@ -44,7 +44,7 @@ class LocalBlobs:
             return file.read(length)
 
     def signed_url(self, key: str, seconds: int) -> None:
-        """Return None: local files have no URLs of their own, so the API serves them."""
+        """Return None, because local files have no URLs. The API serves them."""
 
     def size(self, key: str) -> int:
         return (self._root / key).stat().st_size
@@ -89,7 +89,7 @@ class LocalBlobs:
         return sorted(path.name for path in self._paths(prefix) if path.name[0] != ".")
 
     def written_at(self, prefix: str) -> datetime | None:
-        """When a file in the folder was last written, drafts included; if there is none, when the folder was."""
+        """When a file or draft in the folder was last written; if there is none, when the folder was written."""
         times = []
         for path in self._paths(prefix) or [self._root / prefix]:
             with suppress(FileNotFoundError):  # a draft that has just been renamed, or no folder

@@ -54,7 +54,7 @@ class ObjectBlobs:
             return bytes(self._fs.cat_file(self._path(key), start=start, end=start + length))
 
     def signed_url(self, key: str, seconds: int) -> str | None:
-        """None, because these objects have no URLs of their own. The API serves them."""
+        """None, because these objects have no URLs. The API serves them."""
         return None
 
     def size(self, key: str) -> int:

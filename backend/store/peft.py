@@ -67,7 +67,7 @@ def _only_text(weight_names: Collection[str]) -> dict[str, str]:
 
 
 def _patterns(spec: LoraSpec, weight_names: Collection[str]) -> dict[str, dict[str, float]]:
-    """rank_pattern and alpha_pattern for experts whose rank differs from that of the other matrices.
+    """rank_pattern and alpha_pattern for experts with another rank than the other matrices.
 
     The keys are ends of names that match only experts: the modules of each expert, and the parameters into which
     transformers 5 fuses the modules of a layer. PEFT joins the adapters of two modules that form one parameter, and

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 class Store:
     """The checkpoints under one URL. All methods block, and may be called from any thread and from many processes.
 
-    A checkpoint exists if its commit object does. The commit is written last, so an earlier crash leaves no checkpoint.
+    A checkpoint exists if its commit object exists. The commit is written last, so an earlier crash leaves none.
 
     uploads: files of uploads and images. histories: requests of training runs. upkeep: finds damage and leftovers.
     """
@@ -66,8 +66,8 @@ class Store:
         """Save `state` and the facts `meta` as `tinker://run_id/kind/name`. kind: `weights` or `sampler_weights`.
 
         ConflictError: the name is taken, and `overwrite` is False; or another save took the name during this one. A
-        repetition with the same `meta.request_id` returns the checkpoint that the request saved. UserError: a malformed
-        name. StoreError: the store fails.
+        repetition with the same `meta.request_id` returns the checkpoint that the request saved. UserError: the name is
+        malformed. StoreError: the store fails.
         """
         path = CheckpointPath(run_id, str(kind), name)
         if path.kind == EXTERNAL_WEIGHTS:
@@ -102,8 +102,8 @@ class Store:
     def copy(self, source: str, run_id: str, *, owner: str, expires_at: datetime | None, request_id: str) -> Saved:
         """Copy the checkpoint `source` into the run `run_id` of `owner`, with the same kind and name.
 
-        expires_at: of the copy; None: never. Every file is verified. For errors see `load`, for repetition with the
-        same `request_id` see `save`.
+        expires_at: when the copy expires; None: never. Every file is verified. For errors see `load`, for repetition
+        with the same `request_id` see `save`.
         """
         where = CheckpointPath.parse(source)
         with self._errors(f"copy {where}"):
@@ -138,7 +138,7 @@ class Store:
         meta: CheckpointMeta,
         files: Mapping[str, Digest],
     ) -> Saved:
-        """A commit with the current time. attempt: of the files. state: gives the shape, steps and optimizer."""
+        """A commit with the current time. attempt: the files' attempt. state: gives the shape, steps and optimizer."""
         return Saved(
             path=str(path),
             run_id=path.run_id,
@@ -156,7 +156,7 @@ class Store:
     def load(self, path: str, *, optimizer: bool = True) -> tuple[AdapterState, Saved]:
         """The state saved at `path`, and its commit. Without `optimizer`, moments are neither read nor returned.
 
-        NotFoundError: there is no checkpoint. UserError: a malformed path. StoreError: names the damaged file.
+        NotFoundError: there is no checkpoint. UserError: the path is malformed. StoreError: names the damaged file.
         """
         where = CheckpointPath.parse(path)
         if where.kind == EXTERNAL_WEIGHTS:
@@ -203,7 +203,7 @@ class Store:
         self._writer.remove_leftovers(folder)
 
     def find(self, path: str) -> Saved | None:
-        """The commit of `path`, or None. UserError: a malformed path."""
+        """The commit of `path`, or None. UserError: the path is malformed."""
         where = CheckpointPath.parse(path)
         with self._errors(f"look up {where}"):
             return commit.find_commit(self.blobs, where)
@@ -236,7 +236,7 @@ class Store:
             return self.blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
 
     def amend(self, path: str, attempt: str, *, public: bool, expires_at: datetime | None) -> bool:
-        """Change `public` and `expires_at` in the commit of `path`. False: missing, damaged, or of another attempt."""
+        """Change `public` and `expires_at` in the commit of `path`. False: it is missing, damaged or foreign."""
         where = CheckpointPath.parse(path)
         with self._errors(f"amend {where}"):
             while (data := find(self.blobs, where.commit)) is not None:

@@ -16,7 +16,7 @@ class UploadedFiles:
         self._url, self._blobs = url, blobs
 
     def write_piece(self, upload_id: str, name: str, number: int, data: bytes) -> None:
-        """Store piece `number` of a file. name: of this attempt to upload the file."""
+        """Store piece `number` of a file. name: the name of this attempt."""
         with store_errors(self._url, f"write a piece of upload {upload_id}"):
             self._blobs.create(_key(upload_id, name, number), data)
 

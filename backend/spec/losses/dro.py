@@ -17,5 +17,5 @@ def dro(logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[st
     return -(logprobs * inputs["advantages"] - 0.5 * config["beta"] * distance * distance)
 
 
-# The documentation gives no default for beta; 0.05 is its example.
+# The documentation gives no default for beta; its example uses 0.05.
 LOSS = LossSpec("dro", inputs=POLICY, config={"beta": ConfigKey(0.05)}, per_token=dro)

@@ -25,7 +25,7 @@ def gspo(logprobs_TK: Float64, inputs: Mapping[str, Float32], config: Mapping[st
     """-sum over tokens of w * min(s * A, clip(s) * A), where a token's slope is taken as if s were its own ratio.
 
     s = exp(mean of (lp - q)) over the sequence's tokens is the ratio of the whole sequence. The paper divides by the
-    sequence's length, but here losses are sums; scale the advantages to get a mean. The mean in s is weighted by
+    sequence's length, but our losses are sums. Scale the advantages to get a mean. The mean in s is weighted by
     sequence_ratio_mask if given, and otherwise over the tokens with weight and advantage.
     """
     weights, old, advantages = (inputs[name].astype(np.float64) for name in ("weights", "logprobs", "advantages"))

@@ -26,8 +26,8 @@ def ppo(logprobs: jax.Array, inputs: Mapping[str, jax.Array], config: Mapping[st
 
     log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
     bounds = thresholds(inputs, config)
-    # The clipped term is the lower one only beyond the bound on the side of the advantage. There the loss is constant.
-    # The ratio may overflow, and 0 times the slope of infinity is NaN, so the differentiated formula gets another one.
+    # The clipped term is lower only beyond the bound on the side of the advantage. There the loss is constant. The
+    # ratio may overflow, and 0 times the slope of infinity is NaN, so the differentiated formula gets another ratio.
     exact = jax.lax.stop_gradient(jnp.exp(log_ratio))
     bound = jnp.clip(exact, *bounds)
     constant = jnp.where(advantages > 0, exact > bound, exact < bound)

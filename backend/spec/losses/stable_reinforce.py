@@ -1,6 +1,6 @@
 """REINFORCE that stays stable off-policy: tapered importance weights, and a penalty on leaving the sampler.
 
-The public documentation names the loss and `kl_coeff` and gives no formula. This is TOPR (Le Roux et al., "Tapered
+The public documentation names the loss and `kl_coeff`, but gives no formula. We use TOPR (Le Roux et al., "Tapered
 Off-Policy REINFORCE", arXiv 2503.14286). Tokens with a positive advantage use plain REINFORCE, whose gradient cannot
 diverge. Tokens with a negative advantage are weighted by the sequence's ratio, at most 1, so that a sequence that the
 policy no longer produces is not pushed further. The penalty is kl_coeff times Schulman's k3 estimate of
