@@ -48,7 +48,7 @@ def read_owner(data_dir: Path) -> Owner | None:
 
 
 def last_owner(data_dir: Path) -> Owner | None:
-    """The process that serves a data dir, or the last one that did; None if none ever did."""
+    """The process that serves a data dir, or the last process that served it; None if there was none."""
     try:
         return Owner(**json.loads((data_dir / LOCK).read_text()))
     except (OSError, ValueError, TypeError):
@@ -56,7 +56,7 @@ def last_owner(data_dir: Path) -> Owner | None:
 
 
 def opened_journal(settings: Settings) -> AbstractContextManager[Journal | None]:
-    """Open the journal without migrating it. None without a database or tables. ServerError: wrong version."""
+    """Open the journal without migrating it. None without a database or tables. ServerError: wrong schema."""
     from tinkerflow.backend.journal import Journal, NoTablesError  # SQLAlchemy takes a second to load
 
     if settings.has_journal:

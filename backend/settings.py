@@ -286,7 +286,7 @@ class Settings(BaseSettings):
     @field_validator("data_dir", mode="before")
     @classmethod
     def _named(cls, value: object) -> object:
-        if value == "":  # as of `--data-dir "$UNSET"`; it would be the current folder, whose files become private
+        if value == "":  # as in `--data-dir "$UNSET"`; it would mean the current folder, and make its files private
             raise ValueError("must name a folder; . is the current one")
         return value
 
@@ -338,7 +338,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _database_is_supported(self) -> Self:
         if self.database_url and not self.database_url.startswith(("sqlite:///", "postgresql")):
-            scheme = self.database_url.partition(":")[0]  # the rest may contain a password
+            scheme = self.database_url.partition(":")[0]  # the URL may contain a password
             raise ValueError(f"database_url {scheme!r}: must start with sqlite:/// or postgresql")
         return self
 

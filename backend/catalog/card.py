@@ -30,7 +30,8 @@ _SAVES = {"save_weights": WEIGHTS, "save_for_sampler": SAMPLER_WEIGHTS, "save_we
 _POINTS = 10  # rows of the curve
 _EMPTY = {"parent": "the base model"}  # meanings of empty metadata
 _OF_BATCHES = ("trained_tokens", "tokens", "rows_left_out")  # metrics of pipelines that measure no quality
-# Mixtures of experts whose experts PEFT 0.21 fuses, and that have no other MLPs, which it would take for experts.
+# Mixtures of experts that PEFT 0.21 adapts by fusing their experts. They have no other MLPs, which it would take for
+# experts.
 _ADAPTED_MIXTURES = ("qwen3_moe", "minimax_m2")
 _HEADER = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)  # of a README on the hub
 
@@ -40,7 +41,7 @@ class TrainedData:
     """The data in a state of a run. Call `add` with each successful request in order.
 
     steps: optimizer steps. rows: how many times each row was trained, by the row's digest. tokens: trained tokens,
-    counting repetitions. Both count from the next optim_step on: before that, a row is only in gradients, which no
+    counting repetitions. A row counts from the next optim_step on. Before that, it is only in gradients, which no
     checkpoint contains. loaded: the checkpoint that the run began with or loaded last; None if it began with a fresh
     adapter.
     """
@@ -159,7 +160,7 @@ def _run_name(journal: Journal | None, saved: Saved) -> str:
 def _usage(saved: Saved, folder: Path, hub: str, *, merged: bool) -> Iterator[str]:
     """How to load the checkpoint, from Python and from a client of the service.
 
-    folder: of the base model. hub: its id, or "".
+    folder: the base model's folder. hub: its id, or "".
     """
     yield from ("", "## Use", "")
     hint = merge_hint(saved, folder)
@@ -186,9 +187,9 @@ def _usage(saved: Saved, folder: Path, hub: str, *, merged: bool) -> Iterator[st
 
 
 def merge_hint(saved: Saved, folder: Path) -> str:
-    """How to get a folder that transformers load whole; "" if PEFT loads the adapter onto a base model of the hub.
+    """How to get a folder for transformers; "" if PEFT loads the adapter onto a base model of the hub.
 
-    folder: of the base model.
+    folder: the base model's folder.
     """
     if not saved.spec.rank:
         why = "These are the parameters alone"

@@ -1,4 +1,4 @@
-"""Keeps control tokens in the texts of a conversation as text, so that only the chat template writes real ones.
+"""Keeps control tokens in a conversation's texts as plain text, so that only the chat template writes real ones.
 
 A user who writes `<|im_end|>` must not end the message. `ControlTokens.hide` marks such texts before the template is
 rendered: the first character of each is replaced by a stand-in, a Unicode noncharacter. The length does not change, so
@@ -25,8 +25,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class ControlTokens:
     """The tokens that structure a conversation of one model.
 
-    These are the special tokens, and the added tokens in the chat template, such as `<tool_call>`. Texts of the
-    assistant may contain the latter: earlier answers and training data include reasoning and calls in the content.
+    They are the special tokens, and the added tokens in the chat template, such as `<tool_call>`. Texts of the
+    assistant may contain these added tokens, because earlier answers and training data include reasoning and calls in
+    the content.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:

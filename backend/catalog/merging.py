@@ -2,9 +2,9 @@
 
 If all parameters were trained, the trained weights replace those of the base model.
 
-The folder is read and written tensor by tensor, so that one tensor is in memory at a time. Names and dtypes are those
-of the base model's files. Experts in MXFP4 are written in bfloat16 if the adapter changes MLPs. Matrices in FP8 are
-always written in bfloat16, because the sum cannot be represented in FP8.
+The folder is read and written tensor by tensor, so that one tensor is in memory at a time. Names and dtypes are the
+same as in the base model's files. Experts in MXFP4 are written in bfloat16 if the adapter changes MLPs. Matrices in FP8
+are always written in bfloat16, because the sum cannot be represented in FP8.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tinkerflow.backend.spec.commands import LORA_ALPHA, AdapterState
 from tinkerflow.backend.spec.ranks import peft_factor
 
 SHARD_BYTES = 4 * 2**30
-_WIDENED = "BF16"  # of tensors that were quantized
+_WIDENED = "BF16"  # the dtype of tensors that were quantized
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _version(listed: dict[str, Stamp]) -> str:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Hold the lock for the block. Other processes of this host wait. The kernel releases it when the process dies."""
+    """Hold the lock for the block. Other processes of this host wait. The kernel frees the lock of a dead process."""
     with open_private(lock, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

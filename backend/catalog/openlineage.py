@@ -1,8 +1,8 @@
 """Sends training runs as OpenLineage events to catalogs such as Marquez and DataHub. Nothing waits for the receiver.
 
-Events are made from the journal, with its times, and the id of a run is derived from ours. An event that is sent again
-after a crash therefore equals the first one, except for data whose history was deleted meanwhile. A file records which
-events were sent. https://openlineage.io/spec defines the events, and the library `openlineage-python` their classes.
+Events are made from the journal, with its times, and the id of a run is derived from our id. So an event that is sent
+again after a crash equals the first event, unless the history of its data was deleted meanwhile. A file records the
+sent events. https://openlineage.io/spec defines the events, and the library `openlineage-python` their classes.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class LineageMirror:
     def __init__(self, url: str, journal: Journal, store: Store, folder: Path, projects: Collection[str] = ()) -> None:
         """Prepare to send events. UserError: the library is not installed.
 
-        url: of the receiver: http://, https:// or file:///. journal, store: of the runs and their histories. folder:
-        for the data of all trackers. projects: their runs are sent; none = all projects.
+        url: the receiver's URL: http://, https:// or file:///. journal, store: with the runs and their histories.
+        folder: for the data of all trackers. projects: the projects of the sent runs; none = all projects.
         """
         self._transport = _transport(url)
         self._url, self._journal, self._store, self._projects = url, journal, store, projects
@@ -122,9 +122,9 @@ class LineageMirror:
         self._transport.close()
 
     def turn(self) -> None:
-        """Send new events. TrackerError or StoreError: a run failed, and the next turn sends the rest.
+        """Send new events. TrackerError or StoreError: a run failed, and the next turn sends the remaining events.
 
-        Runs whose events have failed come last, so that an event that the receiver rejects does not block other runs.
+        Runs with failed events come last, so that an event that the receiver rejects does not block other runs.
         """
         now = time.monotonic()
         read = partial(self._journal.ancestries.saves, self._projects)
@@ -135,7 +135,7 @@ class LineageMirror:
             try:
                 if self._send_run(saves.id):
                     self._seen[saves.id] = saves
-            except NotFoundError as error:  # a person has deleted it meanwhile
+            except NotFoundError as error:  # a person has deleted the run meanwhile
                 log.info("events of run %s are not sent: %s", saves.id, error)
             except (TrackerError, StoreError):
                 self._failures[saves.id] = self._failures.get(saves.id, 0) + 1
@@ -179,8 +179,8 @@ class LineageMirror:
     ) -> None:
         """Send an event unless it has already been sent.
 
-        run, name: the run with its name, "" if it has none. key: of the event in the run. kind: OpenLineage's type.
-        at: the time of the event. data: of the run. saved: the checkpoint that the event is about.
+        run, name: the run with its name, "" if it has none. key: the event's key in the run. kind: OpenLineage's type.
+        at: the time of the event. data: the run's data. saved: the checkpoint that the event is about.
         """
         if self._sent.has(run.id, key):
             return
@@ -258,7 +258,8 @@ def run_event(
     """The event of a run.
 
     run, name: the run with its name, "" if it has none. kind: START, RUNNING, COMPLETE, FAIL or OTHER. at: its time.
-    data: of the run, None if unknown. saved: a checkpoint, the event's output. store_url: of the checkpoint's store.
+    data: the run's data, None if unknown. saved: a checkpoint, the event's output. store_url: the URL of the
+    checkpoint's store.
     """
     from openlineage.client import event_v2 as events
     from openlineage.client import facet_v2 as facets
@@ -358,7 +359,7 @@ def _producer() -> str:
 
 
 def check_library(url: str) -> None:
-    """Raise UserError if the library is not installed. url: of the receiver, for the error."""
+    """Raise UserError if the library is not installed. url: the receiver's URL, for the error."""
     if find_spec("openlineage") is None:
         raise UserError(f"openlineage_url {url!r}: its library is not installed; pip install 'tinkerflow[openlineage]'")
 

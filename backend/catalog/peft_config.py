@@ -60,10 +60,10 @@ def read_fields(config: bytes) -> Mapping[str, Any]:
 
 
 class Scales:
-    """The rank and the alpha of each module. The first key of a pattern that is the end of a module's name applies."""
+    """The rank and the alpha of each module. In a pattern, the first key that ends a module's name applies."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """values: of the config. UserError: a key is not the end of a module's name, or lora_alpha is invalid."""
+        """values: the config's fields. UserError: a key is not the end of a module's name, or lora_alpha is invalid."""
         self._rank, self._alpha = values["r"], _alpha("lora_alpha", values.get("lora_alpha", 8))
         self._ranks, self._alphas = (_pattern(values, field) for field in ("rank_pattern", "alpha_pattern"))
         self._rslora = bool(values.get("use_rslora"))
@@ -143,7 +143,7 @@ class Targets:
         return all(is_kept(module) for is_kept in self._rules.values())
 
     def check(self, modules: Collection[str]) -> None:
-        """Raise UserError for the first module that the config does not target. modules: with tensors in the file."""
+        """Raise UserError for the first module that the config does not target. modules: those with tensors."""
         for field, is_kept in self._rules.items():
             if (left_out := next((module for module in modules if not is_kept(module)), None)) is not None:
                 value = shown(self._values[field])

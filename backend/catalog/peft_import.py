@@ -29,7 +29,7 @@ from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Saved, Stor
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, Floats, decode_any
 
 _HEADER_BYTES = 512  # of a tensor: its name, dtype, shape and place
-_COPY = ".base_layer.weight"  # PEFT adds the base model's own unembedding to files with an adapter of it
+_COPY = ".base_layer.weight"  # PEFT adds a copy of the base model's unembedding to files with its adapter
 _COPIED = (np.float32, ml_dtypes.bfloat16, np.float16)  # dtypes in which the copy may have been rounded
 _ROWS = 4096  # compared at a time
 _B = ".lora_B.weight"
@@ -42,13 +42,13 @@ def import_adapter(
     """Convert an adapter in PEFT's files to a state to save. The optimizer starts fresh.
 
     The rank is r, or the largest rank of a module if that is larger. Modules of a smaller rank, and those that the
-    config leaves out, are filled with zeros. Both A and B are zero there, so training does not change them, either.
+    config leaves out, are filled with zeros. Both A and B are zero there, so training does not change them.
 
     cfg: the base model. config, adapter: the bytes of adapter_config.json and adapter_model.safetensors, of float32,
     float16 or bfloat16. asked: the requested rank and targets; None: those of the files. If the base model also takes
-    images, the modules may have the names that they have in its text model alone. folder: of the base model, whose
-    unembedding is compared with a copy in the files; None = it is not. UserError: this service cannot compute or train
-    a field or tensor; the error names it, its value and the rule.
+    images, the modules may have their names in the text model alone. folder: the base model's folder, to compare its
+    unembedding with a copy in the files; None = do not compare. UserError: the service does not support a field or
+    tensor; the error names it, its value and the rule.
     """
     values = read_fields(config)
     try:
@@ -85,7 +85,7 @@ def import_adapter(
 def largest_size(cfg: ModelConfig, spec: LoraSpec) -> int:
     """The largest possible size of adapter_model.safetensors in bytes: in float32, with experts of full rank.
 
-    Files with an adapter of the unembedding also have a copy of the base model's own.
+    Files with an adapter of the unembedding also contain a copy of the base model's unembedding.
     """
     each = [(projection, spec.rank) for projection in modules(cfg, replace(spec, expert_rank=None)).values()]
     numbers = sum(rank * (projection.inputs + projection.outputs) for projection, rank in each)
@@ -105,8 +105,9 @@ def save_import(
 ) -> Saved:
     """Commit an imported adapter as a training checkpoint of its own run. Repeating a request returns its checkpoint.
 
-    session_id: of the import. state: from `import_adapter`. base_model: the name for clients. owner: the project. name:
-    of the checkpoint. request_id: "" = the session is imported once. ConflictError: another request has used the name.
+    session_id: the import's session. state: from `import_adapter`. base_model: the name for clients. owner: the
+    project. name: the checkpoint's name. request_id: "" = the session is imported once. ConflictError: another request
+    has used the name.
     """
     meta = CheckpointMeta(base_model=base_model, owner=owner, request_id=request_id or session_id)
     path = import_path(session_id, name)
@@ -118,7 +119,7 @@ def import_path(session_id: str, name: str = IMPORTED) -> CheckpointPath:
 
 
 def _without_effect(tensors: Mapping[str, Floats], modules: Collection[str]) -> set[str]:
-    """The names of A and B of other modules than `modules` whose B is zero.
+    """The names of A and B of modules outside `modules` that have a zero B.
 
     If PEFT adapts a model that takes images and trains it on text, the adapter of its vision tower stays zero.
     """
@@ -128,7 +129,7 @@ def _without_effect(tensors: Mapping[str, Floats], modules: Collection[str]) -> 
 
 
 def _check_copy(cfg: ModelConfig, folder: Path, name: str, copy: Floats) -> None:
-    """Raise UserError if a copy of the unembedding differs from that of the base model, which the service computes."""
+    """Raise UserError if a copy of the unembedding differs from the base model's, which the service uses."""
     family = family_of(cfg)
     unembed = f"{projections(cfg)['unembed'].module}.weight"
     own = open_unpacked(family, cfg, folder, str(folder))[family.names.embed if cfg.tied else unembed]
@@ -145,7 +146,7 @@ def _check_copy(cfg: ModelConfig, folder: Path, name: str, copy: Floats) -> None
 def _prefix(cfg: ModelConfig, tensors: Collection[str]) -> str:
     """The prefix of the names of the text model's modules in the files.
 
-    AutoModelForCausalLM loads Qwen3.5 without the parts for images, and so under other names than those of its files.
+    AutoModelForCausalLM loads Qwen3.5 without the parts for images, so its names differ from those in its files.
     """
     own = family_of(cfg).names.model
     alone = own == LANGUAGE_MODEL.model and any(name.startswith(f"{PEFT}{TEXT_MODEL.model}layers.") for name in tensors)
@@ -153,7 +154,7 @@ def _prefix(cfg: ModelConfig, tensors: Collection[str]) -> str:
 
 
 def _stored(module: str, prefixes: tuple[str, str]) -> str:
-    """The name of a module in the files. prefixes: of the text model's modules, ours and that in the files."""
+    """The name of a module in the files. prefixes: of the text model's modules: ours, and the files'."""
     ours, there = prefixes
     return there + module.removeprefix(ours) if module.startswith(ours) else module
 
@@ -161,7 +162,7 @@ def _stored(module: str, prefixes: tuple[str, str]) -> str:
 def _spec(r: int, scales: Scales, present: Mapping[str, Projection], asked: LoraSpec | None, example: str) -> LoraSpec:
     """The adapter's shape: as requested, or else as in the files. The rank of experts comes from the files.
 
-    r: of the config. scales: its ranks. present: the modules with tensors in the files. example: a module of the base
+    r: the config's r. scales: its ranks. present: the modules with tensors in the files. example: a module of the base
     model.
     """
     ranks = {stored: scales.rank(stored) for stored in present}

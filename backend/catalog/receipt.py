@@ -1,8 +1,8 @@
 """Receipts: small signed statements of all inputs and results of a training run.
 
 A receipt contains no data, only digests of the inputs and results of a run in order, at up to MARKS steps. Each digest
-covers everything before it. Two receipts, or a receipt and a history, are compared mark by mark. The signature is
-Ed25519 (RFC 8032) with a key that the service keeps in its database. The receipt contains the public key.
+covers all earlier inputs or results. Two receipts, or a receipt and a history, are compared mark by mark. The signature
+is Ed25519 (RFC 8032) with a key that the service keeps in its database. The receipt contains the public key.
 """
 
 from __future__ import annotations

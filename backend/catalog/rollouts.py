@@ -3,8 +3,8 @@
     rollouts/<training run>/<step>.json        conversations that a step learned from
     evaluations/<training run>/<number>.json   conversations of an evaluation of the run's weights, numbered from 1
 
-An object is written once. The newest FULL objects of a run are kept, and every EVERY-th older one. An object has at
-most MOST_BYTES: token probabilities are left out first, then whole groups.
+An object is written once. The newest FULL objects of a run are kept, and every EVERY-th older object. An object has at
+most MOST_BYTES. If it is too large, token probabilities are left out first, then whole groups.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RolloutMessage(BaseModel):
 
 
 class RolloutSample(BaseModel):
-    """A conversation after its prompt. reward: None without rewards. parts: of the reward, by name.
+    """A conversation after its prompt. reward: None without rewards. parts: the reward's parts, by name.
 
     length: number of sampled tokens. attempt: how many earlier attempts at this conversation were interrupted.
     """
@@ -77,7 +77,7 @@ class DroppedRollout(BaseModel):
 
 
 class EvaluationFacts(BaseModel):
-    """An evaluation of weights by a reward. name: of its line of runs. weights: a tinker:// path.
+    """An evaluation of weights by a reward. name: the name of its line of runs. weights: a tinker:// path.
 
     judge: the reward or environment. reward, reward_error, parts, rows, answers: as in the scores of `evaluate`.
     """
@@ -111,7 +111,7 @@ class StepRollouts(BaseModel):
 
 
 def write_rollouts(work: Blobs, run_id: str, rollouts: StepRollouts) -> None:
-    """Write a step unless it is already written, and remove an older step that need not be kept. OSError: no access."""
+    """Write a step unless it exists, and remove an older step that need not be kept. OSError: no access."""
     with suppress(FileExistsError):
         _write(work, "rollouts", run_id, rollouts)
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Run = TypeVar("Run", Extent, RunSaves)
 
 LOOK_SECONDS = 2.0
-ALL_SECONDS = 300.0  # between two looks at ended runs, because clients may store metrics of these, too
+ALL_SECONDS = 300.0  # between two looks at ended runs, because clients may still store metrics for them
 _IDLE_SECONDS = 300.0  # without new values, after which a run is closed
 _MOST_OPEN = 64
 _AT_ONCE = 5000  # rows
@@ -47,8 +47,8 @@ class JournalMirror:
     ) -> None:
         """Read nothing yet.
 
-        tracker: the tracker. journal: of the runs. folder: for the data of all trackers. clock: gives the time of
-        values that have none. projects: their runs are mirrored; none = all projects.
+        tracker: the tracker. journal: contains the runs. folder: for the data of all trackers. clock: gives the time of
+        values without a time. projects: the projects of the mirrored runs; none = all projects.
         """
         self._tracker, self._journal, self._folder, self._clock = tracker, journal, folder, clock
         self._projects = projects
@@ -87,7 +87,7 @@ class JournalMirror:
         for extent in extents:
             try:
                 self._mirror(extent, now)
-            except NotFoundError as error:  # a person has deleted it meanwhile
+            except NotFoundError as error:  # a person has deleted the run meanwhile
                 log.info("run %s is not shown: %s", extent.id, error)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class JournalMirror:
             self._failing[extent.id] = restarts, time.monotonic() + pause
             log.warning("run %s is not shown now, trying again in %g s: %s", extent.id, pause, error)
             if (failed := self._open.pop(extent.id, None)) is not None:
-                with suppress(TrackerError):  # so that no thread of the library keeps writing
+                with suppress(TrackerError):  # closed, so that no thread of the library continues to write
                     failed.mirror.close("unfinished")
         else:
             self._failing.pop(extent.id, None)
@@ -158,7 +158,7 @@ class _OpenRun:
         while made := self._values.steps(self.run_id, self._seq, _AT_ONCE):
             rows = []
             for one in made:
-                # After loading an earlier checkpoint, a client repeats step numbers. Those steps follow the others.
+                # After loading an earlier checkpoint, a client repeats step numbers. These steps get the next numbers.
                 self._step = max(one.step, self._step + 1)
                 rows.append(StepRow(self._step, one.at, one.values))
             self._seq = made[-1].seq_id
@@ -166,7 +166,7 @@ class _OpenRun:
         counts = self._values.metrics(self.run_id)
         grown = [name for name, number in counts.items() if number > self._counts.get(name, 0)]
         new = self._write_metrics({name: self._last.get(name, -1) for name in grown}, clock)
-        # Some values belong to steps before others that were read. All are read again, and the mirror skips known ones.
+        # Some new values belong to steps that were already read. All are read again, and the mirror skips known values.
         late = [name for name in grown if self._counts.get(name, 0) + new[name] < counts[name]]
         self._write_metrics(dict.fromkeys(late, -1), clock)
         self._counts, self.extent = counts, extent
@@ -196,7 +196,7 @@ class Stored:
     """
 
     def __init__(self, path: Path) -> None:
-        """path: of the file, which need not exist."""
+        """path: the file, which need not exist."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         text = path.read_text() if path.exists() else ""
@@ -233,7 +233,7 @@ def look_at_runs(read: Callable[..., list[Run]], known: Set[str], *, every: bool
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Be the only process that mirrors the journal to this folder. UserError: there is another one."""
+    """Be the only process that mirrors the journal to this folder. UserError: another process does so."""
     with (folder / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Mirrors a run to one tracker. Only values that the tracker lacks are written, so each one is written once."""
+"""Mirrors a run to one tracker. Only values that the tracker lacks are written, so each value is written once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrackerMirror:
     """
 
     def __init__(self, tracker: Tracker, run: TrackedRun, folder: Path) -> None:
-        """Open the run. folder: of all trackers; a tracker's local data is in its subfolder."""
+        """Open the run. folder: shared by all trackers; a tracker's local data is in its subfolder."""
         self._tracker = tracker
         with self._fails():
             self._writer = tracker.open(run, folder / tracker.name)

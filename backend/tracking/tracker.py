@@ -59,7 +59,7 @@ def _unchanged(name: str) -> str:
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker. name: as in settings, and of its extra. library: the module that it imports.
+    """A tracker. name: its name in settings, and of its extra. library: the module that it imports.
 
     open: creates a run, or opens the run with this id that an earlier process wrote; local data goes to the folder.
     legal: converts the name of a value to a name that the tracker accepts.

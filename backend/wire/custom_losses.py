@@ -1,7 +1,7 @@
 """create_custom_loss: a loss that the client traced with torch.fx, checked node by node and stored as plain data.
 
-The loss contains no code. A node names a function of `torch_names`. Other nodes are rejected with an error that names
-them.
+The loss contains no code. Each node names a function of `torch_names`. Other nodes are rejected, and the error names
+the node.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class _Node(WireModel):
 def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
     """Read a parsed create_custom_loss body. UserError names the node, its target, and the broken rule.
 
-    A loss that is too much work even for one token is rejected here. Other losses are checked again with each example.
+    A loss that takes too much work even for one token is rejected here. Other losses are checked again with each
+    example.
     """
     body = CreateCustomLoss.from_values(values)
     name = body.name

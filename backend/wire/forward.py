@@ -56,7 +56,7 @@ _INT64 = np.dtype("<i8")
 _TOKEN = np.dtype("<i4")
 
 _MOST_SIZE = 2**48  # of a dimension; NumPy makes no array of the shape [0, 2**62], although it has no cells
-_MOST_FIELDS = 2**16  # top-level fields of a request: most of them are data, up to MAX_DATA
+_MOST_FIELDS = 2**16  # top-level fields of a request: most fields are data, up to MAX_DATA
 _VARINT, _LENGTH_DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types, the last with their sizes
 _VARINT_BYTES = 10  # of the longest varint
 _MOST_NUMBER, _TAG_BYTES = 2**29 - 1, 5  # of a field
@@ -76,7 +76,7 @@ class ForwardHeader(NamedTuple):
 def forward_backward_header(body: bytes) -> ForwardHeader:
     """The address of a ForwardBackwardRequest. UserError: the body is not protobuf.
 
-    The parser would copy the data as unknown fields, and block all threads meanwhile, so it gets only the header.
+    The parser gets only the header, because it would copy the data as unknown fields, and block all threads meanwhile.
     """
     numbers, kept = pb.ForwardBackwardHeader.DESCRIPTOR.fields_by_number, bytearray()
     for number, begin, end, is_wrong in _fields(body):
@@ -102,7 +102,7 @@ def split_data(body: bytes) -> list[bytes]:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, int, int, bool]]:
-    """(number, begin, end, is_wrong) of each field of a ForwardBackwardRequest. UserError: it is not protobuf."""
+    """(number, begin, end, is_wrong) of each field of a ForwardBackwardRequest. UserError: the body is not protobuf."""
     end = 0
     for _ in range(_MOST_FIELDS):
         if end >= len(body):
@@ -187,10 +187,10 @@ def _parsed(message: M, body: bytes) -> M:
 
 @dataclass(frozen=True)
 class ForwardRead:
-    """A partly read ForwardBackwardRequest, with the ids of everything that decoding it needs.
+    """A partly read ForwardBackwardRequest, with the ids of the records that decoding it needs.
 
-    loss_id: of the traced loss, if the loss is `custom`. sequence_ids: of sequences whose recorded stability
-    information the loss or a replay needs. image_tokens: an estimate of the tokens of its images; None without
+    loss_id: the traced loss, if the loss is `custom`. sequence_ids: the sequences with recorded stability information
+    that the loss or a replay needs. image_tokens: an estimate of the tokens of its images; None without
     images.
     """
 
@@ -205,8 +205,8 @@ class ForwardRead:
 def read_forward(body: bytes, *, routes: bool = False, supports: bool = False) -> ForwardRead:
     """Check the loss, config and spans of a ForwardBackwardRequest. UserError names the field, its value and the rule.
 
-    decode_forward reads the rest. routes: every loss with spans needs their records, for the experts of the tokens.
-    supports: losses that take the sampler's logprobs need the records, for the supports of the tokens.
+    decode_forward reads the other fields. routes: every loss with spans needs their records, for the experts of the
+    tokens. supports: losses that take the sampler's logprobs need the records, for the supports of the tokens.
     """
     request = _parsed(pb.ForwardBackwardRequest(), body)
     loss = loss_named(request.loss_fn)
@@ -235,7 +235,7 @@ def decode_forward(
     """The command for a request. adapter_id is its model_id, and config is complete (defaults filled in).
 
     read: the request. context_rule: the reason for max_context, for errors. custom: the request's traced loss.
-    recorded: the records of its sequence_ids. processor: of images; None if the model takes only text.
+    recorded: the records of its sequence_ids. processor: the image processor; None if the model takes only text.
     UserError names the field, its value and the rule. Errors are: an unknown or missing input; a sequence that is
     empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
     finite; images that the model does not take; spans that do not match the sampled sequence; a traced loss with too
@@ -334,7 +334,7 @@ def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arr
 
 # ------------------------------------------------------------------ one datum
 def _check_spans(data: Sequence[pb.Datum], *, needed_by: str | None) -> frozenset[str]:
-    """The sequence ids that the spans name. UserError: one list without the other, or an invalid span.
+    """The sequence ids that the spans name. UserError: one list is missing, or a span is invalid.
 
     needed_by: the loss, if it requires spans; None = it does not.
     """
@@ -357,9 +357,9 @@ def _model_input(
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
     """The tokens of an input, with placeholders for images, and the images.
 
-    chunks: of the input. name: of the input, for errors. max_context: most tokens. context_rule: the reason for it.
-    processor: of images; None if the model takes only text. UserError: a chunk that the model does not take, an
-    invalid image, or a wrong length.
+    chunks: the input's chunks. name: the input's name, for errors. max_context: the most tokens. context_rule: the
+    reason for this limit. processor: the image processor; None if the model takes only text. UserError: the model does
+    not take a chunk, an image is invalid, or the length is wrong.
     """
     parts: list[bytes] = []
     images: list[ImagePixels] = []
@@ -469,7 +469,7 @@ def _require(
     name: Callable[[int], str],
     rule: str,
 ) -> None:
-    """Raise UserError for the first value that is not `good`. arrays[i] belongs to datum i; None if it has none."""
+    """Raise UserError for the first value that is not `good`. arrays[i] belongs to datum i; None: it has no array."""
     given = [array.ravel() for array in arrays if array is not None]
     if not given or good(np.concatenate(given)).all():
         return
@@ -506,7 +506,7 @@ def _name(index: int, key: str) -> str:
 
 # ------------------------------------------------------------------ the loss and its configuration
 def _check_inputs(spec: LossSpec, names: Collection[str], index: int) -> None:
-    """Raise UserError unless `names` are the loss's inputs: none missing, none unknown. index: of the datum, from 0."""
+    """Raise UserError unless `names` are the loss's inputs: none missing, none unknown. index: the datum's, from 0."""
     taken = {_TARGETS, *(one.name for one in spec.inputs)}
     required = taken - {one.name for one in spec.inputs if not one.required}
     if missing := sorted(required.difference(names)):
@@ -559,7 +559,7 @@ def _dtype_of(tensor: pb.Tensor, name: str) -> np.dtype[Any]:
 def _to_array(tensor: pb.Tensor, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
     """The tensor as an array of its dtype and of `shape` (see _shape_of). Sparse cells that are not listed are 0.
 
-    name: of the tensor, for errors, such as data[3].loss_fn_inputs['weights'].
+    name: the tensor's name in errors, such as data[3].loss_fn_inputs['weights'].
     """
     dtype = _dtype_of(tensor, name)
     if tensor.WhichOneof("encoding") == "sparse_csr":

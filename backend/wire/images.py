@@ -24,7 +24,7 @@ FindFiles = Callable[[Sequence[str]], Mapping[str, bytes]]  # files by location;
 
 
 def check_room(pixel_bytes: int, field: str, up_to: str) -> None:
-    """Raise UserError if the images of a request take too many bytes. field: of all images. up_to: the last image."""
+    """Raise UserError if the images of a request take too many bytes. field: their field. up_to: the last image."""
     if pixel_bytes > MAX_REQUEST_PIXEL_BYTES:
         raise UserError(
             f"{field} has images of more than {MAX_REQUEST_PIXEL_BYTES} bytes of pixels up to {up_to}, as the model "
@@ -44,8 +44,8 @@ def pixels(image: pb.ImageChunk, name: str, processor: ImageProcessor) -> npt.ND
 def pixels_of(chunk: Mapping[str, Any], name: str, processor: ImageProcessor, *, blank: bool) -> npt.NDArray[np.uint8]:
     """The pixels of an image in JSON, from `ImageProcessor.read`. UserError: the image is invalid.
 
-    chunk: its data in base64, its format, and optionally expected_tokens. name: of the chunk, for errors. processor: of
-    the model. blank: see `ImageProcessor.read`.
+    chunk: its data in base64, its format, and optionally expected_tokens. name: the chunk's name, for errors.
+    processor: the model's processor. blank: see `ImageProcessor.read`.
     """
     data, expected = chunk.get("data"), chunk.get("expected_tokens")
     kind: Any = chunk.get("format")

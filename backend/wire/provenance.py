@@ -1,4 +1,4 @@
-"""Provenance: which positions of a datum belong to a prompt, and which were sampled, and in which sequence.
+"""Provenance: whether each position of a datum belongs to a prompt or was sampled, and in which sequence.
 
 Letter: T tokens of one sequence.
 """
@@ -50,7 +50,7 @@ def attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[s
     """The example with the sampler's logprobs, experts and supports, and weight 0 for tokens that were not sampled.
 
     recorded: the sequences that its spans name. UserError: a list does not tile its field, a sampled span is outside
-    its sequence, or a token differs from the one sampled there.
+    its sequence, or a token differs from the sampled token.
     """
     if not example.flat:
         raise UserError(

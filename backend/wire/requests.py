@@ -105,7 +105,7 @@ class TrainedConfig(LoraConfig):
 
 
 def _optimizer(config: Any) -> Optimizer:
-    """The optimizer that an `optimizer_config` names. UserError: it is unknown here."""
+    """The optimizer that an `optimizer_config` names. UserError: the optimizer is unknown."""
     if not isinstance(config, dict):
         raise broken("optimizer_config", config, "a JSON object")
     kind, version = config.get("type"), config.get("version")
@@ -132,7 +132,7 @@ class CreateModel(WireModel):
 
 
 class _Load(WireModel):
-    """A checkpoint to load. optimizer: restore its optimizer state too, for any kind of optimizer.
+    """A checkpoint to load. optimizer: also restore its optimizer state, for any kind of optimizer.
 
     access: the hash of the token that gives access to the checkpoint, if one was sent.
     """
@@ -203,7 +203,7 @@ class SaveForSampler(WireModel):
     """save_weights_for_sampler: either `name` or `sampling_session_seq_id` is set, never both.
 
     kind: inflight samplers switch to newer inflight saves of their model as these are published; only without a name.
-    kv_cache: of requests that get new weights from an inflight save (not in the SDK); None = the setting's value.
+    kv_cache: the treatment of requests that get new weights from an inflight save (not in the SDK); None = the setting.
     """
 
     name: CheckpointName | None = Field(default=None, alias="path")
@@ -229,7 +229,7 @@ class SaveForSampler(WireModel):
 
 
 class SaveExternal(_NamedSave):
-    """save_weights_external: files to download. recipients: of age encryption, none = plain files."""
+    """save_weights_external: files to download. recipients: for age encryption, none = plain files."""
 
     recipients: Texts = Field(default=(), alias="age_encryption_recipients")
 
@@ -282,10 +282,10 @@ class ConstraintBody(WireModel):
 
 
 class SamplingParams(WireModel):
-    """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: the rest of the context.
+    """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: as many as fit the context.
 
     stop_token_ids: tokens that end a sequence, in addition to those of `stop`.
-    min_p and all later fields are not in the SDK: their names, bounds and formulas are those of OpenAI's API and vLLM.
+    min_p and all later fields are not in the SDK. Their names, bounds and formulas follow OpenAI's API and vLLM.
     `wire/sample.py` reads logit_bias and constraint, because it knows the model.
     """
 
@@ -336,7 +336,7 @@ class SampleBody(NumSamples):
 
 
 class TtlSeconds(WireModel):
-    """A checkpoint's new time to live. Absent and null differ here: null means forever."""
+    """A checkpoint's new time to live. Here, null differs from an absent field: null means forever."""
 
     ttl_seconds: Ttl = None
 

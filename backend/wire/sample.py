@@ -51,7 +51,7 @@ FindProcessor = Callable[[], ImageProcessor | None]
 
 
 def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
-    """Add a seed to a body without one, so that a replay of the stored body repeats the sample. values: of `body`."""
+    """Add a seed to a body without one, so that a replay of the stored body repeats the sample. values: the body's."""
     params = values.get("sampling_params", {})
     if isinstance(params, dict) and params.get("seed") is None:
         return orjson.dumps({**values, "sampling_params": {**params, "seed": secrets.randbits(_SEED_BITS)}})
@@ -99,13 +99,13 @@ def sample_request(
 ) -> SampleRequest:
     """The command for a sample request. UserError names the field, its value and the rule.
 
-    body, request_id, owner: of the request. vocab_size, max_context: of the model, in tokens. eos: the tokens that end
-    a text. They stop a sequence if `stop` is absent, but not if `stop` is an empty list. context_rule: the reason for
+    body, request_id, owner: the request's. vocab_size, max_context: the model's, in tokens. eos: the tokens that end a
+    text. They stop a sequence if `stop` is absent, but not if `stop` is an empty list. context_rule: the reason for
     max_context, for errors. processor: finds the model's image processor; None if the model takes only text. blank:
     measure images without decoding them, see `ImageProcessor.read`. routes, supports: see the command; a request
-    without top-k, top-p and min-p has no supports. An absent max_tokens means the rest of the context. A prompt that
-    fills the context can be scored, and one token is sampled after it. The seed is reduced to 0 <= seed < 2**64. The
-    command samples the base model unless its sender adds a snapshot.
+    without top-k, top-p and min-p has no supports. If max_tokens is absent, the sequence may fill the context. A prompt
+    that fills the context can be scored, and one token is sampled after it. The seed is reduced to 0 <= seed < 2**64.
+    The command samples the base model unless its sender adds a snapshot.
     """
     scored = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
     full = bool(scored) or body.target_prompt_logprobs is not None
@@ -249,7 +249,8 @@ def _prompt(
 ) -> tuple[Int32, tuple[ImagePixels, ...]]:
     """The tokens of a prompt, with placeholders for images, and the images.
 
-    most: the most tokens that the prompt may have. rule: the reason for it. Other arguments: see `sample_request`.
+    most: the most tokens that the prompt may have. rule: the reason for this limit. Other arguments: see
+    `sample_request`.
     """
     if not isinstance(chunks, list):
         raise broken("prompt.chunks", chunks, "a list of chunks")
@@ -309,7 +310,7 @@ def _token_array(tokens: Any, name: str, vocab_size: int) -> Int32:
 
 def _max_tokens(asked: int | None, prompt: int, max_context: int) -> int:
     left = max_context - prompt
-    most = max(left, 1)  # the token after a full context never enters the model
+    most = max(left, 1)  # a token beyond the context never enters the model
     if asked is not None and asked > most:
         rule = f"the rest of the context of {max_context} tokens after a prompt of {prompt}"
         rule = rule if left else "the prompt fills the context and can only be scored"
@@ -397,7 +398,7 @@ def _constraint(given: ConstraintBody, eos: Sequence[int]) -> Constraint:
 def _target_tokens(tensor: TargetTensor | None, prompt: int, vocab_size: int) -> Int32 | None:
     """The tokens as int32 [prompt - 1, K], -1 = none, or None if none are requested.
 
-    prompt: number of tokens of the prompt. vocab_size: of the model. UserError: the tensor is invalid.
+    prompt: the number of its tokens. vocab_size: the model's. UserError: the tensor is invalid.
     """
     if tensor is None:
         return None

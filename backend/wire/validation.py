@@ -1,8 +1,8 @@
 """Validation of JSON bodies: the base of all request models, the types of their fields, and the text of errors.
 
-pydantic validates. `WireModel` adds two rules of the protocol: a null field counts as absent, and no boolean or text is
-read as a number. An error names the field, its value and the rule: `ttl_seconds is 60: must be a whole number from 3600
-to 315360000`.
+pydantic validates the bodies. `WireModel` adds two rules of the protocol: a null field counts as absent, and no boolean
+or text is read as a number. An error names the field, its value and the rule: `ttl_seconds is 60: must be a whole
+number from 3600 to 315360000`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _whole_if_integral(value: Any) -> Any:
 
 
 class WireModel(BaseModel):
-    """Base of the JSON models of requests and answers. Models are frozen, and ignore fields that they do not know.
+    """Base of the JSON models of requests and answers. Models are frozen, and ignore unknown fields.
 
     A field with an alias is read only by the alias, because its own name is not part of the protocol. `model_` is an
     ordinary prefix of names, not pydantic's own namespace.
@@ -99,7 +99,7 @@ class WireModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
-        """Drop nulls, which count as absent fields, even in fields that the model does not know."""
+        """Drop nulls, which count as absent fields, even in unknown fields."""
         if not isinstance(values, dict) or None not in values.values():
             return values
         needed = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()]

@@ -1,7 +1,7 @@
 """Weights & Biases: runs by id, offline in WANDB_DIR or the folder, unless WANDB_MODE sets another mode.
 
-`wandb sync` uploads offline runs. The steps of wandb only rise, but values of an earlier step may come later. Therefore
-each row is a step of wandb, and the charts' axis is the value `training_step`.
+`wandb sync` uploads offline runs. The steps of wandb only increase, but values of an earlier step may arrive later.
+Therefore each row is a step of wandb, and the charts' axis is the value `training_step`.
 
 The library's process (wandb-core) writes the files. If our process is killed, wandb-core ends and loses unwritten
 values. An offline run is read back from its files, and a run on the server through its API.
@@ -98,7 +98,7 @@ def _offline_rows(file: Path) -> Iterator[dict[str, Any]]:
 
     data, at, whole = file.read_bytes(), _FILE_HEADER, b""
     while at + _RECORD.size <= len(data):
-        if (left := _BLOCK - at % _BLOCK) < _RECORD.size:  # the rest of a block is empty
+        if (left := _BLOCK - at % _BLOCK) < _RECORD.size:  # the end of a block is empty
             at += left
             continue
         _, size, kind = _RECORD.unpack_from(data, at)
