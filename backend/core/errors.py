@@ -7,7 +7,7 @@ TinkerflowError            category
 │   ├── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
 │   ├── TooManyError                the project has reached its limit of waiting work; retry later
 │   ├── ContextExceededError        a prompt, or a prompt with its answer, is longer than the model's context
-│ └── AllocationError the devices had no memory left for the request; nothing was changed
+│   └── AllocationError             the devices had no memory left for the request; nothing was changed
 └── ServerError            server   the service failed; the request was valid
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     │   ├── DeadlineError           a command was not answered within its deadline

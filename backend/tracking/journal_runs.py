@@ -166,7 +166,8 @@ class _OpenRun:
         counts = self._values.metrics(self.run_id)
         grown = [name for name, number in counts.items() if number > self._counts.get(name, 0)]
         new = self._write_metrics({name: self._last.get(name, -1) for name in grown}, clock)
-        # Some new values belong to steps that were already read. All are read again, and the mirror skips known values.
+        # Some new values belong to earlier steps than known values. All are read again, and the mirror skips known
+        # ones.
         late = [name for name in grown if self._counts.get(name, 0) + new[name] < counts[name]]
         self._write_metrics(dict.fromkeys(late, -1), clock)
         self._counts, self.extent = counts, extent

@@ -41,7 +41,7 @@ NOT_NEGATIVE = Bounds(low=0.0)
 class TokenInput:
     """A number for each target, sent in `loss_fn_inputs`.
 
-    required: a request must contain the input. low: the smallest valid value. some: an example needs one other than 0.
+    required: a request must contain it. low: the smallest valid value. some: at least one value of an example is not 0.
     """
 
     name: str
