@@ -120,8 +120,7 @@ class PagePool:
     def reserve(self, table: PageTable, start: int, end: int, *, spare: int = 0) -> bool:
         """Let the sequence write positions [start, end): add missing pages, and copy shared pages.
 
-        Returns False, and changes nothing, if fewer than `spare` pages of the shard would stay free, or no state is
-        free.
+        False, without any change: fewer than `spare` pages of the shard would stay free, or no state is free.
         """
         first, last = start // self.page, self.pages_for(end) if start < end else 0
         shared = [

@@ -47,8 +47,7 @@ class Scheduler:
     """All requests: waiting, in prefill, or decoding."""
 
     def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool, fits: Fits = lambda _: True) -> None:
-        """Start without requests. shapes: sizes of dispatches. max_slots: the most sequences that decode. pool: the
-        pages.
+        """Start without requests. shapes: of dispatches. max_slots: the most sequences that decode. pool: the pages.
 
         fits: whether an invariant batch may contain these snapshots (None: the base model).
         """
@@ -205,8 +204,7 @@ class Scheduler:
         return self.group
 
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
-        """Waiting requests with short prompts and at most `most_tokens` tokens. They overtake other requests and need
-        no slot.
+        """Waiting requests with short prompts and at most `most_tokens` tokens, which overtake others and need no slot.
 
         At most `most_sequences` sequences, and as many as a shard has slots, because all may be in one shard. None if
         no such request is waiting, or if there are no other requests.
