@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import examples, forward
 from tests.compute.test_parity import ADAM, scores
 
 from tinkerflow.backend.catalog.peft_import import import_adapter
@@ -27,9 +28,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
         (6, {"target_modules": ALL, "rank_pattern": {"q_proj": 6, "1.mlp.up_proj": 1}, "use_rslora": True}),
     ],
 )
-def test_an_adapter_of_some_modules_ranks_and_scales_equals_peft(
-    qwen3, shared_executor, tmp_path, examples, forward, rank, fields
-):
+def test_an_adapter_of_some_modules_ranks_and_scales_equals_peft(qwen3, executor, tmp_path, rank, fields):
     import peft  # here, because the import takes seconds in each process that collects tests
 
     adapted = peft.get_peft_model(
@@ -51,12 +50,12 @@ def test_an_adapter_of_some_modules_ranks_and_scales_equals_peft(
         load_config(qwen3.folder), (tmp_path / ADAPTER_CONFIG).read_bytes(), (tmp_path / ADAPTER).read_bytes()
     )
     assert state.spec.rank == rank
-    shared_executor.execute(ImportAdapter("imported", state))
-    result = forward(shared_executor, "imported", data, backward=True)
+    executor.execute(ImportAdapter("imported", state))
+    result = forward(executor, "imported", data, backward=True)
     for found, expected in zip(result.logprobs, wanted, strict=True):
         close_logprobs(found, expected)
-    shared_executor.execute(OptimStep("imported", ADAM))
-    weights = shared_executor.execute(ExportAdapter("imported", optimizer=False)).weights
+    executor.execute(OptimStep("imported", ADAM))
+    weights = executor.execute(ExportAdapter("imported", optimizer=False)).weights
     changed = {name.removesuffix(".weight") for name, array in weights.items() if array.any() and "lora_A" in name}
     assert changed == names  # PEFT trains no other modules
     # Rows beyond a module's own rank stay zero as well.

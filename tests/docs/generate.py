@@ -109,7 +109,7 @@ _BEYOND = {
     "max_queued_bytes": "a sample gets 429 with `Retry-After`, and a training operation fails, with the reason",
     "max_live_models": "the new model fails, with the reason. Models of a program that ended without "
     '`service.close("success").result()` count until `TINKERFLOW_SESSION_TIMEOUT` (300 s)',
-    "max_stored_bytes": "new checkpoints and images are refused until some are deleted; the save that exceeds it is kept",
+    "max_stored_bytes": "new checkpoints and images are refused until some are deleted; the save that exceeds it stays",
     "max_feedback_per_day": "`POST /v1/feedback` gets 429 until ratings are 24 hours old",
     "max_history_bytes": "the oldest histories are deleted",
     "max_body_bytes": "413; for `forward_backward` a failed future",
