@@ -24,11 +24,12 @@ _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the `last` newest checkpoints of each run and kind (0: all), and steps that are multiples of `every` (0:
-    none).
+    """Keep the newest checkpoints of each run and kind, and those of regular steps.
 
     Exports are not counted. Published checkpoints are never deleted. Checkpoints with a valid share, a live sampler or
     their own time of expiry are kept until that ends. Recovery uses its own snapshots and needs no checkpoints.
+
+    last: how many of the newest are kept (0: all). every: steps that are multiples of this number are kept (0: none).
     """
 
     last: int = 0

@@ -104,8 +104,7 @@ def training_bound(
 
 
 def _of_experts(cfg: ModelConfig, config: GroupConfig, gathered: float, tokens: int) -> float:
-    """The bytes that a mixture of experts adds to the bytes that a device receives in one pass; negative if it saves
-    bytes.
+    """The bytes that a mixture of experts adds to those that a device receives in one pass; negative = it saves bytes.
 
     gathered: the bytes of all matrices that a device gathers over fsdp. tokens: the tokens of all devices. The device
     receives the tokens along the expert axis. It also gathers experts, or receives all tokens (`training_expert_axes`).

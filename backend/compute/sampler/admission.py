@@ -44,12 +44,11 @@ class Admission:
         if request.images and self._cfg.vision is not None:
             parent.rotary_shift = image_shift(self._cfg.vision, request.images)
         stops = frozenset(request.stop_tokens).union(request.constraint.ends if request.constraint else ())
-        prompt = request.prompt_T.tolist()
         sequences = [
             ActiveSequence(
                 parent,
                 index,
-                StopDetector(stops, request.stop_strings, decoder, prompt),
+                StopDetector(stops, request.stop_strings, decoder, request.prompt_T),
                 UniformStream(request.seed, index),
                 matcher=None if matcher is None else matcher.copy(),
             )

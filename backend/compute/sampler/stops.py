@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from tinkerflow.backend.core.errors import UserError
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,7 +25,11 @@ class StopDetector:
     """Finds the end of one sequence in its tokens as they are decoded."""
 
     def __init__(
-        self, tokens: frozenset[int], strings: tuple[str, ...], decode: Decode | None, prompt: Sequence[int] = ()
+        self,
+        tokens: frozenset[int],
+        strings: tuple[str, ...],
+        decode: Decode | None,
+        prompt: Sequence[int] | npt.NDArray[np.int32] = (),
     ) -> None:
         """decode: turns tokens into text, including special tokens; may be None without `strings`.
 
@@ -32,7 +39,7 @@ class StopDetector:
         self._tokens = tokens
         self._strings = strings
         self._decode = decode
-        self._prompt = [*prompt[-_CONTEXT:]] if strings and decode else []
+        self._prompt = [*map(int, prompt[-_CONTEXT:])] if strings and decode else []
         self._window = max((len(string) for string in strings), default=1) - 1
         # Tokens whose text is in _text or before the sequence; the context in which later tokens are decoded.
         self._settled = [] if decode and decode(self._prompt).endswith(_UNFINISHED) else self._prompt

@@ -267,40 +267,36 @@ def _with_rest(
     than it computed at once. The backward pass computes these rows again, a few at a time.
     """
     count = _multiple(done // (SPARE_ROWS + 1))
-    trained = {name: weight for name, weight in given.weights.items() if isinstance(weight, jax.Array)}
-    frozen = {name: weight for name, weight in given.weights.items() if name not in trained}
+    frozen = {name: weight for name, weight in given.weights.items() if not isinstance(weight, jax.Array)}
+    trained = given._replace(weights={name: given.weights[name] for name in given.weights if name not in frozen})
 
-    def results(
-        routed: _Routed, number: jax.Array, frozen: Matrices, leaves: tuple[jax.Array, jax.Array, Any, Any, Any]
-    ) -> jax.Array:
-        y_BTD, shares_BTk, trained, biases, pairs = leaves
-        given = _Given(y_BTD, shares_BTk, {**frozen, **trained}, biases, pairs)
-        return some(routed, done + number * count, count, given)
+    def results(routed: _Routed, number: jax.Array, frozen: Matrices, trained: _Given) -> jax.Array:
+        whole = trained._replace(weights={**frozen, **trained.weights})
+        return some(routed, done + number * count, count, whole)
 
     def loops(routed: _Routed) -> jax.Array:
         return -(-jnp.maximum(jnp.sum(routed.sizes_E) - done, 0) // count)
 
     @jax.custom_vjp
-    def added(routed: _Routed, frozen: Matrices, leaves: Any, mixed_BTD: jax.Array) -> jax.Array:
+    def added(routed: _Routed, frozen: Matrices, trained: _Given, mixed_BTD: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(
-            0, loops(routed), lambda number, sums: sums + results(routed, number, frozen, leaves), mixed_BTD
+            0, loops(routed), lambda number, sums: sums + results(routed, number, frozen, trained), mixed_BTD
         )
 
-    def forward(routed: _Routed, frozen: Matrices, leaves: Any, mixed_BTD: jax.Array) -> tuple[jax.Array, Any]:
-        return added(routed, frozen, leaves, mixed_BTD), (routed, frozen, leaves)
+    def forward(routed: _Routed, frozen: Matrices, trained: _Given, mixed_BTD: jax.Array) -> tuple[jax.Array, Any]:
+        return added(routed, frozen, trained, mixed_BTD), (routed, frozen, trained)
 
-    def backward(kept: Any, d_BTD: jax.Array) -> tuple[None, None, Any, jax.Array]:
-        routed, frozen, leaves = kept
+    def backward(kept: Any, d_BTD: jax.Array) -> tuple[None, None, _Given, jax.Array]:
+        routed, frozen, trained = kept
 
         def add(number: jax.Array, sums: Any) -> Any:
-            _, pull = jax.vjp(functools.partial(results, routed, number, frozen), leaves)
+            _, pull = jax.vjp(functools.partial(results, routed, number, frozen), trained)
             return jax.tree.map(jnp.add, sums, *pull(d_BTD))
 
-        return None, None, jax.lax.fori_loop(0, loops(routed), add, jax.tree.map(jnp.zeros_like, leaves)), d_BTD
+        return None, None, jax.lax.fori_loop(0, loops(routed), add, jax.tree.map(jnp.zeros_like, trained)), d_BTD
 
     added.defvjp(forward, backward)
-    leaves = given.y_BTD, given.shares_BTk, trained, given.biases, given.pairs
-    made_BTD: jax.Array = added(routed, frozen, leaves, mixed_BTD)
+    made_BTD: jax.Array = added(routed, frozen, trained, mixed_BTD)
     return made_BTD
 
 
