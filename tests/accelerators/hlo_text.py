@@ -169,6 +169,12 @@ class _Op:
         return value if isinstance(value, dict) else {}
 
     @property
+    def called(self) -> str | None:
+        """The computation that a custom call executes, such as a gather on a TPU's SparseCore, or None."""
+        found = re.search(r"\bcalled_computations=\{%?([\w.\-~]+)\}", self.attributes)
+        return found[1] if found else None
+
+    @property
     def cost(self) -> dict[str, Any]:
         found: dict[str, Any] = self.backend.get("custom_call_config", {}).get("cost_estimate") or {}
         return found
@@ -285,6 +291,9 @@ class _Counter:
             return
         if kind in ("call", "async-start"):
             self._computation(op.attribute("to_apply") or _required(op, "calls"), times, depth)
+            return
+        if kind == "custom-call" and (called := op.called):
+            self._computation(called, times, depth)
             return
         if kind in _FREE:
             return

@@ -405,6 +405,19 @@ def test_in_place_retiling_fusion_counts_only_the_bytes_that_its_consumer_uses()
     assert counts.bytes == 2 * 256 * 128 + 4 + 64
 
 
+def test_gather_on_a_sparse_core_counts_the_rows_and_has_the_name_of_the_gather() -> None:
+    table, rows = "bf16[65536,2048]{1,0}", "bf16[512,2048]{1,0}"
+    before = f"""%on_core (t: bf16[65536,2048], i: s32[512]) -> bf16[512,2048] {{
+  %t = {table} parameter(0)
+  %i = s32[512]{{0}} parameter(1)
+  ROOT %rows = {rows} gather(%t, %i), offset_dims={{1}}, metadata={{op_name="jit(f)/jvp()/gather"}}
+}}, execution_thread="sparsecore"
+"""
+    called = 'custom_call_target="TODO(b/1)", called_computations={%on_core}'
+    found = one(f"{rows} custom-call(%a, %b), {called}", f"{table} s32[512]{{0}}", before=before)
+    assert [(work.name, work.bytes) for work in found.work] == [("jit(f)/jvp()/gather", 2 * 512 * 2048 * 2)]
+
+
 def test_most_expensive_branch_of_a_conditional_counts() -> None:
     branch = """%{name} (x: f32[{size}]) -> f32[{size}] {{
   %x = f32[{size}]{{0}} parameter(0)

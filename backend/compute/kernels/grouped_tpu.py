@@ -38,7 +38,8 @@ def product(
     if layer is not None:  # the kernel subtracts the offset of its groups, which follow those of earlier layers
         before, weight = -layer * len(sizes_E), weight.reshape(-1, *weight.shape[2:])
     weight = weight.astype(x_Mi.dtype)
-    if weight.shape[1] > weight.shape[2]:  # the longer side fills lanes, and devices do not split it
+    # XLA stores a matrix transposed if its rows would leave lanes empty. The kernel reads it as it is stored.
+    if weight.shape[2] % _LANES and weight.shape[1] > weight.shape[2]:
         weight, transposed = weight.swapaxes(1, 2), not transposed
     outs, ins = weight.shape[1:] if transposed else weight.shape[:0:-1]
     out = _side(outs, _MOST_OUT)

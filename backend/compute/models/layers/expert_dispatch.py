@@ -171,16 +171,16 @@ def _local(
             # Rows of other devices' experts may contain any values, because a grouped matmul need not write them.
             return tuple(checkpoint_name(jnp.where(mine_M1, sums[name], 0), name) for name in names)
 
-        copies_MD = jnp.broadcast_to(given.y_BTD.reshape(-1, 1, D), (B * T, k, D)).reshape(-1, D)
-        x_MD = jnp.where(mine_M1, _chosen(copies_MD, rows), 0)
+        x_MD = jnp.where(mine_M1, _chosen(k, given.y_BTD.reshape(-1, D), rows), 0)
         gate_MF, up_MF = project(x_MD, "gate", "up")
         # A row is multiplied by its share before `down`, so that a backward pass does not need the output of `down`.
-        share_M1 = _chosen(given.shares_BTk.reshape(-1, 1), rows).astype(y_BTD.dtype)
+        share_M1 = _chosen(1, given.shares_BTk.reshape(-1, 1), rows).astype(y_BTD.dtype)
         (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
         if "down" in biases:  # added on one device, because the results are summed over `inner`
             here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
             down_MD = down_MD + jnp.where(mine_M1 & here, given.biases["down"][groups.expert_M] * share_M1, 0)
-        return jnp.sum(_placed(down_MD, rows).reshape(B, T, k, D), axis=2, dtype=jnp.float32)
+        summed_BTD: jax.Array = _summed(k, down_MD, rows).reshape(B, T, D)
+        return summed_BTD
 
     given = _Given(y_BTD, shares_BTk, weights, biases, pairs)
     count = _most_rows(M, parts)
@@ -300,37 +300,29 @@ def _with_rest(
     return made_BTD
 
 
-def _gather(x_MD: jax.Array, index_M: jax.Array, there_M: jax.Array | None) -> jax.Array:
-    return x_MD[index_M] if there_M is None else jnp.where(there_M[:, None], x_MD[index_M], 0)
+# Each backward pass is the other function. Both gather, because a scatter may add in any order.
 
 
-@jax.custom_vjp
-def _chosen(x_MD: jax.Array, rows: _Rows) -> jax.Array:
-    """These rows of x_MD. The backward pass is a gather, because a scatter may add in any order."""
-    return x_MD[rows.order_M]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chosen(k: int, x_ND: jax.Array, rows: _Rows) -> jax.Array:
+    """These rows of x_ND, of which each row is repeated k times."""
+    return x_ND[rows.order_M // k]
 
 
-def _chosen_forward(x_MD: jax.Array, rows: _Rows) -> tuple[jax.Array, _Rows]:
-    return _chosen(x_MD, rows), rows
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(k: int, x_CD: jax.Array, rows: _Rows) -> jax.Array:
+    """The sum of every k original rows in float32: [N, D]. Rows that are not in x_CD count as 0."""
+    x_MD = x_CD[rows.place_M]
+    if rows.there_M is not None:
+        x_MD = jnp.where(rows.there_M[:, None], x_MD, 0)
+    return jnp.sum(x_MD.reshape(-1, k, x_MD.shape[-1]), axis=1, dtype=jnp.float32)
 
 
-def _chosen_backward(rows: _Rows, d_CD: jax.Array) -> tuple[jax.Array, None]:
-    return _gather(d_CD, rows.place_M, rows.there_M), None
-
-
-@jax.custom_vjp
-def _placed(x_CD: jax.Array, rows: _Rows) -> jax.Array:
-    """The rows in their original order, with zeros for all other rows. The transpose of `_chosen`."""
-    return _gather(x_CD, rows.place_M, rows.there_M)
-
-
-def _placed_forward(x_CD: jax.Array, rows: _Rows) -> tuple[jax.Array, _Rows]:
-    return _placed(x_CD, rows), rows
-
-
-def _placed_backward(rows: _Rows, d_MD: jax.Array) -> tuple[jax.Array, None]:
-    return d_MD[rows.order_M], None
-
-
-_chosen.defvjp(_chosen_forward, _chosen_backward)
-_placed.defvjp(_placed_forward, _placed_backward)
+_chosen.defvjp(
+    lambda k, x_ND, rows: (_chosen(k, x_ND, rows), rows),
+    lambda k, rows, d_CD: (_summed(k, d_CD, rows).astype(d_CD.dtype), None),
+)
+_summed.defvjp(
+    lambda k, x_CD, rows: (_summed(k, x_CD, rows), (rows, x_CD[:0])),  # without values, for its dtype
+    lambda k, kept, d_ND: (_chosen(k, d_ND.astype(kept[1].dtype), kept[0]), None),
+)
