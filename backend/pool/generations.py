@@ -219,6 +219,8 @@ class Generations:
             if self._group is not None:
                 began = clock()
                 error = await asyncio.shield(self._group.ended)
+                if self._leaving is not None:
+                    self._leaving.cancel()  # it waits for snapshots of the ended group
                 steady = clock() - began > STEADY_SECONDS or not self._group.crashed
                 self._probation = self._group.probation_of_next
                 self.losses.put(GroupLost(self._group.generation, error.message))

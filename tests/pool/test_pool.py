@@ -547,6 +547,31 @@ async def test_a_pool_on_demand_has_a_group_between_begin_and_release(start_pool
         assert not pool.draining and not worker_pids()
 
 
+async def test_a_group_can_be_released_while_snapshots_of_the_group_before_are_taken(start_pool: StartPool) -> None:
+    pool = await start_pool(on_demand=True)
+    causes: list[str] = []
+
+    async def save() -> None:
+        async for cause in pool.notices():
+            causes.append(cause)
+            if pool.generation == 1:
+                await asyncio.Event().wait()  # like a snapshot in a store that is away
+
+    saving = asyncio.create_task(save())
+    pool.begin()
+    assert await pool.serving() == 1
+    pool.release("the machine is preempted")
+    await until(lambda: causes)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await until(lambda: pool.resting)
+    pool.begin()
+    assert await pool.serving() == 2
+    saving.cancel()
+    await asyncio.gather(saving, return_exceptions=True)
+    pool.release("others have their turn")
+    await until(lambda: pool.resting)
+
+
 async def test_on_demand_pool_rests_after_a_failed_start(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
