@@ -23,6 +23,7 @@ import numpy as np
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.core.errors import JournalBusyError
 from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.tables import StreamedRow
 from tinkerflow.backend.journal.topics import TOKENS
@@ -207,7 +208,7 @@ class TokenSubscriptions:
             try:
                 async with self._reading:
                     await self._hand_out()
-            except sa.exc.SQLAlchemyError:
+            except (sa.exc.SQLAlchemyError, JournalBusyError):
                 log.exception("cannot read tokens for %d streams; trying again soon", len(self._listeners))
 
     async def _hand_out(self) -> None:

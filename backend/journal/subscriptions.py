@@ -10,6 +10,7 @@ from typing import Self
 
 import sqlalchemy as sa
 
+from tinkerflow.backend.core.errors import JournalBusyError
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS, Notifier
 from tinkerflow.backend.journal.streams import TokenSubscriptions
 from tinkerflow.backend.journal.topics import TOKENS
@@ -108,7 +109,7 @@ class ResultSubscriptions:
                         self._answered(request_id)
                 if self._samplers:
                     self._wake_behind(await asyncio.to_thread(self._last_completions, list(self._samplers)))
-            except sa.exc.SQLAlchemyError:
+            except (sa.exc.SQLAlchemyError, JournalBusyError):
                 # The task must survive a database that is briefly unavailable. It queries again after a second.
                 log.exception("cannot ask the journal for %d waiting clients; asking again soon", self.waiting)
 

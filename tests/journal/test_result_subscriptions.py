@@ -11,6 +11,7 @@ from collections.abc import Collection
 import pytest
 import sqlalchemy as sa
 
+from tinkerflow.backend.core.errors import JournalBusyError
 from tinkerflow.backend.journal import Notifier, ResultSubscriptions
 from tinkerflow.backend.journal.streams import TokenSubscriptions
 
@@ -85,7 +86,7 @@ class Deaf:
         self._journal = journal
         self.notifier = Notifier(url + ".other" if url.startswith("sqlite") else url.replace("/migrated", "/postgres"))
         self.asked: list[int] = []
-        self.failures = 0
+        self.failures: list[Exception] = []
 
     def subscriptions(self, notifier: Notifier | None = None, *, recheck_seconds: float = 0.2) -> ResultSubscriptions:
         last = self._journal.results.last_completions
@@ -97,8 +98,7 @@ class Deaf:
     def finished(self, request_ids: Collection[str]) -> set[str]:
         self.asked.append(len(request_ids))
         if self.failures:
-            self.failures -= 1
-            raise sa.exc.OperationalError("SELECT", {}, Exception("the database is away"))
+            raise self.failures.pop()
         return self._journal.results.finished(request_ids)
 
 
@@ -136,7 +136,8 @@ async def test_waiting_survives_a_database_outage(scene, deaf):
     model = scene.model()
     request = scene.submit(model, 1)
     scene.execute(model)
-    deaf.failures = 2
+    away = sa.exc.OperationalError("SELECT", {}, Exception("the database is away"))
+    deaf.failures = [away, JournalBusyError("the database ended a transaction that paused for too long")]
     async with deaf.subscriptions() as subscriptions:
         assert await wait(subscriptions, request, 30)
     assert len(deaf.asked) >= 3

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.manual_clock import ManualClock
 
-from tinkerflow.backend.core.errors import FencedError
+from tinkerflow.backend.core.errors import FencedError, JournalBusyError
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.journal.streams import KEPT_SECONDS, Listener, StreamedTokens, TokenSubscriptions, stream_name
 from tinkerflow.backend.spec.commands import Candidates, NewTokens
@@ -140,18 +141,16 @@ def test_two_processes_get_the_same_tokens(journal: Journal, url: str) -> None:
     other.close()  # after all threads are idle, because a connection in use would stay open
 
 
-def test_stream_reader_retries_after_a_database_outage() -> None:
-    class Away(Exception):
-        pass
-
+@pytest.mark.parametrize(
+    "error", [sa.exc.OperationalError("", None, Exception("away")), JournalBusyError("a transaction was ended")]
+)
+def test_stream_reader_retries_after_a_database_outage(error: Exception) -> None:
     answers: list[Any] = []
 
     def after(seen: int) -> tuple[list[StreamedTokens], int]:
-        import sqlalchemy as sa
-
         answers.append(seen)
         if len(answers) == 1:
-            raise sa.exc.OperationalError("", None, Away())
+            raise error
         return ([StreamedTokens("s", new(0, 1))], 1) if seen == 0 else ([], 1)
 
     async def scene() -> None:
