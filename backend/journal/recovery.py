@@ -270,8 +270,12 @@ def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetim
     """Record a committed snapshot and release payloads that it makes superfluous. False if it must not be used.
 
     It must not be used if the model has ended, if an unnamed save in it is not stored, or if a request in it has no
-    answer yet. Such a request would be executed twice, and an overtaken save would copy a later state.
+    answer yet. Such a request would be executed twice, and an overtaken save would copy a later state. Repeating the
+    call, because its first result was lost, changes nothing.
     """
+    of_path = sa.select(col(RecoverySnapshot.path)).where(col(RecoverySnapshot.path) == taken.path)
+    if connection.execute(of_path).first() is not None:
+        return True
     if taken.snapshot_id is not None:
         return _published(connection, taken, now)
     model = connection.execute(

@@ -173,6 +173,18 @@ def test_later_publication_of_a_shared_snapshot_replaces_the_earlier_one(scene):
     assert journal.superfluous() == [first.path]
 
 
+def test_a_snapshot_whose_first_record_was_not_acknowledged_stays_in_use(scene):
+    """The engine records a snapshot again after a commit whose answer it did not get, and deletes refused ones."""
+    session = scene.session()
+    model, journal = scene.model(session), scene.journal.recovery
+    executed(scene, model, 1)
+    request = published(scene, session, model, 2)
+    for made in (taken(model, 1), taken(model, 2, snapshot_id=request)):
+        assert journal.snapshot_taken(made) and journal.snapshot_taken(made)
+    assert journal.sampler_snapshot(request).path == taken(model, 2, snapshot_id=request).path
+    assert [view.seq_id for view in journal.snapshots(model)] == [1] and journal.superfluous() == []
+
+
 def test_stray_snapshots_have_no_row_and_no_live_model(scene):
     live, ended, journal = scene.model(n=0), scene.model(n=1), scene.journal.recovery
     for model in (live, ended):
