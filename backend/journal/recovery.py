@@ -221,20 +221,23 @@ class Recovery(Aggregate):
         with self._write() as connection:
             connection.execute(sa.delete(RecoverySnapshot).where(col(RecoverySnapshot.path) == path))
 
-    def suspect(self, request_ids: Sequence[str], *, crashed: bool) -> dict[str, tuple[int, int]]:
-        """Record that a worker group ended while it executed these requests. Returns the (deaths, crashes) of each."""
-        counts: dict[str, tuple[int, int]] = {}
+    def suspects(self, request_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """The deaths and crashes that `suspect` recorded for each request; (0, 0) for others."""
+        of_ids = sa.select(Suspect).where(col(Suspect.request_id).in_(request_ids))
+        with self._read() as connection:
+            known = {row.request_id: (row.deaths, row.crashes) for row in connection.execute(of_ids)}
+        return {request_id: known.get(request_id, (0, 0)) for request_id in request_ids}
+
+    def suspect(self, counts: Mapping[str, tuple[int, int]]) -> None:
+        """Record how many worker groups ended, and how many of them crashed, while they executed each request.
+
+        counts: totals instead of increments, so that a repeated call counts nothing twice.
+        """
         with self._write() as connection:
-            for request_id in request_ids:
-                insert_if_absent(connection, Suspect, {"request_id": request_id, "deaths": 0, "crashes": 0})
-                row = connection.execute(
-                    sa.update(Suspect)
-                    .where(col(Suspect.request_id) == request_id)
-                    .values(deaths=Suspect.deaths + 1, crashes=Suspect.crashes + int(crashed))
-                    .returning(col(Suspect.deaths), col(Suspect.crashes))
-                ).one()
-                counts[request_id] = (row.deaths, row.crashes)
-        return counts
+            for request_id, (deaths, crashes) in counts.items():
+                row = {"request_id": request_id, "deaths": deaths, "crashes": crashes}
+                if not insert_if_absent(connection, Suspect, row):
+                    connection.execute(sa.update(Suspect).where(col(Suspect.request_id) == request_id).values(**row))
 
     def health(self) -> ServiceHealth:
         """The state of the service, for people. Three statements."""

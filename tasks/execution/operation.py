@@ -312,7 +312,9 @@ async def attribute_crash(
         return {}
     crashed = error.crashed if isinstance(error, SuspectError) else True
     by_id = {request.id: request for request in executing}
-    counts = await context.read(context.journal.recovery.suspect, sorted(by_id), crashed=crashed)
+    known = await context.read(context.journal.recovery.suspects, sorted(by_id))
+    counts = {request_id: (deaths + 1, crashes + crashed) for request_id, (deaths, crashes) in known.items()}
+    await context.read(context.journal.recovery.suspect, counts)
     failed = {}
     for request_id, (deaths, crashes) in counts.items():
         no_memory = isinstance(error, SuspectError) and error.out_of_memory

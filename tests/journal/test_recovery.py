@@ -218,6 +218,8 @@ def test_waiting_clients_get_the_reason_of_the_wait(scene):
 
 
 def test_suspect_requests_are_counted(scene):
-    request = scene.submit(scene.model(), 1)
-    assert scene.journal.recovery.suspect([request], crashed=False) == {request: (1, 0)}
-    assert scene.journal.recovery.suspect([request], crashed=True) == {request: (2, 1)}
+    request, journal = scene.submit(scene.model(), 1), scene.journal.recovery
+    assert journal.suspects([request]) == {request: (0, 0)}
+    for counts in ((1, 0), (2, 1), (2, 1)):
+        journal.suspect({request: counts})
+        assert journal.suspects([request]) == {request: counts}

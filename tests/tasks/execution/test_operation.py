@@ -237,6 +237,23 @@ async def test_request_that_ended_too_many_groups_fails(
     assert f"{times} times" in str(outcome.error) and error.message in str(outcome.error)
 
 
+async def test_crash_is_counted_once_if_its_record_is_not_acknowledged(
+    context: Any, request_: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recovery, record, lost = context.journal.recovery, context.journal.recovery.suspect, [True]
+
+    def suspect(*args: Any, **kwargs: Any) -> Any:
+        stored = record(*args, **kwargs)
+        if lost.pop() if lost else False:
+            raise JournalBusyError("the last commit is not on disk yet")
+        return stored
+
+    monkeypatch.setattr(recovery, "suspect", suspect)
+    error = SuspectError("it crashed", crashed=True)
+    assert await attribute_crash(context, [request_], error) == {} and not lost
+    assert recovery.suspects([request_.id]) == {request_.id: (1, 1)}
+
+
 async def test_group_that_ended_beside_a_request_blames_no_request(context: Any, request_: Any) -> None:
     for _ in range(MOST_DEATHS + 1):
         assert await attribute_crash(context, [request_], GroupFailedError("it was stopped")) == {}
