@@ -103,6 +103,7 @@ class FlowRunRecord:
         self._lines: deque[LogCreate] = deque(maxlen=MOST_LINES)
         self._open = 0  # task runs
         self._artifacts: dict[str, UUID] = {}
+        self._draws = False  # a drawing waits for the server
         self._final: State[None] | None = None
         self.requests.send(self._begin)
 
@@ -124,8 +125,12 @@ class FlowRunRecord:
 
     def draw(self, drawing: Drawing) -> None:
         """Create the artifacts of the drawing, or update those that this flow run already has."""
+        if self._draws:
+            return
+        self._draws = True
 
         async def put(client: PrefectClient) -> None:
+            self._draws = False
             try:
                 drawn = await asyncio.to_thread(drawing.draw)
             except AWAY as error:  # the next drawing shows the change

@@ -154,6 +154,28 @@ async def test_lines_wait_for_an_unreachable_server_up_to_a_limit(
     assert server.sent[1] == ["2", "3", "4"]
 
 
+async def test_one_drawing_waits_for_an_unreachable_server(server: Server, until: Any) -> None:
+    """A long run draws every minute, and its server may be away for days."""
+    connection, made = PrefectConnection("http://prefect/api"), 0
+    record = FlowRunRecord(connection, HEADING)
+    await until(lambda: record.requests.is_idle)
+
+    def draw() -> list[Shown]:
+        return [Shown("run", "markdown", "a run", str(made))]
+
+    drawing: Any = SimpleNamespace(draw=draw, key=lambda shown: shown.name)
+    connection.note_reachable(False, "it is away")
+    for _ in range(100):
+        made += 1
+        record.draw(drawing)
+    connection.note_reachable(True, "")
+    await until(lambda: record.requests.is_idle)
+    assert server.drawn == ["100"]
+    record.draw(drawing)
+    await until(lambda: record.requests.is_idle)
+    assert server.drawn == ["100", "100"]
+
+
 async def test_prefect_request_that_always_fails_is_abandoned(
     server: Server, until: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
