@@ -26,6 +26,7 @@ from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
+from tinkerflow.backend.store.parts import MARK
 from tinkerflow.flows.compile_status import CompileStatusWatch
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel, group_config
@@ -42,6 +43,7 @@ from tinkerflow.tasks.execution.sequencer import Saves
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 5.0
+_STORE_SECONDS = 1.0  # between two looks for a store that is not mounted
 _LOCAL_JOIN_SECONDS = 3.0  # an agent of this machine tries ten times a second
 
 T = TypeVar("T")
@@ -97,7 +99,8 @@ async def _run(
         hosts = await _listen(settings, on_progress)
         if hosts is not None:
             stack.push_async_callback(hosts.close)
-        mark = await asyncio.to_thread(_mark, store)
+        if (mark := await _unless(stop, _wait_for_store(store, journal, cards, on_progress))) is None:
+            return
         starting = [
             asyncio.create_task(_start_pool(settings, card, journal, hosts, on_progress, executor, mark))
             for card in cards
@@ -269,13 +272,30 @@ async def _is_joined(hosts: Hosts, *, within: float) -> bool:
     return False
 
 
-def _mark(store: Store) -> str:
-    """The store's mark, or "" if the store is away. Then states pass through the engine until its next start."""
+async def _wait_for_store(store: Store, journal: Journal, cards: Sequence[ModelCard], on_progress: Say) -> str:
+    """Wait until the store has the states of this journal. Returns its mark, or "" if the store is away.
+
+    The folder of a disk that is not mounted is empty. Its snapshots would count as lost, and saves would go elsewhere.
+    If the store is away, states pass through the engine until its next start.
+    """
+    url = store.url
+    known = None if url.startswith("memory:") else await asyncio.to_thread(journal.recovery.store_mark, url)
+    told = False
     try:
-        return store.mark()
+        while known is not None and await asyncio.to_thread(store.find_mark) != known:
+            text = f"store {url} does not contain this service's checkpoints: mount it"
+            if not told:
+                on_progress(f"{text} (if it was emptied on purpose, write {known} into the object {MARK} of the store)")
+                for card in cards:
+                    await asyncio.to_thread(journal.base_models.note_progress, card.name, text)
+            told = True
+            await asyncio.sleep(_STORE_SECONDS)
+        mark = await asyncio.to_thread(store.mark)
     except StoreError as error:
         log.warning("worker processes get states from the engine: %s", error)
         return ""
+    await asyncio.to_thread(journal.recovery.note_store, url, mark)
+    return mark
 
 
 async def _start_pool(

@@ -33,6 +33,7 @@ from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
     BaseModelRow,
+    Checkpoint,
     Model,
     ModelState,
     Process,
@@ -41,12 +42,14 @@ from tinkerflow.backend.journal.tables import (
     RequestState,
     SamplerRow,
     SamplerState,
+    ServiceSecret,
     Session,
     SessionState,
     Suspect,
 )
 from tinkerflow.backend.spec.history import Kind
 
+_STORE = "store-id of "  # begins the names of rows with the marks of stores
 SNAPSHOTS_KEPT = 2  # per model: the newest restores it, or the previous one if the newest cannot be read
 
 IS_MODEL_SNAPSHOT = col(RecoverySnapshot.snapshot_id).is_(None)
@@ -238,6 +241,25 @@ class Recovery(Aggregate):
                 row = {"request_id": request_id, "deaths": deaths, "crashes": crashes}
                 if not insert_if_absent(connection, Suspect, row):
                     connection.execute(sa.update(Suspect).where(col(Suspect.request_id) == request_id).values(**row))
+
+    def note_store(self, url: str, mark: str) -> None:
+        """Record the mark (`Store.mark`) of the store at `url`, which has the states that the rows name."""
+        values = {"value": mark.encode(), "created_at": self._now()}
+        with self._write() as connection:
+            if not insert_if_absent(connection, ServiceSecret, {"name": _STORE + url, **values}):
+                changed = sa.update(ServiceSecret).where(col(ServiceSecret.name) == _STORE + url)
+                connection.execute(changed.values(**values))
+
+    def store_mark(self, url: str) -> str | None:
+        """The mark recorded for the store at `url`; None if there is none, or if no row names a state in a store."""
+        noted = sa.select(col(ServiceSecret.value)).where(
+            col(ServiceSecret.name) == _STORE + url,
+            sa.or_(
+                sa.select(col(RecoverySnapshot.path)).exists(),
+                sa.select(col(Checkpoint.path)).where(col(Checkpoint.deleted_at).is_(None)).exists(),
+            ),
+        )
+        return next((mark.decode() for mark in self._column(noted)), None)
 
     def health(self) -> ServiceHealth:
         """The state of the service, for people. Three statements."""

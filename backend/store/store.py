@@ -184,6 +184,12 @@ class Store:
         with self._errors("read its mark"):
             return parts.store_mark(self.blobs)
 
+    def find_mark(self) -> str | None:
+        """The store's mark; None if `mark` was never called, or if another folder is in the store's place."""
+        with self._errors("read its mark"):
+            found = find(self.blobs, parts.MARK)
+        return None if found is None else found.decode()
+
     def new_folder(self, run_id: str, kind: str, name: str) -> str:
         """The key of a new folder, into which processes write their parts of a state for `commit_parts`."""
         return CheckpointPath(run_id, kind, name).attempt(new_id("attempt"))

@@ -224,6 +224,39 @@ async def test_expired_checkpoints_are_deleted_and_publications_reach_the_store(
         assert [saved.meta.public for saved in Store.open(f"file://{tmp_path}/store").checkpoints()] == [True]
 
 
+async def test_engine_waits_until_its_store_is_mounted(
+    engine: Engine, connect: Any, base_model: str, until: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a restart of the machine, the folder of a disk that is not mounted yet is empty."""
+    async with engine(snapshot_steps=1) as journal:
+        client = await connect(journal, base_model)
+        model = await client.create(0)
+        for number in range(3):
+            requests = [client.forward_backward(model, [7]), client.optim_step(model)]
+            assert [result.error for result in await client.results(*requests)] == [None] * 2
+            await until(lambda number=number: len(journal.recovery.snapshots(model)) > min(number, 1))
+    store, disk = tmp_path / "store", tmp_path / "disk"
+    store.rename(disk)
+    store.mkdir()
+    said: list[str] = []
+
+    async def mount() -> None:
+        while "mount it" not in "".join(said):
+            said.append(capsys.readouterr().out)
+            await asyncio.sleep(0.05)
+        assert list(store.iterdir()) == []
+        store.rmdir()
+        disk.rename(store)
+
+    mounting = asyncio.create_task(mount())
+    async with engine() as journal:
+        again = await connect(journal, base_model)
+        again.session, again.seqs = client.session, client.seqs
+        result = await again.result(again.optim_step(model))
+        assert result.error is None and journal.models.get(model, None).step == 4
+    await mounting
+
+
 async def test_engine_without_base_models_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="base_models is empty"):
         await run_engine(Settings(data_dir=tmp_path, prefect="off"), on_ready=print, on_progress=print)

@@ -315,7 +315,7 @@ BOUNDS = {
     "api_key": "admins alone make keys",
     "audit_event": "an entry for each change of something that is bounded; refused keys: 1,000 an hour",
     "base_model": "the engine's list",
-    "service_secret": "one for each name that the code has",
+    "service_secret": "one for each name that the code has, and for each store",
     "session": "max_sessions",
     "model": "max_training_runs",
     "sampler": "max_samplers",

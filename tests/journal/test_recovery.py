@@ -217,6 +217,22 @@ def test_waiting_clients_get_the_reason_of_the_wait(scene):
     assert journal.queue.waits_for(request) == "restoring"
 
 
+def test_mark_of_a_store_is_known_while_rows_name_its_states(scene, save):
+    journal, url = scene.journal.recovery, "file:///store"
+    journal.note_store(url, "store-a")
+    assert journal.store_mark(url) is None, "nothing in the store is needed"
+    model = scene.model()
+    path = save(model, "kept")
+    assert (journal.store_mark(url), journal.store_mark("file:///other")) == ("store-a", None)
+    journal.note_store(url, "store-b")
+    assert journal.store_mark(url) == "store-b"
+    scene.journal.checkpoints.delete(path, "local")
+    assert journal.store_mark(url) is None
+    executed(scene, model, 2)
+    assert journal.snapshot_taken(taken(model, 2))
+    assert journal.store_mark(url) == "store-b"
+
+
 def test_suspect_requests_are_counted(scene):
     request, journal = scene.submit(scene.model(), 1), scene.journal.recovery
     assert journal.suspects([request]) == {request: (0, 0)}
