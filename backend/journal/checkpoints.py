@@ -92,17 +92,20 @@ class CheckpointSaved:
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
         """Write the row and an entry in the audit log.
 
+        The row belongs to the run's project, even if the first key was created during the save and took over the run.
         The row of an earlier save may be dated in the future, because the clock was set back. The new row then gets a
         later date, so that retention does not mistake it for an old row.
         """
         of_kind = (col(Checkpoint.run_id) == self.run_id, col(Checkpoint.kind) == self.kind)
         last = connection.execute(sa.select(sa.func.max(col(Checkpoint.created_at))).where(*of_kind)).scalar()
-        row = replace(self, created_at=last + timedelta(microseconds=1)) if last and last > now else self
+        owner, saved_by = _owner_and_key(connection, self)
+        row = replace(self, owner=owner)
+        if last and last > now:
+            row = replace(row, created_at=last + timedelta(microseconds=1))
         put_checkpoint(connection, row, now)
         details = {"kind": self.kind, "step": self.step, "size_bytes": self.size_bytes}
-        saved_by = _key_of_run(connection, self.run_id)
         event = audit.AuditedEvent.CHECKPOINT_SAVED
-        audit.write_checkpoint_event(connection, now, event, self, actor=saved_by, details=details)
+        audit.write_checkpoint_event(connection, now, event, row, actor=saved_by, details=details)
         return ()
 
 
@@ -388,11 +391,11 @@ def _made_after(connection: sa.Connection, saved: CheckpointView, step: int) -> 
     return False
 
 
-def _key_of_run(connection: sa.Connection, run_id: str) -> str:
-    """The actor of a run's operations: the key that created its session."""
-    of_run = sa.select(col(Session.key_id)).join(Model, col(Model.session_id) == col(Session.id))
-    key_id = connection.execute(of_run.where(col(Model.id) == run_id)).scalar()
-    return audit.SERVICE if key_id is None else audit.actor_of_key(key_id)
+def _owner_and_key(connection: sa.Connection, saved: CheckpointSaved) -> tuple[str, str]:
+    """The project of a save's run, and the actor of the run's operations: the key that created its session."""
+    of_run = sa.select(col(Model.owner), col(Session.key_id)).join(Session, col(Model.session_id) == col(Session.id))
+    run = connection.execute(of_run.where(col(Model.id) == saved.run_id)).one_or_none()
+    return (saved.owner, audit.SERVICE) if run is None else (run.owner, audit.actor_of_key(run.key_id))
 
 
 def _missing(path: str) -> NotFoundError:

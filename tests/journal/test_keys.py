@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.journal.conftest import checkpoint
 
 from tinkerflow.backend.core.errors import NotFoundError
 from tinkerflow.backend.core.ids import LOCAL_OWNER
@@ -48,6 +49,17 @@ def test_first_key_takes_over_local_rows_of_a_project_that_has_restored_rows(sce
     after = {use.setting: use.used for use in journal.project_limits.use("research", ONE_OF_ALL)}
     assert after == {setting: 2 * used for setting, used in before.items()} and after["max_sessions"] == 2
     assert not any(use.used for use in journal.project_limits.use(LOCAL_OWNER, ONE_OF_ALL))
+
+
+def test_first_key_takes_over_a_save_that_is_being_written(scene):
+    """The engine took the save from the journal before the key was created."""
+    pending = scene.taken(scene.model(), 1)
+    path = f"tinker://{pending.model_id}/weights/kept"
+    scene.journal.keys.create("laptop", "research")
+    scene.journal.results.finish([pending.done(b"{}", "json", checkpoint(path, owner=LOCAL_OWNER))])
+    assert scene.journal.checkpoints.get(path, "research").owner == "research"
+    (saved,) = scene.journal.audit.entries("research", resource="checkpoint")
+    assert saved.tinker_path == path
 
 
 def test_revoked_key_is_refused(scene, clock):
