@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from tests.compute.test_routed import numbers
 
 from tinkerflow.backend.compute.mesh import make_mesh
@@ -107,6 +108,20 @@ SHAPE = LatentAttention(
     hidden=8, heads=3, rank=12, query_rank=0, plain=6, rotary=4, values=10, interleaved=True, rope=Rope(1e4, 4),
     norm=RMSNorm(1e-6),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "default"])
+def test_scores_are_scaled_as_in_transformers_for_every_rope_type(kind):
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 3.0, "mscale_all_dim": 1.3}
+    fields = {key: value for key, value in DEEPSEEK_V3.items() if key not in ("rope_scaling", "rope_theta")}
+    attention = parse_config(fields | {"rope_parameters": {**rope}}, name="m").attentions[0]
+    with torch.device("meta"):
+        wanted = DeepseekV3Attention(DeepseekV3Config(**fields, rope_parameters={**rope}), 0).scaling
+    assert isinstance(attention, LatentAttention)
+    assert attention.query_scale * (attention.plain + attention.rotary) ** -0.5 == pytest.approx(wanted, rel=1e-12)
 
 
 def test_published_configs_have_the_published_parameter_counts():

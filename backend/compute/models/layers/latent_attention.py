@@ -77,8 +77,9 @@ class LatentAttention:
         assert rope is not None
         fields.refuse_others(qk_head_dim=fields.size("qk_nope_head_dim") + rotary)
         scale = 1.0
-        if isinstance(rope.scaling, YarnRope):
-            scale = yarn_scale(rope.scaling.factor, float(fields.rope.get("mscale_all_dim") or 0.0)) ** 2
+        if rope.scaling is not None:  # of any type, as in transformers
+            factor = rope.scaling.factor if isinstance(rope.scaling, YarnRope) else fields.rope.get("factor") or 1.0
+            scale = yarn_scale(factor, float(fields.rope.get("mscale_all_dim") or 0.0)) ** 2
         return cls(
             hidden=plain.hidden,
             heads=plain.heads,
