@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.compute.models.rope import rope_frequencies
+from tinkerflow.backend.compute.models.rotary import rope_table
 
 FIELDS: dict[str, Any] = {
     "model_type": "llama",
@@ -91,3 +93,14 @@ def test_partial_rotary_embedding_rotates_part_of_each_head():
     rope = parse_config(PHI | {"partial_rotary_factor": 0.5, "rope_theta": 1e6}, name="m").ropes[0]
     assert rope.dims == 16
     np.testing.assert_allclose(rope_frequencies(rope), 1e6 ** -(np.arange(8) / 8))
+
+
+@pytest.mark.parametrize("family", ["ministral3", "mistral"])
+@pytest.mark.parametrize("case", ["default", "linear", "yarn"])
+def test_queries_grow_only_in_the_family_that_grows_them_in_transformers(family, case):
+    values = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 64, **CASES[case]}
+    (rope,) = parse_config(FIELDS | {"model_type": family, "rope_parameters": values}, name="m").ropes
+    positions = np.arange(0, 512, 7)[None]
+    lengths = [np.sqrt(cos**2 + sin**2) for cos, sin in rope_table(rope, positions)]
+    wanted = get_llama_4_attn_scale(torch.tensor(positions), 0.3 if family == "ministral3" else 0.0, 64)
+    np.testing.assert_allclose(lengths[0] / lengths[1], np.broadcast_to(wanted[:, 0].numpy(), lengths[0].shape), 1e-6)

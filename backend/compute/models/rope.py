@@ -41,8 +41,7 @@ class Llama3Rope:
 class YarnRope:
     """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, and medium ones are blended.
 
-    attention: the factor of cos and sin. truncate: the blend begins and ends at whole dimensions. query_beta:
-    queries at position p are multiplied by 1 + query_beta * log(1 + floor(p / original_max_positions)) (Llama 4).
+    attention: the factor of cos and sin. truncate: the blend begins and ends at whole dimensions.
     """
 
     factor: float
@@ -51,7 +50,6 @@ class YarnRope:
     beta_slow: float
     original_max_positions: int
     truncate: bool
-    query_beta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,11 +82,15 @@ class Rope:
     """The rotary embedding of some layers.
 
     theta: the base of the frequencies. dims: how many dimensions of a head turn, from the first; the others stay.
+    query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + floor(p / query_period)) (Llama 4). If
+    it is not 0, all dimensions of a head must turn.
     """
 
     theta: float
     dims: int
     scaling: Scaling | None = None
+    query_beta: float = 0.0
+    query_period: int = 0
 
     @property
     def attention(self) -> float:
@@ -230,10 +232,7 @@ def read_rope(
                 beta_slow=number("beta_slow", 1.0),
                 original_max_positions=original,
                 truncate=bool(values.get("truncate", True)),
-                query_beta=share_of("llama_4_scaling_beta"),
             )
-            if scaling.query_beta and rope.dims < head_dim:
-                raise error("llama_4_scaling_beta is not supported with a partial_rotary_factor")
             return replace(rope, scaling=scaling)
     reason = "its frequencies change while a sequence grows; " if kind == "dynamic" else ""
     raise error(f"rope_type {kind!r} is not supported; {reason}supported: {', '.join(_SUPPORTED)}")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinkerflow.backend.compute.models.rope import Rope, YarnRope, rope_frequencies
+from tinkerflow.backend.compute.models.rope import Rope, rope_frequencies
 
 CosSin = tuple[jax.Array, jax.Array]  # [B, T, dims / 2], float32
 
@@ -27,10 +27,10 @@ def rope_table(rope: Rope, positions: jax.Array, axes: Sequence[int] | None = No
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.attention != 1:
         cos, sin = cos * rope.attention, sin * rope.attention
-    if not (isinstance(rope.scaling, YarnRope) and rope.scaling.query_beta):
+    if not rope.query_beta:
         return (cos, sin), (cos, sin)
-    periods_BT = (positions // rope.scaling.original_max_positions).astype(jnp.float32)
-    growth = 1 + rope.scaling.query_beta * jnp.log1p(periods_BT)[..., None]
+    periods_BT = (positions // rope.query_period).astype(jnp.float32)
+    growth = 1 + rope.query_beta * jnp.log1p(periods_BT)[..., None]
     return (cos * growth, sin * growth), (cos, sin)
 
 

@@ -1,4 +1,7 @@
-"""Ministral 3: Mistral with YaRN, and queries that grow with the logarithm of the position."""
+"""Ministral 3: Mistral with YaRN, and queries that grow with the logarithm of the position.
+
+The growth does not depend on the rope_type. Other families ignore its field, as in transformers.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +22,12 @@ _ROPE = {  # transformers' default
 
 
 def _ministral3(fields: ConfigFields) -> ModelConfig:
-    return mistral(fields if fields.rope else fields.with_values(rope_parameters=_ROPE), eps=1e-5)
+    fields = fields if fields.rope else fields.with_values(rope_parameters=_ROPE)
+    own, beta, period = replace(fields, values=fields.rope), "llama_4_scaling_beta", "original_max_position_embeddings"
+    if not own.get(beta):
+        return mistral(fields, eps=1e-5)
+    default = fields.size(period, fields.size("max_position_embeddings"))
+    return mistral(fields, eps=1e-5, growth=(own.number(beta, 0.0), own.size(period, default)))
 
 
 FAMILY = replace(MISTRAL, model_type="ministral3", title="Ministral 3", parse=_ministral3)
