@@ -24,12 +24,15 @@ _EXACT = {"peft_type": "LORA", "bias": "none"}
 _READ = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "init_lora_weights"),
     *("eva_config", "qalora_group_size"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type", "auto_mapping"),
+    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("task_type", "auto_mapping"),
     *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "megatron_config", "megatron_core"),
 }
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # other values change the base model's weights
 _KEY = re.compile(r"\^?(experts\.\\d\+\.)?[\w.]+")
+_ANY = r".*\."  # how PEFT 0.21 begins the keys that it adds for fused experts; it matches like nothing
 _ALL_LINEAR = "all-linear"  # PEFT's name for every linear module except the unembedding
+_FUSED = ("gate_up_proj", "down_proj")  # parameters that contain the matrices of all experts
 _UNUSABLE = (re.error, regex.error, TimeoutError, OverflowError, RecursionError, MemoryError)  # errors of patterns
 _PATTERN_SECONDS = 5.0  # limit for all patterns of a config, because a pattern may backtrack without end
 
@@ -55,26 +58,40 @@ def read_fields(config: bytes) -> Mapping[str, Any]:
             raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be left out, it is not supported here")
     if not isinstance(rslora := values.get("use_rslora"), bool | None):
         raise wrong_file(ADAPTER_CONFIG, f"use_rslora is {shown(rslora)}: must be true or false")
+    parameters = values.get("target_parameters") or []
+    if not _is_list_of(parameters, str) or any(name.rpartition(".")[2] not in _FUSED for name in parameters):
+        rule = f"must be a list of names that end in {' or '.join(_FUSED)}"
+        raise wrong_file(ADAPTER_CONFIG, f"target_parameters is {shown(parameters)}: {rule}")
     _rank("r", values.get("r"))
     return values
+
+
+def targets_parameter(targets: Collection[str], parameter: str) -> bool:
+    """Whether `target_parameters` contains a parameter's name, or an end of it."""
+    return any(parameter == target or parameter.endswith(f".{target}") for target in targets)
 
 
 class Scales:
     """The rank and the alpha of each module. In a pattern, the first key that ends a module's name applies."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        """values: the config's fields. UserError: a key is not the end of a module's name, or lora_alpha is invalid."""
+    def __init__(self, values: Mapping[str, Any], parameters: Mapping[str, str] = {}) -> None:
+        """values: the config's fields. parameters: the names to match instead of those of some modules.
+
+        UserError: a key is not the end of a module's name, or lora_alpha is invalid.
+        """
+        self._parameters = parameters
         self._rank, self._alpha = values["r"], _alpha("lora_alpha", values.get("lora_alpha", 8))
         self._ranks, self._alphas = (_pattern(values, field) for field in ("rank_pattern", "alpha_pattern"))
         self._rslora = bool(values.get("use_rslora"))
 
     def rank(self, module: str) -> int:
         """The rank of a module. UserError: it is out of range."""
-        return _rank(f"rank_pattern of {module!r}", _of(self._ranks, module, self._rank))
+        return _rank(f"rank_pattern of {module!r}", _of(self._ranks, self._parameters.get(module, module), self._rank))
 
     def alpha(self, module: str, rank: int) -> float:
         """The alpha with which alpha / `rank` is the scale of a module's update in PEFT."""
-        own = _alpha(f"alpha_pattern of {module!r}", _of(self._alphas, module, self._alpha))
+        given = _of(self._alphas, self._parameters.get(module, module), self._alpha)
+        own = _alpha(f"alpha_pattern of {module!r}", given)
         divisor = self.rank(module)
         return own * (rank / (math.sqrt(divisor) if self._rslora else divisor))
 
@@ -85,11 +102,12 @@ def _pattern(values: Mapping[str, Any], field: str) -> Mapping[str, tuple[int, A
     if not isinstance(pattern, dict):
         raise wrong_file(ADAPTER_CONFIG, f"{field} is {shown(pattern)}: must be an object")
     for key in pattern:
-        if not _KEY.fullmatch(key):
+        if not _KEY.fullmatch(key.removeprefix(_ANY)):
             raise wrong_file(
                 ADAPTER_CONFIG, f"{field} has the key {shown(key)}: must be a module's name or the end of one"
             )
-    return {key: (place, value) for place, (key, value) in enumerate(pattern.items())}
+    places = reversed([*enumerate(pattern.items())])  # of equal keys, the first remains
+    return {key.removeprefix(_ANY): (place, value) for place, (key, value) in places}
 
 
 def _of(pattern: Mapping[str, tuple[int, Any]], module: str, default: Any) -> Any:
@@ -118,6 +136,8 @@ def _alpha(field: str, value: Any) -> float:
 
 class Targets:
     """The modules that a config targets: target_modules, exclude_modules, layers_to_transform and layers_pattern.
+
+    A config with target_parameters targets no expert in any other way, and no module unless it has target_modules.
 
     Names are looked up by their ends, so the time does not depend on their number.
     """
@@ -157,6 +177,7 @@ class Targets:
         """Whether a field keeps a module, for each field that is set."""
         rules: dict[str, Callable[[str], bool]] = {
             "exclude_modules": lambda module: not self._fits("exclude_modules", module),
+            "target_parameters": lambda module: bool(self._values.get("target_modules")) and not EXPERT.search(module),
             "target_modules": self._is_targeted,
             "layers_to_transform": self._is_in_layers,
         }

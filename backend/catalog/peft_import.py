@@ -14,6 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from tinkerflow.backend.catalog.fused_pairs import with_separate_pairs
 from tinkerflow.backend.catalog.peft_config import Scales, Targets, read_fields, wrong_file
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import family_of, projections
@@ -52,11 +53,12 @@ def import_adapter(
     """
     values = read_fields(config)
     try:
-        tensors = decode_any(adapter)
+        files = decode_any(adapter)
     except StoreError as error:
         raise wrong_file(ADAPTER, f"it is {error}") from error
+    tensors, parameters = with_separate_pairs(cfg, files, values.get("target_parameters") or [])
     prefixes = family_of(cfg).names.model, _prefix(cfg, tensors)
-    scales, targets = Scales(values), Targets(values, projections(cfg)["unembed"].module)
+    scales, targets = Scales(values, parameters), Targets(values, projections(cfg)["unembed"].module)
     all_ = {_stored(module, prefixes): projection for module, projection in modules(cfg, LoraSpec(values["r"])).items()}
     present = {stored: each for stored, each in all_.items() if not tensors.keys().isdisjoint(pair_names(stored))}
     spec = _spec(values["r"], scales, present, asked, next(iter(all_)))
@@ -72,7 +74,7 @@ def import_adapter(
             pair[0][: len(A)] = _scaled(A, 1.0, pair_names(stored)[0])
             pair[1][:, : len(A)] = _scaled(B, factor, pair_names(stored)[1])
         weights |= zip(pair_names(module), pair, strict=True)
-    targets.check([stored for stored in adapted if stored in present])
+    targets.check([stored for stored in adapted if stored in present and stored not in parameters])
     known = {name for stored in adapted for name in (*pair_names(stored), f"{PEFT}{stored}{_COPY}")}
     if surplus := sorted(set(tensors) - known - _without_effect(tensors, all_)):
         raise wrong_file(ADAPTER, f"tensor {surplus[0]!r} is not part of {_called(cfg, spec)}: must be absent")

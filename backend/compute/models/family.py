@@ -46,6 +46,7 @@ class Family:
     plain: converts a folder's tensors to tensors without quantization, as transformers saves them.
     skipped: prefixes of the names of tensors that are not loaded.
     quantizations: the supported values of `quantization_config.quant_method`.
+    interleaved: transformers' fused experts alternate the outputs of gate and up, instead of all of gate before up.
     """
 
     model_type: str
@@ -56,6 +57,7 @@ class Family:
     plain: Callable[[ModelConfig, Tensors], Tensors] = lambda _, tensors: tensors
     skipped: tuple[str, ...] = ()
     quantizations: tuple[str, ...] = (FP8, COMPRESSED)
+    interleaved: bool = False
 
 
 def open_unpacked(family: Family, cfg: ModelConfig, folder: Path, name: str) -> Tensors:

@@ -138,4 +138,5 @@ FAMILY = Family(
     unpack=_unpack,
     plain=_plain,
     quantizations=(MXFP4, FP8),
+    interleaved=True,
 )
