@@ -185,9 +185,17 @@ class Sampler:
     def rename_snapshot(self, snapshot_id: str, to_id: str, *, recompute: bool = False) -> None:
         """Rename a snapshot, replacing any snapshot `to_id`. Requests for the old `to_id` continue with this one.
 
-        recompute: whether to recompute their keys and values. NotFoundError: there is no snapshot to rename.
+        recompute: whether to recompute their keys and values. If the last tokens of the old weights cannot be read,
+        the requests fail as in a step. NotFoundError: there is no snapshot to rename.
         """
-        self._chunks.read_in_flight()  # these tokens come from the old weights
+        failure = ""
+        try:
+            self._chunks.read_in_flight()  # these tokens come from the old weights
+        except Exception as error:
+            log.exception("tokens cannot be read before a snapshot is renamed")
+            failure = f"{type(error).__name__}: {error}"
+        if failure:  # as in `step`
+            self._fail_step(failure)
         self._scheduler.switch_snapshot(self.snapshots.rename(snapshot_id, to_id), recompute=recompute)
         self._drop_dead_prefixes()
 

@@ -62,6 +62,10 @@ class Snapshots:
     def use(self, wanted: Any) -> None:
         self.used = {*wanted} - {None}
 
+    def rename(self, snapshot_id: str, to_id: str) -> Snapshot:
+        moved = self.all[to_id] = Snapshot(to_id, wild=self.all.pop(snapshot_id).wild)
+        return moved
+
     def drop(self, snapshot_id: str) -> None:
         self.all.pop(snapshot_id, None)
 

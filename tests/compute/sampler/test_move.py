@@ -9,6 +9,7 @@ import pytest
 from tests.compute.closeness import close_logprobs
 from tests.compute.conftest import ask, result_of, run_all
 from tests.compute.sampler.conftest import prompt, random_lora
+from tests.compute.sampler.device_model import answers, modeled_sampler
 
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.core.errors import NotFoundError
@@ -85,3 +86,25 @@ def test_keys_and_values_of_the_old_weights_are_kept_or_computed_again(recompute
     fresh = result_of(sampler, ask("fresh", long, 4, snapshot_id="same", prompt_logprobs=True))
     apart.append(np.abs(fresh.prompt_logprobs_T[1:] - found["prefills"].prompt_logprobs_T[1:]).max())
     assert max(apart) < 1e-4 if recompute else min(apart) > 1e-2
+
+
+def test_requests_are_answered_if_their_tokens_before_a_move_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler: Any = modeled_sampler(monkeypatch, ahead=True, chunk=4)
+    for name in ("shared", "newer"):
+        sampler.snapshots.publish(name)
+
+    def fail(name: str, _: Any) -> None:
+        assert name == "read"
+        raise RuntimeError("INTERNAL: the devices failed")
+
+    running, later = ask("running", range(9), 4, snapshot_id="shared"), ask("later", range(9), 4, snapshot_id="shared")
+    sampler.step(SampleStep(admit=(running,)))
+    sampler._model.on_event = fail
+    sampler.rename_snapshot("newer", "shared")
+    sampler._model.on_event = lambda *_: None
+    found = run_all(sampler, later)
+    assert "the sampler's batch failed (RuntimeError: INTERNAL" in str(found["running"].error)
+    assert [one.tokens_T.tolist() for one in found["later"].sequences] == answers(later, 4)
+    assert not sampler.pages.used
