@@ -165,9 +165,8 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
     values = parse(body)
     address = OnNewModel.from_values(values)
     new_id = model_id(address.session_id, address.model_seq_id)
-    base_model = address.base_model if isinstance(address.base_model, str) else ""
     # The description of a model that could not be created. Its request holds the reason.
-    known = NewModel(new_id, address.session_id, call.owner, base_model, rank=0)
+    known = NewModel(new_id, address.session_id, call.owner, address.base_name, rank=0)
     describe = _fresh if kind is Kind.CREATE_MODEL else _from_checkpoint
     model, error = checked(lambda values: describe(call, known, values), values)
     if model is not None:

@@ -22,7 +22,16 @@ from tinkerflow.backend.spec.checkpoint import CheckpointPath
 from tinkerflow.backend.spec.commands import LoraSpec, Optimizer, OptimResult, Priority
 from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK, MAX_SEQ, MAX_TTL, MIN_TTL
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams
-from tinkerflow.backend.wire.validation import CheckpointName, Metadata, OptionalText, Text, Texts, WireModel, parse
+from tinkerflow.backend.wire.validation import (
+    MAX_TEXT,
+    CheckpointName,
+    Metadata,
+    OptionalText,
+    Text,
+    Texts,
+    WireModel,
+    parse,
+)
 
 MAX_SAMPLES = 1024  # sequences of one request
 MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
@@ -60,6 +69,12 @@ class OnNewModel(WireModel):
     session_id: Text
     model_seq_id: SeqId
     base_model: Any = None
+
+    @property
+    def base_name(self) -> str:
+        """The name in base_model, or "" if it is longer than a name or has a NUL, which databases cannot store."""
+        name = self.base_model
+        return name if isinstance(name, str) and len(name) <= MAX_TEXT and "\0" not in name else ""
 
 
 class OnSampler(WireModel):

@@ -48,3 +48,15 @@ def test_a_body_that_nests_too_deeply_is_refused_and_the_next_one_is_not(server:
         refused = server.http.post(f"{server.url}/api/v1/{path}", content=body, headers={"X-API-Key": "tml-test"})
         assert refused.status_code == 400, (path, refused.text)
     assert server.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}}).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "more"), [("create_model", {}), ("load_weights", {"path": "tinker://a/weights/b"})])
+@pytest.mark.parametrize("name", ["a\0b", "a" * 1025])
+def test_the_row_of_a_refused_model_has_no_name_that_cannot_be_stored(
+    server: Running, path: str, more: dict[str, str], name: str
+) -> None:
+    body = {"session_id": server.session(), "model_seq_id": 0, "base_model": name, **more}
+    made = server.post(path, body).json()
+    assert server.journal.models.get(made["model_id"], None).base_model == ""  # Postgres stores no NUL
+    error = server.result(made["request_id"]).json()
+    assert (error["category"], error["error"][:13]) == ("user", "base_model is")
