@@ -22,8 +22,8 @@ MAX_IMAGE_PIXELS = 2**25  # of an image before it is resized: a small file could
 MAX_IMAGE_TOKENS = 4096  # of one image: every patch attends to all others
 MAX_REQUEST_PIXEL_BYTES = 2**27  # of all resized images of one request: about 3 KB for each token
 
-# Bytes that the samples of one request record besides their tokens: most likely tokens, experts and supports. SQLite
-# stores at most 10**9 bytes in a value, such as an answer.
+# Bytes of the answer to one sample request, and of everything that its samples record besides their tokens: most likely
+# tokens, experts and supports. SQLite stores at most 10**9 bytes in a row, which holds the request and its answer.
 MAX_RECORDED_BYTES = 900 * 10**6
 
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years

@@ -32,7 +32,7 @@ from tinkerflow.backend.spec.commands import (
 from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
 from tinkerflow.backend.spec.constraints import check_constraint
 from tinkerflow.backend.spec.images import ImageProcessor
-from tinkerflow.backend.spec.limits import MODEL_CONTEXT
+from tinkerflow.backend.spec.limits import MAX_RECORDED_BYTES, MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.backend.wire.images import LOCATION_RULE, FindFiles, check_room, pixels_of
 from tinkerflow.backend.wire.requests import MAX_LISTED, ConstraintBody, SampleBody, SamplingParams, TargetTensor
@@ -153,7 +153,11 @@ def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> 
     """A SampleResponse: every sequence with its logprobs, and prompt logprobs (NaN first) and more if there are any.
 
     targets: the request's target_prompt_logprobs. The logprobs of these tokens are returned in the same layout.
+    UserError: the answer is too large for the journal.
     """
+    if (size := _answer_bytes(result)) > MAX_RECORDED_BYTES:
+        what = "num_samples, max_tokens, or the number of tokens that are listed at each position"
+        raise UserError(f"the answer has {size} bytes: must have at most {MAX_RECORDED_BYTES}; lower {what}")
     response = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
     for sequence in result.sequences:
         response.sequences.add(
@@ -174,6 +178,15 @@ def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> 
         response.prompt_alt_tokens.tokens.CopyFrom(_dense(result.alternatives.tokens_Nk, pb.DTYPE_INT32, "<i4"))
         response.prompt_alt_tokens.logprobs.CopyFrom(_dense(result.alternatives.logprobs_Nk, pb.DTYPE_FLOAT32, "<f4"))
     return bytes(response.SerializeToString())
+
+
+def _answer_bytes(result: SampleResult) -> int:
+    """The bytes of all numbers in an answer. Each takes four."""
+    arrays = [result.prompt_logprobs_T, result.targets_TK]
+    arrays += [array for one in result.sequences for array in (one.tokens_T, one.logprobs_T)]
+    for listed in (result.top, result.alternatives, *(one.top for one in result.sequences)):
+        arrays += [] if listed is None else [listed.tokens_Nk, listed.logprobs_Nk]
+    return sum(4 * array.size for array in arrays if array is not None)
 
 
 def decode_sample(request_id: str, answer: bytes) -> SampleResult:

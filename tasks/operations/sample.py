@@ -562,8 +562,12 @@ def _outcome(sample: _Sample, result: SampleResult) -> Outcome:
     session, base = request.session_id, sample.sampler.base_model
     cached, sharing = result.prompt_cache_hit_tokens, len(result.sequences) - 1
     sampled = sum(len(sequence.tokens_T) for sequence in result.sequences)
+    try:
+        answer = encode_sample(result, sample.targets)
+    except UserError as error:  # too large
+        return failure(request, error)
     outcome = request.done(
-        encode_sample(result, sample.targets),
+        answer,
         "proto",
         Used(session, base, UsageKind.PREFILL, sample.prompt - cached),
         Used(session, base, UsageKind.CACHED_PREFILL, cached + sharing * sample.prompt),

@@ -17,6 +17,7 @@ from tinkerflow.backend.journal import Kind, UsageKind
 from tinkerflow.backend.journal.streams import Listener
 from tinkerflow.backend.spec.commands import MoveSnapshot, NewTokens, SampleStep
 from tinkerflow.backend.wire import SampleBody
+from tinkerflow.backend.wire import sample as wire_sample
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.dispatcher import observed
 from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
@@ -320,6 +321,16 @@ async def test_invalid_request_fails_alone(sampling: Any, client: Any) -> None:
     bad, good = client.sample(sampler, max_tokens=1_000_000), client.sample(sampler)
     failed, fine = await client.results(bad, good)
     assert failed.category == "user" and "max_tokens" in failed.error
+    assert len(tokens(fine)[0]) == 6
+
+
+async def test_request_with_an_answer_that_cannot_be_stored_fails_alone(
+    sampling: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_sample, "MAX_RECORDED_BYTES", 8 * 6)  # a token and its logprob take 8 bytes
+    sampler = client.sampler(0)
+    failed, fine = await client.results(client.sample(sampler, max_tokens=7), client.sample(sampler, max_tokens=6))
+    assert (failed.category, failed.error[:50]) == ("user", "the answer has 56 bytes: must have at most 48; low")
     assert len(tokens(fine)[0]) == 6
 
 

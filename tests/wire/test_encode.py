@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
@@ -16,6 +18,7 @@ from tinker.types import (
     SaveWeightsResponse,
 )
 
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import (
     NO_LOGPROB,
     Candidates,
@@ -34,6 +37,7 @@ from tinkerflow.backend.wire import (
     encode_sample,
     encode_sampler_opened,
     encode_saved,
+    sample,
 )
 from tinkerflow.backend.wire.requests import encode_json
 
@@ -83,6 +87,20 @@ def test_sample_results_with_prompt_scores_are_encoded() -> None:
     assert response.prompt_alt_tokens is not None
     assert np.array_equal(response.prompt_alt_tokens.tokens.to_numpy(), [[3, 4]])
     assert np.array_equal(response.prompt_alt_tokens.logprobs.to_numpy(), np.float32([[-0.5, -1.0]]))
+
+
+def test_an_answer_that_the_journal_cannot_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = Candidates(np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32))
+    one = SampledSequence(np.zeros(2, np.int32), np.zeros(2, np.float32), "stop", two)
+    whole = SampleResult("r", (one, one), np.zeros(2, np.float32), top=two, alternatives=two)
+    size = 4 * (2 * (2 + 2 + 6 + 6) + 2 + (6 + 6) + (6 + 6))
+    monkeypatch.setattr(sample, "MAX_RECORDED_BYTES", size)
+    encode_sample(whole)
+    monkeypatch.setattr(sample, "MAX_RECORDED_BYTES", size - 1)
+    with pytest.raises(UserError, match=f"^the answer has {size} bytes: must have at most {size - 1}; lower num_samp"):
+        encode_sample(whole)
+    with pytest.raises(UserError, match=f"the answer has {size + 16} bytes"):
+        encode_sample(replace(whole, targets_TK=np.zeros((2, 3), np.float32), prompt_logprobs_T=None))
 
 
 def test_a_sample_is_read_as_it_was_written() -> None:
