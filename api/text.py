@@ -12,10 +12,10 @@ from pathlib import Path
 from tinkerflow.backend.catalog.control_tokens import ControlTokens
 from tinkerflow.backend.catalog.model_card import TOKENIZER, ModelCard
 from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.spec.limits import TEXT_CONTEXT
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoded text of an incomplete character
 _MOST_HELD_BACK = 16  # the most tokens that form one character; bytes that are not text must not stop a stream
-_CONTEXT = 5  # tokens of the prompt before a text, as in vLLM
 _WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's form of a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's form of a byte that is not a character
 
@@ -121,7 +121,7 @@ class Detokenizer:
         self._reach = max(map(len, self._stop), default=1) - 1  # how many characters may begin a stop string
         self._special = special
         # Tokens whose text is settled, the context for decoding later ones.
-        self._known: list[int] = list(prompt[-_CONTEXT:])
+        self._known: list[int] = list(prompt[-TEXT_CONTEXT:])
         before = tokenizer.decode(self._known, special=special)
         if before.endswith(_UNFINISHED):
             self._known = []
@@ -166,7 +166,7 @@ class Detokenizer:
         if added:  # tokens without text, such as special ones, provide no context
             self._known = self._fresh
         elif not before:  # a space that the decoder has dropped: the next one is part of the text
-            self._known = [*self._known, *self._fresh][-_CONTEXT:]
+            self._known = [*self._known, *self._fresh][-TEXT_CONTEXT:]
         self._fresh = []
         return added
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 MAX_RANK = 1024  # of a LoRA adapter, because all adapters share the memory
 ALL_PARTS = "trains all parameters: train_attn, train_mlp and train_unembed must be true"
+TEXT_CONTEXT = 5  # tokens of a prompt with which the text that continues it is decoded, as in vLLM
 DEFAULT_MAX_CONTEXT = 32_768  # tokens of a sequence, unless the settings or the model have another limit
 MODEL_CONTEXT = "the model's context"  # the reason for the longest sequence, unless memory limits it
 MAX_SEQ = 2**31 - 1  # a sequence number of a model, or of a session's models and samplers: int32 on the wire

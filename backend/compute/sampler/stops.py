@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec.limits import TEXT_CONTEXT
 
 Decode = Callable[[Sequence[int]], str]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
 _MOST_PENDING = 64  # the most tokens of one unfinished character, so that garbage stays cheap
-_CONTEXT = 5  # tokens of the prompt before the sequence, as in the API's texts
 
 
 class StopDetector:
@@ -39,7 +39,7 @@ class StopDetector:
         self._tokens = tokens
         self._strings = strings
         self._decode = decode
-        self._prompt = [*map(int, prompt[-_CONTEXT:])] if strings and decode else []
+        self._prompt = [*map(int, prompt[-TEXT_CONTEXT:])] if strings and decode else []
         self._window = max((len(string) for string in strings), default=1) - 1
         # Tokens whose text is in _text or before the sequence; the context in which later tokens are decoded.
         self._settled = [] if decode and decode(self._prompt).endswith(_UNFINISHED) else self._prompt
