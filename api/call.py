@@ -197,6 +197,12 @@ class Call:
         threads = services.slow if size <= MEDIUM else services.heavy
         return await threads.run(self.owner, work, *args, **kwargs)
 
+    async def convert(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of `work` on the content of the body. A thread does it if the body is large."""
+        if (size := self.body_size) <= SMALL:
+            return work(*args, **kwargs)
+        return await self.on_body(size, work, *args, **kwargs)
+
     async def parsed(self, model: type[M], most: int = CONTROL_BYTES) -> M:
         """Parse the JSON body as `model`. UserError: names the field and the rule. most: maximum size in bytes."""
         body = await self.body(most)

@@ -19,6 +19,9 @@ from tinkerflow.api.endpoints.targets import resolve
 from tinkerflow.api.schemas import Strict
 from tinkerflow.backend.core.errors import UserError, broken
 
+# A longer conversation exceeds any context, but would be converted, rendered and tokenized before that is noticed.
+MAX_MESSAGES = 2**15
+MAX_TOOLS = 2**12
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -89,7 +92,7 @@ class AnswerFields(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    tools: list[GivenTool] | None = None
+    tools: list[GivenTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None

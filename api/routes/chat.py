@@ -11,7 +11,15 @@ from pydantic import Field
 from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.chat.answer import respond
 from tinkerflow.api.chat.openai import AnswerOptions, ChatAnswer
-from tinkerflow.api.chat.requests import AnswerFields, begun, called_tool, content_of, text_of, thought
+from tinkerflow.api.chat.requests import (
+    MAX_MESSAGES,
+    AnswerFields,
+    begun,
+    called_tool,
+    content_of,
+    text_of,
+    thought,
+)
 from tinkerflow.api.endpoints.generation import Generation
 from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
@@ -63,7 +71,7 @@ class ChatMessage(Strict):
 class ChatCompletion(AnswerFields):
     """A request for answers to a conversation."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
 
 
 @router.post("/chat/completions", openapi_extra=takes(ChatCompletion))
@@ -85,7 +93,7 @@ async def _begin(call: Call) -> tuple[Generation, ChatAnswer, bool]:
     )
     names = {"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}
     with naming(names):
-        generation, prompt, reader = await begun(call, body, _messages(body.messages))
+        generation, prompt, reader = await begun(call, body, await call.convert(_messages, body.messages))
     return generation, ChatAnswer(generation, prompt, options, reader), body.stream
 
 

@@ -13,7 +13,7 @@ from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
 from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
-from tinkerflow.api.chat.requests import ToolName, joined, part_of, string_in, text_of, thought
+from tinkerflow.api.chat.requests import MAX_MESSAGES, MAX_TOOLS, ToolName, joined, part_of, string_in, text_of, thought
 from tinkerflow.api.endpoints.generation import Generation
 from tinkerflow.api.endpoints.targets import Target, resolve
 from tinkerflow.api.errors import naming
@@ -88,9 +88,9 @@ class Counting(Strict):
     """
 
     model: str
-    messages: list[AnthropicMessage] = Field(min_length=1)
+    messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Blocks | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -154,7 +154,7 @@ async def count_tokens(call: Authorized) -> TokenCount:
 # ------------------------------------------------------------------ from Anthropic's format
 async def _prompt(call: Call, body: Counting) -> tuple[Target, Prompt]:
     target = await resolve(call, body.model)
-    return target, await prompt_of(target, _conversation(body))
+    return target, await prompt_of(target, await call.convert(_conversation, body))
 
 
 def _conversation(body: Counting) -> Chat:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import Authorized, Call, Router
 from tinkerflow.api.chat.answer import respond
-from tinkerflow.api.chat.requests import AnswerFields, ToolName, begun, called_tool, joined, string_in, thought
+from tinkerflow.api.chat.requests import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AnswerFields,
+    ToolName,
+    begun,
+    called_tool,
+    joined,
+    string_in,
+    thought,
+)
 from tinkerflow.api.chat.responses import ResponseAnswer
 from tinkerflow.api.endpoints.generation import Generation
 from tinkerflow.api.endpoints.images import Picture
@@ -82,12 +92,12 @@ class ResponsesBody(Strict):
     """
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = None
-    tools: list[ResponseTool] = Field(default_factory=list)
+    tools: list[ResponseTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ToolByName = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
@@ -115,7 +125,7 @@ async def _begin(call: Call) -> tuple[Generation, ResponseAnswer, bool]:
     """Start sampling. Returns the sample, its answer, and whether to stream it. The request's body is freed."""
     body = await parsed_prompt(call, ResponsesBody)
     with naming(_NAMES):
-        generation, prompt, reader = await begun(call, _fields(body), _messages(body))
+        generation, prompt, reader = await begun(call, _fields(body), await call.convert(_messages, body))
     shown = body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"input"})
     echoed = {
         "parallel_tool_calls": body.parallel_tool_calls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 from tests.api.chat.conftest import Speaker
 from tests.api.conftest import BASE, KEY, Running
+
+from tinkerflow.api.routes import chat, messages, responses
 
 USER = {"role": "user", "content": "Hi"}
 GOOD: dict[str, dict[str, Any]] = {
@@ -217,6 +220,51 @@ LONG = {
     "responses": ({"input": "x " * 6000}, "input has 12"),
     "messages": ({"messages": [{"role": "user", "content": "x " * 6000}]}, "prompt is too long: 12"),
 }
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("chat/completions", {"messages": [USER] * 32_769}, "messages is [{"),
+        ("messages", {"messages": [USER] * 32_769}, "messages is [{"),
+        ("responses", {"input": [USER] * 32_769}, "input is [{"),
+        ("chat/completions", {"tools": [TOOL] * 4097}, "tools is [{"),
+        ("messages", {"tools": [{"name": "f", "input_schema": {}}] * 4097}, "tools is [{"),
+        ("responses", {"tools": TOOLS * 4097}, "tools is [{"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_longer_conversations_than_any_context_are_refused_unread(
+    post: Post, speaker: Speaker, path: str, body: dict[str, Any], text: str
+) -> None:
+    (most,) = {len(value) - 1 for value in body.values()}
+    answer = post(path, {"model": BASE, **GOOD[path], **body})
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, message[: len(text)]) == (400, text)
+    assert message.endswith(f"a list of at most {most}")
+
+
+@pytest.mark.parametrize(
+    ("path", "module", "work", "body"),
+    [
+        ("chat/completions", chat, "_messages", {"messages": [USER] * 3000}),
+        ("responses", responses, "_messages", {"input": [USER] * 3000}),
+        ("messages", messages, "_conversation", {"messages": [USER] * 3000}),
+    ],
+)
+def test_long_conversations_are_converted_off_the_event_loop(
+    post: Post, speaker: Speaker, monkeypatch: pytest.MonkeyPatch, path: str, module: Any, work: str, body: Any
+) -> None:
+    convert, on_loop = getattr(module, work), []
+
+    def watched(given: Any) -> Any:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return convert(given)
+
+    monkeypatch.setattr(module, work, watched)
+    for conversation in (GOOD[path], {**GOOD[path], **body}):
+        post(path, {"model": BASE, **conversation})
+    assert on_loop == [True, False]
 
 
 def test_exceeded_context_has_an_error_code(post: Post, speaker: Speaker) -> None:
