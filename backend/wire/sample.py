@@ -182,7 +182,7 @@ def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> 
 
 def _answer_bytes(result: SampleResult) -> int:
     """The bytes of all numbers in an answer. Each takes four."""
-    arrays = [result.prompt_logprobs_T, result.targets_TK]
+    arrays: list[Int32 | Float32 | None] = [result.prompt_logprobs_T, result.targets_TK]
     arrays += [array for one in result.sequences for array in (one.tokens_T, one.logprobs_T)]
     for listed in (result.top, result.alternatives, *(one.top for one in result.sequences)):
         arrays += [] if listed is None else [listed.tokens_Nk, listed.logprobs_Nk]
