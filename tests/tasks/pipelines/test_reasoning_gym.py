@@ -65,6 +65,30 @@ async def test_an_answer_is_checked_by_its_task(tokenizer: Any, renderer: Render
     assert len(group) == 2
 
 
+@pytest.mark.parametrize(
+    ("task", "answer"), [("prime_factorization", "I think it is 7."), ("boxnet", "[1]"), ("n_queens", "exit()")]
+)
+async def test_an_answer_that_a_task_cannot_read_has_no_reward(task: str, answer: str) -> None:
+    (row, *_) = rows(f"reasoning-gym://{task}?size=1")
+    extra = {"reasoning_gym": row["reasoning_gym"]}
+    facts = facts_of(Row(({"role": "user", "content": row["prompt"]},), extra=extra))
+    environment = environment_maker("", f"reasoning-gym:{task}")(facts)
+    assert (await environment.answered(answer)).reward == 0.0
+
+
+async def test_a_task_that_cannot_read_its_own_answer_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row, *_) = rows(URL)
+
+    def broken(*_: object) -> float:
+        raise ValueError("no such word list")
+
+    monkeypatch.setattr("reasoning_gym.arithmetic.chain_sum.ChainSumDataset.score_answer", broken)
+    extra = {"reasoning_gym": row["reasoning_gym"]}
+    facts = facts_of(Row(({"role": "user", "content": row["prompt"]},), extra=extra))
+    with pytest.raises(ValueError, match="no such word list"):
+        await environment_maker("", "reasoning-gym:chain_sum")(facts).answered("1")
+
+
 def test_an_environment_needs_rows_of_its_task() -> None:
     make = environment_maker("", "reasoning-gym:spell_backward")
     for extra in ({}, {"reasoning_gym": {"url": URL, "index": 0}}):
