@@ -73,7 +73,7 @@ class _Played:
             if not isinstance(action, dict):
                 raise ValueError("it is not an object")
             seen = await self._request("step", action)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Reply(0.0, [Message(role="user", content=f"The action must be a JSON object: {error}")])
         reward = float(seen["reward"] or 0.0)
         return Reply(reward, () if seen["done"] else [Message(role="user", content=_text(seen["observation"]))])

@@ -127,9 +127,10 @@ async def test_each_conversation_of_a_group_has_a_session(renderer: Renderer, to
 
 async def test_action_with_several_fields_is_json(renderer: Renderer, tokenizer: Any, serve: Any) -> None:
     episode = await talk(renderer, tokenizer, serve(Move).url, '{"x": 2, "y": 1}', "left", "[1]", '{"x": "a"}',
-                         '{"x": 0, "y": 5}')  # fmt: skip
+                         "[" * 2000, '{"x": 0, "y": 5}')  # fmt: skip
     assert episode.reward == 8.0
-    moved, left, listed, wrong = (message["content"] for message in episode.messages[2::2])
+    moved, left, listed, wrong, deep = (message["content"] for message in episode.messages[2::2])
+    assert deep.startswith("The action must be a JSON object: maximum recursion depth")
     assert moved == '{"text": "moved", "x": 2}' and listed.endswith("it is not an object")
     assert left.startswith("The action must be a JSON object: ") and "x" in wrong and "y" in wrong
 
