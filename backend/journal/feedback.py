@@ -109,6 +109,7 @@ class FeedbackGiven(Aggregate):
         latest = sa.select(col(FeedbackRow.at)).where(col(FeedbackRow.owner) == owner)
         # Ids increase with time, and are indexed.
         oldest = connection.execute(latest.order_by(col(FeedbackRow.id).desc()).offset(most - 1).limit(1)).scalar()
-        if oldest is not None and oldest > self._now() - timedelta(days=1):
+        # A time in the future was written before the clock was corrected, and says nothing about the last day.
+        if oldest is not None and timedelta(0) <= self._now() - oldest < timedelta(days=1):
             rule = rule_of("feedback_per_day")
             raise TooManyError(f"this project has rated {most} answers in 24 hours, its limit {rule}")

@@ -53,6 +53,17 @@ def test_project_has_a_daily_limit_of_feedback(scene: Any, clock: Any) -> None:
         give(scene, "d", limits)
 
 
+def test_feedback_from_a_clock_that_was_ahead_does_not_use_up_the_daily_limit(scene: Any, clock: Any) -> None:
+    limits = Limits(feedback_per_day=2)
+    give(scene, "a", limits)
+    give(scene, "b", limits)
+    clock.advance(-90 * 24 * 3600)
+    give(scene, "c", limits)
+    give(scene, "d", limits)
+    with pytest.raises(TooManyError):
+        give(scene, "e", limits)
+
+
 def test_simultaneous_feedback_does_not_exceed_the_daily_limit(scene: Any) -> None:
     together = Barrier(4)
 
