@@ -14,15 +14,14 @@ from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import Cursor, Strict, Wire
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import ModelState, RunView
-from tinkerflow.backend.spec.run_metadata import Outcome
+from tinkerflow.backend.spec.run_metadata import LARGEST_METRIC, Outcome
 
 router = Router(busy=3)
 
 _MOST_VALUES = 10_000  # values in one request, which take the database about 0.1 s
-_LARGEST = 1e30  # magnitude of a value; the database averages values, and much larger ones would overflow
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9 ._/:@()-]{0,63}$"
 MetricName = Annotated[str, Field(pattern=_NAME)]
-MetricValue = Annotated[float, Field(allow_inf_nan=False, ge=-_LARGEST, le=_LARGEST)]
+MetricValue = Annotated[float, Field(allow_inf_nan=False, ge=-LARGEST_METRIC, le=LARGEST_METRIC)]
 
 
 class TrainingRun(Wire):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from itertools import islice
 from urllib.parse import quote
 
 import httpx
 
-from tinkerflow.backend.spec.run_metadata import Outcome
+from tinkerflow.backend.spec.run_metadata import LARGEST_METRIC, Outcome
 from tinkerflow.tasks.pipelines.connection import ServerClients
 
 log = logging.getLogger(__name__)
@@ -34,10 +33,10 @@ class ReportedMetrics:
         self._warned = False
 
     async def send(self, run_id: str, steps: Mapping[int, Mapping[str, float]]) -> None:
-        """Send values of a training run by step and name. Values that are not finite are left out."""
+        """Send values of a training run by step and name. Leaves out values that the server refuses, such as NaN."""
         waiting = self._waiting.setdefault(run_id, {})
         for step, values in steps.items():
-            kept = {name: v for name, v in values.items() if name not in _OWN_CHARTS and math.isfinite(v)}
+            kept = {name: v for name, v in values.items() if name not in _OWN_CHARTS and abs(v) <= LARGEST_METRIC}
             if kept:
                 waiting.setdefault(step, {}).update(kept)
         for run, steps_of_run in self._waiting.items():

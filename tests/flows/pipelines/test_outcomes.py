@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from tinkerflow.api.routes.runs import RunMetricsBody
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.flows.pipelines.fine_tuning import _mean, _outcome_reported, checkpoints_page, decisive_parameters
 from tinkerflow.tasks.pipelines.connection import ServerClients
@@ -91,3 +94,21 @@ async def test_refused_outcome_is_a_warning(caplog: pytest.LogCaptureFixture) ->
     await reported.end("run-2", "failed", "why")
     await reported.close()
     assert "does not show that it is failed" in caplog.text
+
+
+async def test_values_that_the_server_refuses_are_left_out_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[RunMetricsBody] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(RunMetricsBody.model_validate_json(request.content))
+        return httpx.Response(200)
+
+    http = httpx.AsyncClient(base_url="http://tinkerflow", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(ServerClients, "http", lambda *_: http)
+    reported = ReportedMetrics(ServerClients(None, None))  # type: ignore[arg-type]
+    await reported.send("run-2", {1: {"reward": 0.5}, 2: {"reward": -1e31, "entropy": 1e30}, 3: {"reward": math.nan}})
+    await reported.close()
+    assert [(one.step, one.values) for body in sent for one in body.steps] == [
+        (1, {"reward": 0.5}),
+        (2, {"entropy": 1e30}),
+    ]
