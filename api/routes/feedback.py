@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.schemas import OPEN_API, Strict, Wire
 from tinkerflow.api.submit import base_model_card
-from tinkerflow.api.text import Tokenizer
+from tinkerflow.api.text import Detokenizer, Tokenizer
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal.feedback import NewFeedback
 from tinkerflow.backend.journal.samples import WholeSample
@@ -120,17 +120,16 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
     if index >= len(sequences):
         raise NotFoundError(f"id {body.id!r} does not exist: the request has {len(sequences)} samples")
     sampled = sequences[index]
-    text = tokenizer.decode(sampled.tokens_T.tolist())
-    # The answer as its client saw it: with the beginning that the client gave, and without the stop string.
-    answer = str(asked.get("prefill") or "") + min(
-        (text.partition(stop)[0] for stop in _stops(asked)), key=len, default=text
-    )
+    begun: Sequence[int] = ()  # the tokens that the answer's text continues
     prompt: list[dict[str, str]] | str
     try:
         prompt = _MESSAGES.validate_python(asked.get("messages"))
     except ValidationError:  # there are no messages, or another client sent an unknown field
-        chunks = asked["prompt"]["chunks"]
-        prompt = tokenizer.decode([token for chunk in chunks for token in chunk.get("tokens", ())])
+        begun = [token for chunk in asked["prompt"]["chunks"] for token in chunk.get("tokens", ())]
+        prompt = tokenizer.decode(begun)
+    # The answer as its client saw it: with the beginning that the client gave, and without the stop string.
+    read = Detokenizer(tokenizer, _stops(asked), prompt=begun)
+    answer = str(asked.get("prefill") or "") + read.feed(sampled.tokens_T.tolist()) + read.finish()
     return NewFeedback(
         owner=call.owner,
         key_id=call.key_id,

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from tests.api.conftest import BASE, KEY, Engine, Running
 
 from tinkerflow.api.text import Tokenizer
+from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.spec.commands import SampledSequence, SampleResult
 from tinkerflow.backend.wire import encode_sample
 from tinkerflow.tasks.pipelines import DataSource, Use, read_source
@@ -67,6 +69,25 @@ def test_rated_answer_is_the_text_that_its_client_saw(server: Running) -> None:
     assert shown["answer"] == "cc" + answer["content"][0]["text"] and shown["prompt"] == begun[:1]
 
 
+def test_rated_completion_keeps_the_space_before_its_first_word(
+    server: Running, engine: Engine, lettered: ModelCard
+) -> None:
+    """The decoder of Llama 2, Mistral and Phi-3 drops the space before the first word of a text."""
+    vocabulary = {word: number for number, word in enumerate(("<unk>", "</s>", "▁The", "▁end", "s"))}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
+    words.normalizer = tokenizers.normalizers.Prepend("▁")
+    parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    words.decoder = tokenizers.decoders.Sequence(parts)
+    words.save(f"{lettered.path}/tokenizer.json")
+    sampled = SampledSequence(np.array([3, 4], np.int32), np.zeros(2, np.float32), "length")
+    engine.next_outcome = lambda request: request.done(encode_sample(SampleResult(request.id, (sampled,))), "proto")
+    answer = answered(server, "The")
+    assert answer["choices"][0]["text"] == " ends"
+    rate(server, answer["id"], label="good")
+    (shown,) = ask(server, "GET", "feedback").json()["data"]
+    assert (shown["prompt"], shown["answer"]) == ("The", " ends")
+
+
 @pytest.mark.parametrize(
     ("said", "status", "words"),
     [
@@ -122,8 +143,8 @@ def test_a_sample_of_the_sdk_with_an_image_can_be_rated(server: Running, engine:
 
 
 def test_answer_with_a_nul_character_can_be_rated(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = answered(server, "b")
-    monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: "a\0b")
+    answer = answered(server, "b", max_tokens=1)
+    monkeypatch.setattr(Tokenizer, "decode", lambda _, tokens, **__: "a\0b" * len(tokens))
     rate(server, answer["id"], label="good")
     (shown,) = ask(server, "GET", "feedback").json()["data"]
     assert (shown["answer"], shown["prompt"]) == ("a\N{REPLACEMENT CHARACTER}b", "a\0b")
