@@ -52,7 +52,7 @@ async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
         rule = f"no weights were promoted under this name in {parameters.work_url}"
         raise UserError(f"champion {parameters.champion!r}: {rule}{near}")
     if best is not None:
-        await check_readable(parameters.champion, best, parameters.connection)
+        await check_readable(parameters.champion, best, parameters.connection, parameters.base_model)
     paths = {"weights": parameters.weights, "against": parameters.against, "champion": best.weights if best else ""}
     given = {name: path for name, path in paths.items() if path}
     scores = await score_all(parameters, given | {BASE: ""})
@@ -86,13 +86,17 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
 
     candidates: name -> sampler weights, as in `EvaluateParameters.weights`; "" = the base model. The weights in
     `parameters` are not used. Rewarded conversations are stored for the pages of their runs. DataCheckError: too many
-    rows are wrong. UserError: the rows have no answers and there is no reward.
+    rows are wrong. UserError: the rows have no answers and there is no reward, or weights have another tokenizer.
     """
     work_url = parameters.work_url
     make = environment_maker(parameters.reward, parameters.environment) if parameters.judge else None
     begin_phase("connecting to the service")
     async with connect(parameters.connection) as server:
         model = await server.base_model(parameters.base_model)
+        paths = {name: await server.sampler_weights(one) if one else "" for name, one in candidates.items()}
+        for name, path in paths.items():
+            if path:
+                await server.refuse_other_tokenizer(name, path, model)
         sampler = await server.service.create_sampling_client(base_model=model.name)
         renderer = Renderer(sampler.get_tokenizer(), parameters.format, parameters.data.special_tokens)
         begin_phase("checking the data")
@@ -100,7 +104,6 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
         rows, examples = load_rows(work_url, report), [] if make else load_examples(work_url, report)
         longest = {"max_tokens": parameters.max_tokens, "max_context": model.max_context}
         scores = {}
-        paths = {name: await server.sampler_weights(one) if one else "" for name, one in candidates.items()}
         for name, path in paths.items():
             weights = await server.service.create_sampling_client(model_path=path) if path else sampler
             if make is None:

@@ -54,7 +54,7 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     if before is not None and before.run == run_name(parameters):
         promoted, before = before, champion(work_url, parameters.champion, before.number - 1)
     if before is not None:
-        await check_readable(parameters.champion, before, parameters.connection)
+        await check_readable(parameters.champion, before, parameters.connection, parameters.model.base_model)
     try:
         trained = await fine_tune(parameters)
     except DataCheckError as error:

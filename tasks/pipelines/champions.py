@@ -36,17 +36,18 @@ def champion(work_url: str, name: str, number: int | None = None) -> Champion | 
     return None if found is None else Champion.model_validate(found)
 
 
-async def check_readable(name: str, best: Champion, connection: str) -> None:
-    """Raise UserError if the connection's key cannot read `best`.
+async def check_readable(name: str, best: Champion, connection: str, base_model: str) -> None:
+    """Raise UserError if the connection's key cannot read `best`, or `base_model` has another tokenizer.
 
-    connection: a Prefect block; empty: as `connect` finds it. All projects share the names of champions, but
-    checkpoints belong to the projects of their runs.
+    connection: a Prefect block; empty: as `connect` finds it. base_model: as in `ServerClients.base_model`. All
+    projects share the names of champions, but checkpoints belong to the projects of their runs.
     """
     async with connect(connection) as server:
         from tinker import NotFoundError
 
         try:
-            await server.rest.get_weights_info_by_tinker_path(best.weights)
+            model = await server.base_model(base_model)
+            await server.refuse_other_tokenizer(f"champion {name!r}", best.weights, model)
         except NotFoundError:
             raise UserError(
                 f"champion {name!r} belongs to another project than this key, or {best.weights} was deleted: use its "

@@ -18,6 +18,7 @@ from pydantic import Field, SecretStr
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.log_levels import logging_at
 from tinkerflow.backend.settings import Settings
+from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
 
 if TYPE_CHECKING:
@@ -103,6 +104,25 @@ class ServerClients:
         if newest is None:
             raise UserError(f"training run {wanted!r}: it has no sampler weights: call save_weights_for_sampler")
         return str(newest.tinker_path)
+
+    async def base_of(self, path: str) -> str:
+        """The name of the base model that a checkpoint belongs to. tinker.NotFoundError: the key cannot read it."""
+        return str((await self.rest.get_weights_info_by_tinker_path(path)).base_model)
+
+    async def refuse_other_tokenizer(self, name: str, path: str, model: OfferedModel) -> None:
+        """Raise UserError if `model` reads rows with another tokenizer than the base model of sampler weights.
+
+        name: of the weights, for the error. path: of the weights.
+        """
+        if (base := await self.base_of(path)) == model.name:
+            return
+        samplers = [await self.service.create_sampling_client(base_model=one) for one in (model.name, base)]
+        ours, theirs = (Renderer(sampler.get_tokenizer(), "text").vocabulary for sampler in samplers)
+        if ours != theirs:
+            raise UserError(
+                f"{name} {path}: belongs to base model {base!r}, whose tokenizer differs from that of {model.name!r}, "
+                f"which reads the rows: set the base model to {base!r}, or leave these weights out"
+            )
 
 
 def address(block: str = "") -> tuple[str, str]:

@@ -95,7 +95,9 @@ class ModelParameters(Parameters):
     """The base model and the adapter that is trained on it."""
 
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
-    start_from: Path = Field("", description="A training checkpoint to start from; empty = a new adapter.")
+    start_from: Path = Field(
+        "", description="A training checkpoint of this base model to start from; empty = a new adapter."
+    )
     rank: int = Field(32, ge=1, le=512, description="Rank of the LoRA adapter.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the adapter's first weights and of the order of rows.")
     format: Format = Field(

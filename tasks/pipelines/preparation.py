@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from tinkerflow.backend.catalog.champions import checked_name
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, begin_phase, show_note
 from tinkerflow.tasks.pipelines.connection import OfferedModel, ServerClients, connect
 from tinkerflow.tasks.pipelines.data import DataReport, Use, check_source, load_examples, load_rows
@@ -128,17 +129,30 @@ def begun_with(source: DataSource, run: str, work_url: str, renderer: Renderer, 
     return DataReport.model_validate(kept)
 
 
+async def _refuse_other_base(server: ServerClients, start: str, model: OfferedModel) -> None:
+    """Raise UserError if the checkpoint `start` belongs to another base model, whose tokenizer the rows would need."""
+    from tinker import NotFoundError
+
+    with suppress(NotFoundError):  # a run that has begun no longer needs the checkpoint
+        if (base := await server.base_of(start)) != model.name:
+            fix = f"the run has base model {model.name!r}: set model.base_model to {base!r}"
+            raise UserError(f"model.start_from {start}: belongs to base model {base!r}, but {fix}")
+
+
 @asynccontextmanager
 async def prepare(parameters: PipelineParameters) -> AsyncIterator[PreparedRun]:
     """Connect to the server for the block, check the data and show the report.
 
-    DataCheckError: too many rows are wrong. UserError: the pipeline does not accept the rows.
+    DataCheckError: too many rows are wrong. UserError: the pipeline does not accept the rows, or `model.start_from`
+    belongs to another base model.
     """
     work_url, use = parameters.work_url, parameters.use()
     artifacts = RunArtifacts(f"{use.name}-{parameters.name}")
     begin_phase("connecting to the service")
     async with connect(parameters.connection) as server:
         model = await server.base_model(parameters.model.base_model)
+        if start := parameters.model.start_from:
+            await _refuse_other_base(server, start, model)
         base = await server.service.create_sampling_client(base_model=model.name)
         renderer = Renderer(base.get_tokenizer(), parameters.model.format, parameters.data.special_tokens)
         use = use.within(model.max_context + use.learns)  # the last token of a trained sequence is only a target

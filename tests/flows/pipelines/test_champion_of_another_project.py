@@ -19,6 +19,7 @@ from tinkerflow.flows.pipelines import nightly as pipeline
 from tinkerflow.flows.pipelines.evaluate import evaluate
 from tinkerflow.flows.pipelines.nightly import NightlyParameters, nightly
 from tinkerflow.tasks.pipelines import champions
+from tinkerflow.tasks.pipelines.connection import ServerClients
 from tinkerflow.tasks.pipelines.parameters import EvaluateParameters
 from tinkerflow.tasks.pipelines.scoring import Scores
 
@@ -36,15 +37,20 @@ async def test_a_champion_of_another_project_fails_the_run_before_it_begins(
 ) -> None:
     asked = []
 
-    async def weights_info(path: str) -> None:
+    async def weights_info(path: str) -> Any:
         if path != READABLE:
             answer = httpx.Response(404, request=httpx.Request("POST", "http://127.0.0.1:1/api/v1/weights_info"))
             raise tinker.NotFoundError("does not exist", response=answer, body=None)
+        return SimpleNamespace(base_model="tiny")
+
+    async def capabilities() -> Any:
+        return SimpleNamespace(supported_models=[SimpleNamespace(model_name="tiny", max_context_length=64)])
 
     @asynccontextmanager
     async def connect(block: str) -> AsyncIterator[Any]:
         asked.append(block)
-        yield SimpleNamespace(rest=SimpleNamespace(get_weights_info_by_tinker_path=weights_info))
+        rest: Any = SimpleNamespace(get_weights_info_by_tinker_path=weights_info, get_server_capabilities=capabilities)
+        yield ServerClients(None, rest)  # type: ignore[arg-type]
 
     async def begin(*parameters: Any) -> None:
         raise BegunError
