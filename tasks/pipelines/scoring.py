@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from tinkerflow.backend.catalog.rollouts import StepRollouts
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.tasks.pipelines.environments import EnvironmentUnavailableError
 from tinkerflow.tasks.pipelines.parameters import Metric
 from tinkerflow.tasks.pipelines.progress import Sample
 from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
@@ -126,11 +127,16 @@ async def score_reward(
 
     With the same seed, `rl` draws the same samples on held-out rows. name: the weights' name in the task run's name.
     rollouts: holds the conversations. rows: the prompts. shown: number of answers to keep in the scores. UserError:
-    more rows failed than `rollouts` allows.
+    more rows failed than `rollouts` allows. EnvironmentUnavailableError: with the rows whose environment was
+    unavailable, more rows have no reward.
     """
     lost: list[Lost] = []
     groups = await rollouts.groups(sampler, rows, [seed, HELD_OUT], lost)
     rollouts.refuse_failures(len(rows))
+    missing = len(rows) - len(groups)
+    if missing > rollouts.max_bad_fraction * len(rows):  # the mean of the other rows would not be comparable
+        last = next(one.reason for one in reversed(lost) if not one.repeated)
+        raise EnvironmentUnavailableError(f"{name}: {missing} of {len(rows)} rows have no reward; the last one: {last}")
     found = StepRollouts(
         step=0,
         groups=[group_of(group, np.zeros(len(group)), rewarded=True) for group in groups],

@@ -13,7 +13,7 @@ from tests.tasks.pipelines.conftest import parse
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.tasks.pipelines import Renderer, TokenizedExample
-from tinkerflow.tasks.pipelines.environments import Facts, Reply
+from tinkerflow.tasks.pipelines.environments import EnvironmentUnavailableError, Facts, Reply
 from tinkerflow.tasks.pipelines.forwards import BATCH, answer_logprobs, mean_loss
 from tinkerflow.tasks.pipelines.parameters import JudgeParameters
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
@@ -100,6 +100,25 @@ async def test_reward_has_the_standard_error_of_row_means(tokenizer: Any, render
         await score_reward.fn("mine", sampler, replace(rollouts, max_bad_fraction=0.0), rows, 0, shown=1)
     with pytest.raises(UserError, match="metric loss: these scores have none"):
         scores.beats(scores, "loss", 0.0)
+
+
+async def test_rows_whose_environment_is_unavailable_are_not_silently_missing_in_the_mean(
+    tokenizer: Any, renderer: Renderer
+) -> None:
+    class Down(Graded):
+        async def begin(self) -> Any:
+            if "coal" in self.facts["prompt"][0]["content"]:
+                raise EnvironmentUnavailableError("the mine is closed")
+            return await super().begin()
+
+    rows = [parse({"prompt": f"Colour of {name}?", "colour": "green"}) for name in ("grass", "coal", "moss")]
+    sampler: Any = Varied(tokenizer)
+    rollouts = Rollouts(renderer, Down, 2, 4, environment_retries=1)
+    with pytest.raises(EnvironmentUnavailableError, match=r"^mine: 1 of 3 rows have no reward; .* the mine is closed"):
+        await score_reward.fn("mine", sampler, rollouts, rows, 0, shown=1)
+    allowed = replace(rollouts, max_bad_fraction=0.4)
+    scores, found = await score_reward.fn("mine", sampler, allowed, rows, 0, shown=1)
+    assert (scores.rows, len(found.groups)) == (2, 2)
 
 
 async def test_prompt_that_is_a_list_of_parts_is_shown(tokenizer: Any, renderer: Renderer) -> None:
