@@ -55,6 +55,13 @@ class EnvironmentUnavailableError(ServerError):
 UNAVAILABLE = (TimeoutError, EnvironmentUnavailableError, ConnectionError, httpx.TransportError)
 
 
+def is_unavailable(error: BaseException | None, kinds: tuple[type[BaseException], ...] = UNAVAILABLE) -> bool:
+    """Whether an error, or an error that caused it, is one of `kinds`. Clients of servers raise their own errors."""
+    if error is None or isinstance(error, kinds):
+        return error is not None
+    return is_unavailable(error.__cause__ or (None if error.__suppress_context__ else error.__context__), kinds)
+
+
 class Environment(Protocol):
     """One conversation with the model. Each conversation gets a new object, made from a row's `Facts`.
 

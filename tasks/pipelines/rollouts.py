@@ -27,6 +27,7 @@ from tinkerflow.tasks.pipelines.environments import (
     checked_messages,
     checked_reward,
     facts_of,
+    is_unavailable,
 )
 from tinkerflow.tasks.pipelines.parameters import JudgeParameters
 from tinkerflow.tasks.pipelines.render import Renderer
@@ -479,7 +480,7 @@ def _begin_of(row: Row) -> str:
 
 @contextmanager
 def _of_row(part: str, answer: str | None = None) -> Iterator[None]:
-    """Convert errors of user code on one row, which runs in the block, to FailedRowError.
+    """Convert errors of user code on one row, which runs in the block, to FailedRowError, or to one of UNAVAILABLE.
 
     part: name of the code for the error. answer: the model's answer that the code was given.
     """
@@ -488,6 +489,8 @@ def _of_row(part: str, answer: str | None = None) -> Iterator[None]:
     except UNAVAILABLE:
         raise
     except (Exception, SystemExit) as error:  # a reward may execute a program of the model, which may call exit()
+        if is_unavailable(error):
+            raise EnvironmentUnavailableError(described(error)) from error
         reason = error.message if isinstance(error, UserError) else described(error)
         raise FailedRowError(f"{part}: {reason}{'' if answer is None else f'; answer: {shorten(answer)!r}'}") from error
 

@@ -36,12 +36,14 @@ from tinkerflow.tasks.pipelines.environments import (
     Facts,
     Reply,
     called_tools,
+    is_unavailable,
     refuse_code,
 )
 from tinkerflow.tasks.pipelines.rows import Json, Message
 
 _SCHEME = "verifiers://"
 _ENTRY = "verifiers"  # the field of a row that contains its example
+_UNAVAILABLE = (*UNAVAILABLE, vf.InfraError)
 _loading = Lock()
 _unavailable: ContextVar[list[Exception]] = ContextVar("_unavailable")  # errors of one conversation's reward functions
 
@@ -183,24 +185,17 @@ async def _scored(environment: Any, example: Json, model: _Model) -> Reply:
     _unavailable.set(failures := [])
     try:
         state = await environment.rollout(example, model, "policy", {})
-        if state.get("error") is not None and _is_unavailable(state["error"]):
+        if is_unavailable(state.get("error"), _UNAVAILABLE):
             raise EnvironmentUnavailableError(str(state["error"])) from state["error"]
         await environment.rubric.score_rollout(state)
         await environment.rubric.cleanup(state)
     except Exception as error:
-        if not _is_unavailable(error):
+        if not is_unavailable(error, _UNAVAILABLE):
             raise
         failures.append(error)
     if failures:
         raise EnvironmentUnavailableError(f"{type(failures[0]).__name__}: {failures[0]}") from failures[0]
     return Reply(state["reward"], (), {name: float(value) for name, value in state["metrics"].items()})
-
-
-def _is_unavailable(error: BaseException | None) -> bool:
-    """Whether the infrastructure failed, not the model: this error, or an error that caused it, shows this."""
-    return error is not None and (
-        isinstance(error, (*UNAVAILABLE, vf.InfraError)) or _is_unavailable(error.__cause__ or error.__context__)
-    )
 
 
 def _environment(url: str) -> Any:
@@ -247,7 +242,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return await vf.utils.async_utils.maybe_await(function, *args, **kwargs)
         except Exception as error:
-            if _is_unavailable(error):
+            if is_unavailable(error, _UNAVAILABLE):
                 _unavailable.get().append(error)
             raise
 
