@@ -428,8 +428,8 @@ class Rollouts:
             episode.add_reward(reply)
             episode.turns.append(turn)
             episode.answered.append(len(episode.messages))
-            episode.messages += [Message(role="assistant", content=text), *checked_messages(reply.messages)]
-            episode.ended = not reply.messages
+            episode.messages += [Message(role="assistant", content=text), *(more := checked_messages(reply.messages))]
+            episode.ended = not more
 
     async def _stop(self, episode: Episode) -> None:
         """Add the last reward of an environment that did not end the conversation."""

@@ -10,7 +10,7 @@ from tests.tasks.pipelines.conftest import parse
 from tests.tasks.pipelines.test_rollouts import Echo
 
 from tinkerflow.tasks.pipelines import Renderer
-from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentUnavailableError, Facts, is_unavailable
+from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentUnavailableError, Facts, Reply, is_unavailable
 from tinkerflow.tasks.pipelines.rollouts import Lost, Rollouts
 
 
@@ -42,3 +42,16 @@ def test_only_a_cause_that_is_shown_makes_an_error_unavailable() -> None:
 
     assert is_unavailable(raised(hidden=False)) and not is_unavailable(raised(hidden=True))
     assert not is_unavailable(ValueError()) and not is_unavailable(None)
+
+
+async def test_a_reply_without_messages_ends_the_conversation_even_if_it_is_a_generator(
+    tokenizer: Any, renderer: Renderer
+) -> None:
+    class Once(Asked):
+        async def answered(self, text: str) -> Reply:
+            messages: Any = (message for message in ())
+            return Reply(1.0, messages)
+
+    rollouts = Rollouts(renderer, lambda facts: Once(facts, judged), 2, 4, max_turns=3)
+    (group,) = await rollouts.groups(Echo(tokenizer), [parse({"prompt": "a"})], [1])
+    assert [(len(episode.turns), episode.reward, episode.ended) for episode in group] == [(1, 1.0, True)] * 2
