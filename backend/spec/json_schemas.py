@@ -19,6 +19,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -33,7 +34,8 @@ _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4"
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
 _MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # of names to schemas
-_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}  # of schemas
+_IN_PLACE = ("allOf", "anyOf", "oneOf")  # lists of schemas for the same value
+_LISTS = {*_IN_PLACE, "prefixItems"}  # of schemas
 _SINGLE = {"items", "additionalItems", "additionalProperties"}
 # Unsupported keywords that restrict values, each with the values that restrict nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -114,10 +116,15 @@ class _Rewriter:
     def rewrite(self) -> dict[str, Any]:
         """Rewrite the schema, with its referenced definitions."""
         rewritten = self._object(_Place(self._schema, self._schema))
-        definitions = {}
+        definitions: dict[str, dict[str, Any] | bool] = {}
+        paths: dict[str, str] = {}
         while self._pending:
             name, place = self._pending.pop()
-            definitions[name] = self._any(place)
+            definitions[name], paths[name] = self._any(place), place.path
+        try:
+            TopologicalSorter({name: _same_value(schema) for name, schema in definitions.items()}).prepare()
+        except CycleError as error:  # no answer would ever be known to be valid
+            _fail("$ref", paths[error.args[1][0]], "a reference that does not lead back to itself for the same value")
         if len(self._multiples) > 1 and not _fits_remainders(self._multiples):
             raise ValueError(f"multipleOf has the values {_listed(self._multiples)}: too large together")
         return {**rewritten, "$defs": definitions} if definitions else rewritten
@@ -279,6 +286,14 @@ def _step(value: Any, name: str) -> Any:
     if isinstance(value, list) and name.isdecimal() and len(name) < _DIGITS:
         return value[int(name)] if int(name) < len(value) else None
     return value.get(name) if isinstance(value, Mapping) else None
+
+
+def _same_value(schema: dict[str, Any] | bool) -> set[str]:
+    """The definitions that a rewritten schema applies to its own value."""
+    if isinstance(schema, bool):
+        return set()
+    found = {schema["$ref"].rpartition("/")[2]} if "$ref" in schema else set()
+    return found.union(*(_same_value(each) for key in _IN_PLACE for each in schema.get(key, ())))
 
 
 def _fail(path: str, value: object, rule: str) -> NoReturn:

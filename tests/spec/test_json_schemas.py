@@ -197,6 +197,8 @@ REFUSED = [
     ({"properties": {"a": 3}}, "properties.a is 3: must be a schema"),
     ({"$ref": "file:///etc/passwd"}, "$ref is 'file:///etc/passwd': must be a reference to a place in this schema"),
     ({"$ref": "#/$defs/a", "$defs": {"b": NULL}}, "$ref is '#/$defs/a': must be a reference to a place"),
+    (obj("a", a={"$ref": "#/$defs/r"}) | {"$defs": {"r": {"$ref": "#/$defs/r"}}}, "$ref is '#/$defs/r': must be a"),
+    ({"allOf": [{"$ref": "#"}]}, "$ref is '#': must be a reference that does not lead back to itself"),
     ({"maxLength": -1}, "maxLength is -1: must be a whole number"),
     ({"enum": 3}, "enum is 3: must be a list of values"),
     ({"required": [3]}, "required is [3]: must be a list of names"),

@@ -51,7 +51,7 @@ WRONG = [
     (constrained("json_schema", {"$ref": "http://127.0.0.1:1/x"}), VALUE + "is not a json_schema that can be enforced"),
     (constrained("json_schema", {"uniqueItems": True}), "can be enforced: uniqueItems is not supported"),
     (constrained("json_schema", {"const": 2**53 + 1}), "can be enforced: const has the number 9007199254740993"),
-    (constrained("json_schema", {"$ref": "#"}), "can be enforced: no text satisfies it"),
+    (constrained("json_schema", {"$ref": "#"}), "can be enforced: $ref is '#': must be a reference that does not lead"),
     (constrained("regex", r"[^\s\S]"), "is not a regex that can be enforced: no text satisfies it"),
     (constrained("regex", "a" * 65_537), VALUE + "has 65537 characters: must have at most 65536"),
 ]
