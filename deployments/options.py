@@ -107,7 +107,7 @@ def print_wide(table: Table, *, empty: str = "") -> None:
 def write_output(file: Path, text: str) -> None:
     """Write the file of the option --output. UserError: the file cannot be written."""
     try:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {str(file)!r}: cannot be written ({error.strerror})") from error
 

@@ -35,6 +35,7 @@ from tinkerflow.backend.compute.weights.files import (
     open_tensors,
     read_object,
 )
+from tinkerflow.backend.core.disk import draft_of
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.spec.commands import LORA_ALPHA, AdapterState
 from tinkerflow.backend.spec.ranks import peft_factor
@@ -59,12 +60,20 @@ class _Written:
         return math.prod(self.tensor.shape) * int(np.dtype(DTYPES[self.dtype]).itemsize)
 
 
-def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str], None] = lambda _: None) -> None:
+def merge(
+    folder: Path,
+    state: AdapterState,
+    to: Path,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    card: str = "",
+) -> None:
     """Write the base model in `folder` with the adapter `state` added, or its weights, as the new folder `to`.
 
     Tokenizer and config are copied. The config loses its quantization if a quantized tensor was widened, and its tied
-    embeddings if the adapter changes only the unembedding. progress: called with a line for each file. UserError: the
-    adapter does not fit this model, or `to` exists. `to` is created last, so it is complete if it exists.
+    embeddings if the adapter changes only the unembedding. progress: called with a line for each file. card: the model
+    card, which becomes README.md; "": no card. UserError: the adapter does not fit this model, or `to` exists. `to` is
+    created last, so it is complete if it exists. A failure leaves no files.
     """
     if to.exists():
         raise UserError(f"folder {str(to)!r} exists: give a new one")
@@ -72,24 +81,23 @@ def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str],
     merger = _Merger(cfg, state)
     tensors = merger.tensors(open_tensors(folder, str(folder)))
     merger.check(tensors)
-    partial = to.parent / f".{to.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for file in {path for pattern in TEXT_FILES for path in folder.glob(pattern)}:
-        shutil.copyfile(file, partial / file.name)
-    (partial / INDEX).unlink(missing_ok=True)
-    _write_config(partial / "config.json", merger, widened=any(isinstance(one.tensor, MadeTensor) for one in tensors))
-    shards = _shards(tensors)
-    count = len(shards)
-    names = [WEIGHTS] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    for file_name, shard in zip(names, shards, strict=True):
-        _write(partial / file_name, shard, merger)
-        progress(f"written: {file_name}")
-    if count > 1:
-        weight_map = {one.name: file_name for file_name, shard in zip(names, shards, strict=True) for one in shard}
-        index = {"metadata": {"total_size": sum(one.size for one in tensors)}, "weight_map": weight_map}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    partial.rename(to)
+    with draft_of(to) as draft:
+        for file in {path for pattern in TEXT_FILES for path in folder.glob(pattern)}:
+            shutil.copyfile(file, draft / file.name)
+        (draft / INDEX).unlink(missing_ok=True)
+        _write_config(draft / "config.json", merger, widened=any(isinstance(one.tensor, MadeTensor) for one in tensors))
+        shards = _shards(tensors)
+        count = len(shards)
+        names = [WEIGHTS] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        for file_name, shard in zip(names, shards, strict=True):
+            _write(draft / file_name, shard, merger)
+            progress(f"written: {file_name}")
+        if count > 1:
+            weight_map = {one.name: file_name for file_name, shard in zip(names, shards, strict=True) for one in shard}
+            index = {"metadata": {"total_size": sum(one.size for one in tensors)}, "weight_map": weight_map}
+            (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if card:
+            (draft / "README.md").write_text(card, encoding="utf-8")
 
 
 class _Merger:

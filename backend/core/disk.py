@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
@@ -26,6 +29,22 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
     flush(folder.parent)
+
+
+@contextmanager
+def draft_of(folder: Path) -> Iterator[Path]:
+    """An empty folder beside the new `folder`, which gets that name after the block, or is removed if the block fails.
+
+    The draft of an interrupted call is replaced. OSError: `folder` cannot be created.
+    """
+    draft = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:

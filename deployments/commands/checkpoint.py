@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tinkerflow.backend.core.disk import draft_of
 from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
 from tinkerflow.backend.core.ids import IMPORTED, LOCAL_OWNER, new_id
 from tinkerflow.backend.spec.limits import MAX_TTL
@@ -248,24 +248,8 @@ def merge(
     _found(opened, path, settings)
     state, saved = opened.load(path, optimizer=False)
     folder = find_model(resolve_base_model(settings, base_model)) if base_model else _base(settings, saved)
-    with _draft_of(to):
-        merge_model(folder, state, to, print)
-        (to / "README.md").write_text(_card(opened, saved, folder, settings, merged=True))
-
-
-@contextmanager
-def _draft_of(to: Path) -> Iterator[Path]:
-    """The draft of a new folder, as in `merge_model`. It is removed if the block fails, for example on a full disk.
-
-    UserError: it cannot be written.
-    """
-    draft = to.parent / f".{to.name}.partial"
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        with writing("--to", to):
-            yield draft
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with writing("--to", to):
+        merge_model(folder, state, to, print, card=_card(opened, saved, folder, settings, merged=True))
 
 
 @app.command()
@@ -290,15 +274,13 @@ def export(
         raise UserError(f"to {to}: already exists; name a new folder")
     base = _base(settings, saved)
     text = _card(opened, saved, base, settings)
-    with _draft_of(to) as draft:
-        draft.mkdir(parents=True)
+    with writing("--to", to), draft_of(to) as draft:
         for name, digest in saved.files.items():
             if name != OPTIMIZER:
                 with (draft / name).open("wb") as file:
                     for start in range(0, digest.size, BLOCK):
                         file.write(opened.read_range(saved, name, start, BLOCK))
-        (draft / "README.md").write_text(text)
-        draft.rename(to)
+        (draft / "README.md").write_text(text, encoding="utf-8")
     print(f"written: {', '.join(sorted(file.name for file in to.iterdir()))}")
     if hint := merge_hint(saved, base):
         print(hint)

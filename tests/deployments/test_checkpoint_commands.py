@@ -272,6 +272,20 @@ def test_a_checkpoint_is_merged_into_its_base_model(tmp_path: Path) -> None:
     assert isinstance(missing.exception, NotFoundError)
 
 
+def test_a_merge_that_fails_at_its_card_leaves_nothing(tmp_path: Path) -> None:
+    cfg, base = merging.of_base()
+    meta = CheckpointMeta(base_model=str(merging.written(tmp_path / "model", base)), owner="team")
+    opened = Store.open(Settings(data_dir=tmp_path).store_url)
+    path = opened.save(RUN, "weights", "a", AdapterState(LoraSpec(4), 1, tensors(cfg)), meta).path
+    arguments = ["checkpoint", "merge", path, "--to", str(tmp_path / "out" / "whole"), "--data-dir", str(tmp_path)]
+    (tmp_path / "journal.db").write_bytes(b"no database" * 100)
+    assert "not a database" in str(CliRunner().invoke(every_command(), arguments).exception)
+    (tmp_path / "journal.db").unlink()
+    assert not list(tmp_path.glob("out/*"))
+    CliRunner().invoke(every_command(), arguments, catch_exceptions=False)
+    assert f"checkpoint `{path}`" in (tmp_path / "out" / "whole" / "README.md").read_text()
+
+
 def test_the_embedded_model_of_a_restored_data_dir_is_found(tmp_path: Path) -> None:
     cfg, base = merging.of_base()
     embedded = Path("models", "tinkerflow", "tiny-qwen3")
