@@ -2,10 +2,14 @@
 
 A thread writes the lines, so a part also writes them while it imports and loads. After the first call of `turns`, the
 lines stop when the loop has not called it for HUNG_SECONDS. A stopped process (SIGSTOP) writes no lines either.
+
+A part without `up`, for example in a pod, writes no heartbeats. If its loop hangs for HUNG_SECONDS, it exits, so that
+it is restarted.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -26,14 +30,22 @@ class Pulse:
         """No line is written before `start`. hung_seconds: how long the loop may go without calling `turns`."""
         self._hung_seconds = hung_seconds
         self._turned: float | None = None
+        self._beats = False
 
     def start(self) -> None:
         """Start writing heartbeats."""
+        self._beats = True
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def turns(self) -> None:
-        """Note that the event loop runs."""
+        """Note that the event loop runs.
+
+        Without heartbeats, this process exits with status 1 if the next call does not come in time. It first writes the
+        tracebacks of all threads to standard error. This also works while a thread never releases the GIL.
+        """
         self._turned = time.monotonic()
+        if not self._beats:
+            faulthandler.dump_traceback_later(self._hung_seconds, exit=True)
 
     def _beat(self) -> None:
         while True:

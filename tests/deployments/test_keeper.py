@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -25,6 +26,12 @@ PARTS = {
     "hung": PULSE + "say(READY); p.turns(); time.sleep(600)",
     "broken": "print('I give up', flush=True); exit(3)",
 }
+
+
+def test_a_hung_part_without_up_exits_with_the_tracebacks_of_its_threads() -> None:
+    hang = "from tinkerflow.deployments.pulse import Pulse; import time; Pulse(hung_seconds=1).turns(); time.sleep(600)"
+    ended = subprocess.run((sys.executable, "-c", hang), capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 1 and 'File "<string>", line 1 in <module>' in ended.stderr
 
 
 @pytest.fixture
