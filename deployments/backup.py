@@ -28,6 +28,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import EMBEDDED_FOLDER
 from tinkerflow.backend.settings import Settings, variable_of
 from tinkerflow.backend.spec.checkpoint import RECOVERY
+from tinkerflow.deployments.data_dir import OF_DISK
 from tinkerflow.deployments.options import existing
 
 MANIFEST = "tinkerflow-backup.json"
@@ -86,7 +87,7 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
 
     UserError: the file is not a backup, or the data dir is not empty.
     """
-    if data_dir.is_dir() and any(data_dir.iterdir()):
+    if _content(data_dir):
         raise UserError(f"data dir {data_dir}: is not empty; give a new --data-dir, or move the old one away")
     try:
         manifest = _unpack(file, data_dir)
@@ -134,9 +135,14 @@ def _unpack(file: Path, data_dir: Path) -> dict[str, Any]:
     return manifest
 
 
+def _content(folder: Path) -> list[Path]:
+    """The entries of a folder, if it exists, without that of a new disk."""
+    return [path for path in folder.iterdir() if path.name != OF_DISK] if folder.is_dir() else []
+
+
 def _clear(folder: Path) -> None:
     """Remove the content of a folder, if it exists."""
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in _content(folder):
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -21,10 +21,11 @@ from tinkerflow.backend.service import LOCK, Owner, read_owner
 from tinkerflow.deployments.options import minute
 
 NEEDED_BYTES = 100 * 2**20
-# Beginnings of the names of all entries of a data dir. A new disk contains lost+found.
+OF_DISK = "lost+found"  # an entry of each new disk
+# Beginnings of the names of all entries of a data dir.
 OWN_ENTRIES = (
     *(LOCK, "group.secret", "jax-cache", "journal.db", "logs", "models", "pipelines", "prefect", "store", "tracking"),
-    "lost+found",
+    OF_DISK,
 )
 
 

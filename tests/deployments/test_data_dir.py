@@ -273,6 +273,17 @@ def test_backup_of_a_store_behind_a_link_is_restored(tmp_path: Path) -> None:
     assert not (tmp_path / "new/store").is_symlink()
 
 
+def test_a_backup_is_restored_onto_a_new_disk(tmp_path: Path) -> None:
+    list(write_backup(filled(tmp_path / "data"), tmp_path / "b.tar"))
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "b.tar").read_bytes()[:-5000])
+    (tmp_path / "disk" / "lost+found").mkdir(parents=True)
+    with pytest.raises(UserError, match="cannot be restored"):
+        list(restore_backup(tmp_path / "cut.tar", tmp_path / "disk"))
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["lost+found"]
+    list(restore_backup(tmp_path / "b.tar", tmp_path / "disk"))
+    assert (tmp_path / "disk/store/run/tensors").read_bytes() == b"\1" * 100
+
+
 def test_restored_parts_that_the_settings_do_not_use_are_named(tmp_path: Path) -> None:
     filled(tmp_path)
     assert list(unused_places(Settings(data_dir=tmp_path, store=str(tmp_path / "store")))) == []
