@@ -218,7 +218,10 @@ def _add_folder(tar: tarfile.TarFile, name: str, folder: Path) -> str:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """The folder and everything in it, without folders that are deleted meanwhile. OSError: a file cannot be read."""
+    """The folder and everything in it, without folders that are deleted meanwhile. OSError: a file cannot be read.
+
+    The entry of a disk that is mounted at the folder is left out, because only root can read it.
+    """
 
     def check(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -226,4 +229,6 @@ def _inside(folder: Path) -> Iterator[Path]:
 
     yield folder
     for base, folders, files in os.walk(folder, onerror=check, followlinks=True):
+        if Path(base) == folder and OF_DISK in folders:
+            folders.remove(OF_DISK)
         yield from (Path(base, name) for name in (*folders, *files))

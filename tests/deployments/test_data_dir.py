@@ -284,6 +284,16 @@ def test_a_backup_is_restored_onto_a_new_disk(tmp_path: Path) -> None:
     assert (tmp_path / "disk/store/run/tensors").read_bytes() == b"\1" * 100
 
 
+def test_a_backup_of_a_store_on_its_own_disk_leaves_out_what_only_root_can_read(tmp_path: Path) -> None:
+    settings = filled(tmp_path / "data")
+    for place in ("lost+found", "run/lost+found"):
+        (settings.data_dir / "store" / place).mkdir()
+    list(write_backup(settings, tmp_path / "b.tar"))
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        stored = [name for name in tar.getnames() if name.startswith("store")]
+    assert stored == ["store/.", "store/run", "store/run/lost+found", "store/run/tensors"]
+
+
 def test_restored_parts_that_the_settings_do_not_use_are_named(tmp_path: Path) -> None:
     filled(tmp_path)
     assert list(unused_places(Settings(data_dir=tmp_path, store=str(tmp_path / "store")))) == []
