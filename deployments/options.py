@@ -122,9 +122,10 @@ def writing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        folder, at = path.absolute().parent, Path(error.filename or "/").absolute()
-        is_there = bool(error.filename) and (folder == at or folder in at.parents or at in folder.parents)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) and not is_there:
+        folder, at = path.absolute().parent, Path(error.filename or "").absolute()
+        below = at.relative_to(folder).parts[:1] if folder in at.parents else ()  # the file, its folder or its draft
+        is_there = folder == at or at in folder.parents or any(path.name in name for name in below)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) and not (error.filename and is_there):
             raise  # errors of a file that is read, or of a closed output
         raise UserError(f"{option} {str(path)!r}: cannot be written ({error.strerror})") from error
 

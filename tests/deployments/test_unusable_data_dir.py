@@ -162,6 +162,8 @@ def test_backup_names_the_file_that_a_full_disk_cannot_hold(tmp_path: Path, monk
 
 
 def test_an_error_of_another_file_is_not_one_of_the_output(tmp_path: Path) -> None:
-    for fault in (BrokenPipeError(errno.EPIPE, "closed"), FileNotFoundError(errno.ENOENT, "none", "/models/a")):
+    beside = PermissionError(errno.EACCES, "denied", str(tmp_path / "model" / "config.json"))
+    missing = FileNotFoundError(errno.ENOENT, "none", "/models/a")
+    for fault in (BrokenPipeError(errno.EPIPE, "closed"), missing, beside):
         with pytest.raises(type(fault)), writing("--to", tmp_path / "x"):
             raise fault
