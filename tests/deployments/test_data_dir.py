@@ -363,7 +363,7 @@ def test_keys_are_revoked_by_id_or_by_an_unambiguous_name(tmp_path: Path) -> Non
             _id_of("laptop", keys)
         journal.keys.revoke(one.id)
         assert _id_of("laptop", journal.keys.all()) == two.id
-        with pytest.raises(NotFoundError, match="did you mean 'laptop'"):
+        with pytest.raises(NotFoundError, match=r"'lapto': no usable key has this id or name .did you mean 'laptop'"):
             _id_of("lapto", journal.keys.all())
 
 
