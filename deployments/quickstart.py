@@ -178,7 +178,7 @@ def _flow_run_page(prefect: PrefectAccess, model_id: str) -> str:
     tagged, url = {"flow_runs": {"tags": {"all_": [model_id]}}}, f"{prefect.api_url}/flow_runs/filter"
     deadline = time.monotonic() + SHOWN_SECONDS
     while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):  # on a busy machine Prefect may be late, or restart
+        with contextlib.suppress(httpx.HTTPError):  # on a busy machine Prefect may be late, answer 503, or restart
             if runs := httpx.post(url, json=tagged, headers=prefect.headers).raise_for_status().json():
                 return f"/runs/flow-run/{runs[0]['id']}"
         time.sleep(0.2)

@@ -21,9 +21,9 @@ class Healthy(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def health_server() -> Iterator[int]:
-    """Run the server for the block, and yield its port."""
-    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+def health_server(handler: type[Healthy] = Healthy) -> Iterator[int]:
+    """Run the server for the block, and yield its port. handler: answers its requests."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server.server_port

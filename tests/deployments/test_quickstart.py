@@ -9,7 +9,9 @@ from typing import Any, Self
 
 import pytest
 from rich.console import Console
+from tests.health_server import Healthy, health_server
 
+from tinkerflow.backend.core.prefect_access import PrefectAccess
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import local
 from tinkerflow.deployments import quickstart as module
@@ -74,6 +76,22 @@ def test_a_file_gets_every_phase_and_no_escaped_characters() -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "engine: starting the Prefect server\nready: http" in shown
     assert "a?b" in shown and "ufffd" not in shown
+
+
+def test_the_flow_run_is_found_after_a_busy_answer_of_prefect() -> None:
+    answers = [(503, b'{"exception_message": "Service Unavailable"}'), (200, b'[{"id": "1234"}]')]
+
+    class Prefect(Healthy):
+        def do_POST(self) -> None:
+            status, body = answers.pop(0)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with health_server(Prefect) as port:
+        prefect = PrefectAccess(f"http://127.0.0.1:{port}/api", "", "")
+        assert module._flow_run_page(prefect, "s:train:0") == PAGE
+    assert not answers
 
 
 def test_interrupted_quickstart_is_not_reported_as_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
