@@ -111,13 +111,7 @@ def _deployments(file: Path, entries: Sequence[object]) -> list[Deployment]:
             deployments.append(Deployment.model_validate({**used, "for_work_pools": pools}))
         except ValidationError as error:
             raise UserError(f"serve {file}: deployments[{i}]: {explain(error, Deployment)}") from error
-    seen: set[tuple[str, str]] = set()
-    for i, deployment in enumerate(deployments):
-        make_absolute(file.resolve().parent, deployment.parameters)
-        if (key := (deployment.entrypoint, deployment.name)) in seen:
-            rule = f"an earlier deployment of {deployment.entrypoint} has this name, and Prefect would keep only one"
-            raise UserError(f"serve {file}: deployments[{i}]: name {deployment.name!r}: {rule}")
-        seen.add(key)
+        make_absolute(file.resolve().parent, deployments[-1].parameters)
     return deployments
 
 
@@ -131,9 +125,8 @@ def _tag_limits(file: Path, content: Mapping[str, Any]) -> dict[str, int]:
 def _allowed_code(file: Path, content: Mapping[str, Any], deployments: Sequence[Deployment]) -> list[str]:
     listed = content.get("allowed_code", [])
     if not isinstance(listed, list) or not all(isinstance(path, str) and ":" in path for path in listed):
-        raise UserError(
-            f"serve {file}: allowed_code is {listed!r}: must be a list of import paths, package.module:name"
-        )
+        rule = "must be a list of import paths, package.module:name"
+        raise UserError(f"serve {file}: allowed_code is {listed!r}: {rule}")
     return sorted({*listed, *(path for deployment in deployments for path in _code(deployment.parameters))})
 
 
@@ -188,16 +181,12 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
     os.environ |= await ensure_results(f"{settings.pipelines_url}/results")  # the processes of flow runs inherit this
     await ensure_automations(automations())
     await ensure_tag_limits(content.tag_limits)
-    runner, names = Runner(limit=limit), list[str]()
-    for deployment in content.deployments:
-        flow, given = make_deployment(deployment)
+    runner, made = Runner(limit=limit), make_deployments(content.deployments)
+    for deployment, (name, (flow, given)) in zip(content.deployments, made.items(), strict=True):
         await runner.aadd_flow(flow, **given)
-        names.append(f"{flow.name}/{deployment.name}")
-        served = f"{deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}"
-        unused = [field for field in deployment.for_work_pools if field != "work_pool"]
-        note = f" (only for work pools, not used: {', '.join(unused)})" if unused else ""
-        print(f"serving {served}{note}", flush=True)
-    for stale in await unserved(names):
+        unused = ", ".join(field for field in deployment.for_work_pools if field != "work_pool")
+        print(f"serving {name}{unused and f' (only for work pools, not used: {unused})'}", flush=True)
+    for stale in await unserved(made):
         fix = (
             f"add it to the file, or delete it with `prefect deployment delete {stale!r}` (`tinkerflow prefect --env`)"
         )
@@ -211,8 +200,8 @@ async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess
         working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
         watching = asyncio.create_task(watch_prefect(prefect, settings.data_dir, report))
         await asyncio.sleep(0)  # lets the runner set its handler first, which would raise in the middle of a step
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, asked.set)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, asked.set)
         report(f"Prefect: {prefect.api_url}")
         await asyncio.wait((working, asking, watching), return_when=asyncio.FIRST_COMPLETED)
         is_away, is_refused = await asyncio.to_thread(probe_prefect, prefect)
@@ -414,6 +403,17 @@ def check_parameters(wanted: Deployment) -> None:
             parameters_of(pipeline, wanted.parameters.get("parameters", {}))
         except UserError as error:
             raise UserError(f"deployment {wanted.name!r}: {error.message}") from error
+
+
+def make_deployments(wanted: Sequence[Deployment]) -> dict[str, tuple[Flow[..., Any], dict[str, Any]]]:
+    """FLOW/NAME of each deployment -> `make_deployment`. UserError: as there, or two deployments have the same one."""
+    made: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
+    for one in wanted:
+        flow, given = make_deployment(one)
+        if made.setdefault(f"{flow.name}/{one.name}", (flow, given))[0] is not flow:
+            rule = f"an earlier deployment of the flow {flow.name!r} has this name, and Prefect would keep only one"
+            raise UserError(f"deployment {one.name!r}: entrypoint {one.entrypoint!r}: {rule}")
+    return made
 
 
 def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]:

@@ -27,6 +27,7 @@ from tinkerflow.deployments.serve import (
     PLAIN_LOG,
     Deployment,
     make_deployment,
+    make_deployments,
     outages_in_one_line,
     read_file,
     serve,
@@ -68,13 +69,21 @@ def test_a_name_that_prefect_refuses_is_refused(tmp_path: Path, name: str) -> No
         read_file(tmp_path / "prefect.yaml")
 
 
-def test_two_deployments_of_a_flow_have_different_names(tmp_path: Path) -> None:
-    entries = "{name: a, entrypoint: m.f}, {name: a, entrypoint: m.g}, {name: b, entrypoint: m.f}"
-    (tmp_path / "prefect.yaml").write_text(f"deployments: [{entries}]")
-    assert len(read_file(tmp_path / "prefect.yaml").deployments) == 3
-    (tmp_path / "prefect.yaml").write_text(f"deployments: [{entries}, {{name: a, entrypoint: m.g}}]")
-    with pytest.raises(UserError, match=r"deployments\[3\]: name 'a': an earlier deployment of m\.g has this name"):
-        read_file(tmp_path / "prefect.yaml")
+def test_two_deployments_of_a_flow_have_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from prefect import flow\n@flow(name='train')\ndef f() -> None: ...\n@flow\ndef g() -> None: ...\n"
+    (tmp_path / "trains_twice.py").write_text(code + "@flow(name='train')\ndef h() -> None: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def made(*entries: str) -> list[str]:
+        listed = ", ".join(f"{{name: {name}, entrypoint: trains_twice.{flow}}}" for name, flow in entries)
+        (tmp_path / "prefect.yaml").write_text(f"deployments: [{listed}]")
+        return list(make_deployments(read_file(tmp_path / "prefect.yaml").deployments))
+
+    assert made("af", "ag", "bf") == ["train/a", "g/a", "train/b"]
+    for flow in "fh":  # the same flow again, and another one that Prefect takes for the same
+        rule = f"entrypoint 'trains_twice.{flow}': an earlier deployment of the flow 'train' has this name"
+        with pytest.raises(UserError, match=rf"^deployment 'a': {rule}"):
+            made("af", "ag", f"a{flow}")
 
 
 @pytest.mark.parametrize("limits", ["[nightly]", "{nightly: 0}", "{nightly: many}"])
