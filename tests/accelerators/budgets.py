@@ -259,6 +259,7 @@ BUDGETS = (
     Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), DECISIONS, 0),
     Budget(_case("Gemma-3-12B h100:1 forward_backward 4x1024"), MEMORY, 100),
     Budget(_case("gpt-oss-20b h100:1 forward_backward 4x1024"), MEMORY, 100),
+    Budget(_case("gpt-oss-20b h100:1 forward_backward 4x1024"), SLICES, 45),
     Budget(_case("Gemma-3-12B v6e:2x2 forward_backward 8x1024"), MEMORY, 100),
     Budget(_case("gpt-oss-20b v6e:2x2 forward_backward 4x1024"), MEMORY, 100),
     Budget(_case("gpt-oss-20b v6e:2x2 forward_backward 4x1024"), DENSE, 2),

@@ -84,10 +84,24 @@ def main() -> None:
     )
     own = {name: params.layers[name][1] for name in EXPERT_MATRICES}, pairs
     apply = stack_apply(columns_B2)
+
+    def slopes(mesh: Any, layer: Any) -> Any:
+        """The gradients of training, with respect to the input and to the pairs."""
+
+        def loss(y: Any, pairs: Any) -> Any:
+            return jnp.sum(jnp.sin(mixture(mesh, {**rest, **layer}, pairs, y, apply_one)))
+
+        leaves = jax.tree.leaves(jax.jit(jax.grad(loss, argnums=(0, 1)))(y_BTD, pairs))
+        return [np.asarray(leaf).tolist() for leaf in leaves]
+
+    found["own slopes"] = slopes(mesh, own[0])
     found["own"] = np.asarray(mixture(mesh, {**rest, **own[0]}, own[1], y_BTD, apply)).tolist()
     grouped_tpu.product = functools.partial(grouped_tpu.product, interpret=True)
     with compiling_for(TPU):
         found["in place"] = np.asarray(mixture(mesh, {**rest, **whole[0]}, whole[1], y_BTD, apply)).tolist()
+        found["slopes in place"] = slopes(mesh, whole[0])  # devices send tokens
+        unequal = jax.make_mesh((3, 1, 2), mesh.axis_names, axis_types=mesh.axis_types, devices=jax.devices()[:6])
+        found["slopes of gathered"] = slopes(unequal, jax.device_put(whole[0], jax.devices()[0]))
     for sizes in ((1, 1, 1), (1, 8, 1)):
         devices = jax.devices()[: int(np.prod(sizes))]
         mesh = jax.make_mesh(sizes, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=devices)

@@ -169,6 +169,10 @@ def test_mesh_of_eight_devices_equals_one_device(moe, tmp_path):
                 assert np.abs(other).max() > 0.01
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-3)
     np.testing.assert_allclose(found["in place"], found["own"], rtol=1e-4, atol=1e-5)
+    for slopes in ("slopes in place", "slopes of gathered"):
+        for one, other in zip(found[slopes], found["own slopes"], strict=True):
+            assert np.abs(other).max() > 0.01
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-3)
 
 
 def test_weights_and_names(moe, executor):

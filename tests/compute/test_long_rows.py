@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compute.conftest import build
 from tests.compute.shapes import LAYERS, QWEN3_0_6B, QWEN3_4B, config_like
 
+from tinkerflow.backend.compute.kernels import grouped_gpu
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.layer_loop import groups, kept_carries
+from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES
 from tinkerflow.backend.compute.models.long_rows import in_chunks
 from tinkerflow.backend.compute.models.lora_weights import init_lora
 from tinkerflow.backend.compute.models.params import load_params
@@ -49,12 +54,16 @@ def test_layer_groups_keep_the_fewest_inputs(alike: str, expected: list[Any], ke
 
 @pytest.fixture(scope="module")
 def gradients(qwen3: Any) -> Any:
+    return gradients_of(qwen3)
+
+
+def gradients_of(reference: Any) -> Any:
     """gradients(keep, chunk): an adapter's gradients of a step that keeps `keep`, with `chunk` tokens at a time.
 
-    again: queries, keys and values are recomputed, as on GPUs.
+    again: queries, keys and values are recomputed, as on GPUs. in_place: names of matrices that are read in place.
     """
-    cfg, mesh = load_config(str(qwen3.folder)), make_mesh(1, 1)
-    params = load_params(cfg, str(qwen3.folder), mesh, "float32")
+    cfg, mesh = load_config(str(reference.folder)), make_mesh(1, 1)
+    params = load_params(cfg, str(reference.folder), mesh, "float32")
     rng = np.random.default_rng(0)
     lora = jax.tree.map(
         lambda leaf: rng.normal(scale=0.1, size=leaf.shape).astype(np.float32), init_lora(cfg, LoraSpec(4), 0)
@@ -64,14 +73,17 @@ def gradients(qwen3: Any) -> Any:
     floats = np.ones((2, 64, len(packed_inputs()), 1), np.float32)
     batch = DeviceBatch(ints_BTI=ints, floats_BTJK=floats, choice=choose("cross_entropy", {}))
 
-    def of(keep: Keep, chunk: int = 0, *, again: bool = False) -> list[Any]:
+    def of(keep: Keep, chunk: int = 0, *, again: bool = False, in_place: Any = ()) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "choose_keep", lambda *_: keep)
             patch.setattr(train, "tokens_at_a_time", lambda _: chunk)
             patch.setattr(train, "platform", lambda: CUDA if again else CPU)
+            patch.setattr(train, "experts_in_place", lambda *_: frozenset(in_place))
+            product = Mock(side_effect=partial(grouped_gpu.product, interpret=True))
+            patch.setattr(grouped_gpu, "product", product)
             steps = make_steps(cfg, mesh, Budget(1024, 2**30))
             grads, scored = steps.backward(params, lora, jax.tree.map(jnp.zeros_like, lora), batch)
-        assert float(scored.loss) > 0
+        assert float(scored.loss) > 0 and product.called == bool(in_place)
         return jax.tree.leaves(jax.device_get(grads))
 
     return of
@@ -94,6 +106,20 @@ def test_token_chunks_give_the_same_gradients(gradients: Any, keep: Keep) -> Non
 def test_recomputed_projections_give_the_same_gradients(gradients: Any) -> None:
     for one, other in zip(gradients(Keep.GROUPS, 16), gradients(Keep.GROUPS, 16, again=True), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(one).max())
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gpt_oss", "deepseek_v3"))],
+)
+def test_experts_read_in_place_give_the_same_gradients(request: Any, tmp_path: Path, architecture: str) -> None:
+    """qwen3_moe has equal layers, gpt_oss alternating layers, and deepseek_v3 a dense layer before the others."""
+    alike = architecture == "qwen3_moe"
+    gradients = gradients_of(request.getfixturevalue("moe") if alike else build(tmp_path, architecture, tied=False))
+    for keep, chunk in ((Keep.RESULTS, 0), (Keep.GROUPS, 32)):
+        sliced, in_place = gradients(keep, chunk), gradients(keep, chunk, in_place=EXPERT_MATRICES)
+        for one, other in zip(sliced, in_place, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(one).max())
 
 
 def test_a_chunk_has_no_more_tokens_than_it_may() -> None:

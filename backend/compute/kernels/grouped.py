@@ -6,6 +6,8 @@ Letters: M rows, E experts, i in, o out, b rows of a block.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 import flax.struct
 import jax
@@ -37,7 +39,7 @@ class Groups:
     def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8 | FourBit | OfLayer) -> jax.Array:
         """Each row times its expert's matrix, [M, o] in the dtype of x.
 
-        Differentiable with respect to x and to float weights, but not with OfLayer.
+        Differentiable with respect to x and to float weights. With OfLayer, only with respect to x.
         """
         if isinstance(weight_Eio, OfLayer):
             return self._in_place(x_Mi, weight_Eio, transposed=False)
@@ -58,8 +60,23 @@ class Groups:
         if isinstance(stack, FourBit) and not (kernels is grouped_gpu and grouped_gpu.takes(stack, of_experts=True)):
             return self.dot(x_Mi, weight.own)
         values = stack.values if isinstance(stack, Int8) else stack
-        y_Mo = kernels.product(x_Mi, values, self.sizes_E, weight.layer, transposed=transposed)
+        y_Mo = _of_stack(kernels, transposed, x_Mi, values, self.sizes_E, weight.layer)
         return y_Mo * weight.own.scale[self.expert_M] if isinstance(stack, Int8) else y_Mo
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _of_stack(
+    kernels: ModuleType, transposed: bool, x_Mi: jax.Array, stack: Array, sizes_E: jax.Array, layer: jax.Array
+) -> jax.Array:
+    """The kernels' `product` with a layer's matrices in the stack of all layers, differentiable with respect to x."""
+    y_Mo: jax.Array = kernels.product(x_Mi, stack, sizes_E, layer, transposed=transposed)
+    return y_Mo
+
+
+_of_stack.defvjp(
+    lambda kernels, transposed, x_Mi, *matrices: (_of_stack(kernels, transposed, x_Mi, *matrices), matrices),
+    lambda kernels, transposed, matrices, d_Mo: (_of_stack(kernels, not transposed, d_Mo, *matrices), None, None, None),
+)
 
 
 def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:

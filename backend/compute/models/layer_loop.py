@@ -45,6 +45,7 @@ def over_layers(
     params: LayerParams | tuple[LayerParams, ...],
     lora: LayerPairs,
     in_place: frozenset[str] = frozenset(),
+    pairs_in_place: frozenset[str] = frozenset(),
     kept: Kept[Carry] = lambda step, **_: step,
     grouped: bool = False,
 ) -> Carry:
@@ -53,9 +54,10 @@ def over_layers(
     cfg: the decoder's layers. layer: takes the layer's kind, the carry, and (place, weights, adapter pairs). The place
     follows `ModelConfig.place`. The kind is static. The place is static only if the weights are separate for each
     layer. carry: the input of the first layer. params: a loop goes over stacked weights; separate layers are computed
-    one after the other. lora: stacked or by layer, like `params`. in_place: names of stacked matrices; `layer` gets
-    these matrices and their pairs as `OfLayer`. kept: wraps a step in `jax.checkpoint` with a policy. The step itself
-    takes a layer's weights out of their stack: if they were its arguments, copies of all weights would be saved.
+    one after the other. lora: stacked or by layer, like `params`. in_place, pairs_in_place: names of stacked matrices,
+    and of pairs, that `layer` gets as `OfLayer`. With pairs, the program can have no backward pass. kept: wraps a step
+    in `jax.checkpoint` with a policy. The step itself takes a layer's weights out of their stack: if they were its
+    arguments, copies of all weights would be saved.
     grouped: a backward pass saves the values that `kept` selects for one group of layers at a time (`groups`). For
     every other group, the pass saves only the input carry, and computes the group again. It needs stacked weights.
     """
@@ -71,26 +73,28 @@ def over_layers(
     if grouped:
         for start, period, repeats, size in groups(kinds):
             run = partial(_run, start=start, period=period, repeats=repeats, group=size)
-            carry = run(cfg, layer, carry, params, lora, in_place, kept)
+            carry = run(cfg, layer, carry, params, lora, in_place, pairs_in_place, kept)
         return carry
+    wholes = (params, in_place), (lora, pairs_in_place)
     for start, period, repeats in runs(kinds):
         if period == 1 and repeats == cfg.layers:
             sliced, pairs = (
-                {name: stack for name, stack in stacks.items() if name not in in_place} for stacks in (params, lora)
+                {name: stack for name, stack in stacks.items() if name not in names} for stacks, names in wholes
             )
 
             def once(carry: Carry, stacked: tuple[Any, LayerParams, LayerPairs]) -> Carry:
                 number, weights, pairs = stacked
                 whole, adapted = (
-                    {name: OfLayer(stacks[name], number) for name in in_place if name in stacks}
-                    for stacks in (params, lora)
+                    {name: OfLayer(stacks[name], number) for name in names if name in stacks}
+                    for stacks, names in wholes
                 )
                 return kept(partial(layer, kinds[0]), prevent_cse=may_be_unrolled(cfg.layers))(
                     carry, (number, _plain({**weights, **whole}), _plain({**pairs, **adapted}))
                 )
 
-            return _loop(once, carry, repeats, (sliced, pairs), counter=bool(in_place))
-        carry = _run(cfg, layer, carry, params, lora, in_place, kept, start=start, period=period, repeats=repeats)
+            return _loop(once, carry, repeats, (sliced, pairs), counter=bool(pairs_in_place))
+        run = partial(_run, start=start, period=period, repeats=repeats)
+        carry = run(cfg, layer, carry, params, lora, in_place, pairs_in_place, kept)
     return carry
 
 
@@ -139,6 +143,7 @@ def _run(
     params: LayerParams,
     lora: LayerPairs,
     in_place: frozenset[str],
+    pairs_in_place: frozenset[str],
     kept: Kept[Carry],
     *,
     start: int,
@@ -177,7 +182,9 @@ def _run(
         places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
         here = {name: _changed(pairs[name], itemgetter(place)) for name, place in places.items()}
         whole = {
-            name: OfLayer(lora[name], place) for name, place in own_places.items() if name in in_place and name in lora
+            name: OfLayer(lora[name], place)
+            for name, place in own_places.items()
+            if name in pairs_in_place and name in lora
         }
         return layer(kind, carry, (home, _plain(weights), _plain({**here, **whole})))
 
@@ -191,9 +198,9 @@ def _run(
     def split(name: str, stack: Any) -> jax.Array:
         return stack[own(name)].reshape(repeats, each(homes[name]), *stack.shape[1:])
 
-    names = [name for name in lora if each(homes[name]) and name not in in_place]
+    names = [name for name in lora if each(homes[name]) and name not in pairs_in_place]
     pairs = {name: _changed(lora[name], partial(split, name)) for name in names}
-    return _loop(once, carry, repeats, (pairs,), group, counter=bool(in_place))
+    return _loop(once, carry, repeats, (pairs,), group, counter=bool(pairs_in_place))
 
 
 def _changed(pair: LoraPair, change: Callable[[Any], jax.Array]) -> LoraPair:

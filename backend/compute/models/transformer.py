@@ -28,12 +28,13 @@ from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import projections
 from tinkerflow.backend.compute.models.layer_loop import LayerPairs, LayerParams, over_layers
-from tinkerflow.backend.compute.models.layers import DecoderLayer
+from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES, DecoderLayer
 from tinkerflow.backend.compute.models.layers.matrices import plain_name
 from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers, RopeTables, Routing
 from tinkerflow.backend.compute.models.lora import Lora, LoraApply
 from tinkerflow.backend.compute.models.rotary import rope_table
-from tinkerflow.backend.compute.platforms import TURING, platform
+from tinkerflow.backend.compute.platforms import TPU, TURING, platform
+from tinkerflow.backend.compute.weights.quantized import FourBit, Int8
 
 Shared = Mapping[str, tuple[jax.Array, jax.Array]]  # keys and values of the last layer of each pool
 # From layer to layer: hidden states, shared keys and values, the layer's number, and the agreement (`forward`).
@@ -126,6 +127,7 @@ class ForwardInputs:
     constrain: pins the sharding of [B, T, D] activations between layers.
     keep: the values that are saved for the backward pass.
     tokens_at_once: as in `LayerStep`; a backward pass computes these parts again.
+    in_place: names of stacked matrices that kernels read in place; no backward pass computes their gradients.
     routes_BTLk int32: the experts of each token in every layer, -1 = the router chooses; None = it always chooses.
     """
 
@@ -137,6 +139,7 @@ class ForwardInputs:
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x
     keep: Keep = Keep.RESULTS
     tokens_at_once: int = 0
+    in_place: frozenset[str] = frozenset()
     routes_BTLk: jax.Array | None = None
 
 
@@ -195,9 +198,21 @@ def forward(
         first_BT = jnp.argmax(inputs.routes_BTLk[..., 0] >= 0, axis=-1)
         equal_BT2 = jnp.zeros((*first_BT.shape, 2), jnp.int32)
     start = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0), equal_BT2)
-    grouped = keep is Keep.GROUPS
-    x_BTD, _, _, equal_BT2 = over_layers(cfg, run, start, params.layers, lora.layers, kept=kept, grouped=grouped)
+    x_BTD, _, _, equal_BT2 = over_layers(
+        cfg, run, start, params.layers, lora.layers, inputs.in_place, kept=kept, grouped=keep is Keep.GROUPS
+    )
     return final_hidden(cfg, params, x_BTD), equal_BT2
+
+
+def experts_in_place(cfg: ModelConfig, params: Params) -> frozenset[str]:
+    """The names of the experts' matrices, if kernels read them in place. XLA would copy each layer's for the kernels.
+
+    Matrices of 4 bits are widened, a layer at a time. So are those of 8 bits on TPUs.
+    """
+    if not platform().kernels or not cfg.experts or isinstance(params.layers, tuple):
+        return frozenset()
+    widened = Int8 | FourBit if platform() is TPU else FourBit
+    return frozenset(name for name in EXPERT_MATRICES if not isinstance(params.layers[name], widened))
 
 
 def _agrees(routing: Routing) -> jax.Array:

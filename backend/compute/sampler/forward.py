@@ -26,7 +26,7 @@ from tinkerflow.backend.compute.mesh import (
 from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import projections
 from tinkerflow.backend.compute.models.layer_loop import over_layers
-from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES, DecoderLayer, DeltaRuleWeights
+from tinkerflow.backend.compute.models.layers import DecoderLayer, DeltaRuleWeights
 from tinkerflow.backend.compute.models.layers.delta_rule import mix
 from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers, Routing
 from tinkerflow.backend.compute.models.lora import Lora, LoraPair
@@ -36,6 +36,7 @@ from tinkerflow.backend.compute.models.transformer import (
     add_deep_features,
     capped,
     embed,
+    experts_in_place,
     final_hidden,
     input_of_layer,
     layer_inputs,
@@ -47,7 +48,6 @@ from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, 
 from tinkerflow.backend.compute.sampler.latent_attention import attend_latents
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
 from tinkerflow.backend.compute.sampler.states import States, state_of, with_layer
-from tinkerflow.backend.compute.weights.quantized import FourBit, Int8
 
 # Passed from layer to layer, with hidden states, the layer's number, and the experts of all layers so far.
 Carry = tuple[KVCache, States, jax.Array, jax.Array, jax.Array | None]
@@ -142,8 +142,9 @@ def run_layers(
     inputs_LSQP = layer_inputs(cfg, params, tokens_SQ, x_SQD)
     shape_LSQk = (cfg.layers, *tokens_SQ.shape, cfg.experts_per_token)
     start = (cache, states, x_SQD, jnp.int32(0), jnp.full(shape_LSQk, -1, jnp.int16) if routes else None)
+    whole = _in_place(cfg, mesh, params)
     cache, states, x_SQD, _, chosen_LSQk = over_layers(
-        cfg, run, start, params.layers, lora.layers, _in_place(cfg, mesh, params)
+        cfg, run, start, params.layers, lora.layers, in_place=whole, pairs_in_place=whole
     )
     chosen_SQLk = None if chosen_LSQk is None else jnp.moveaxis(chosen_LSQk, 0, 2)
     return cache, states, final_hidden(cfg, params, x_SQD), chosen_SQLk
@@ -152,18 +153,16 @@ def run_layers(
 def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     """The matrices that are used in place, without a copy of each layer's matrix.
 
-    On one GPU, all matrices are used in place. On TPUs, only the matrices of experts are, which XLA would otherwise
-    copy for the kernel. Quantized matrices are widened on TPUs, a layer at a time.
+    On one GPU, all matrices are used in place. On TPUs, only the matrices of experts are.
     """
-    if not platform().kernels:
-        return frozenset()
+    if platform() is TPU:
+        return experts_in_place(cfg, params)
     stacks = params.layers
+    if not platform().kernels or mesh.size > 1:
+        return frozenset()
     assert not isinstance(stacks, tuple)  # only CPUs use weights by layer
-    if platform() is not TPU:
-        names = stacks.keys() & projections(cfg).keys() if mesh.size == 1 else set()
-        return frozenset(names - {"kv_b"})  # `latent_attention` multiplies it head by head
-    experts = EXPERT_MATRICES if cfg.experts else ()
-    return frozenset(name for name in experts if not isinstance(stacks[name], Int8 | FourBit))
+    # `latent_attention` multiplies by `kv_b` head by head.
+    return frozenset(stacks.keys() & projections(cfg).keys() - {"kv_b"})
 
 
 def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:

@@ -25,7 +25,14 @@ from tinkerflow.backend.compute.models.families import layers_with, projections
 from tinkerflow.backend.compute.models.layers.delta_rule import delta_rule_in_segments
 from tinkerflow.backend.compute.models.layers.step import Mixers
 from tinkerflow.backend.compute.models.lora import Lora, apply_one, gathered
-from tinkerflow.backend.compute.models.transformer import ForwardInputs, ImageFeatures, Keep, Params, forward
+from tinkerflow.backend.compute.models.transformer import (
+    ForwardInputs,
+    ImageFeatures,
+    Keep,
+    Params,
+    experts_in_place,
+    forward,
+)
 from tinkerflow.backend.compute.platforms import CUDA, TPU, TURING, platform
 from tinkerflow.backend.compute.training.attention import attend_trees
 from tinkerflow.backend.compute.training.budget import Budget, choose_keep, tokens_at_a_time
@@ -126,7 +133,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, ROWS))
 
     def hidden(
-        params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0
+        params: Params, lora: Lora, batch: DeviceBatch, *, keep: Keep, some: int = 0, frozen: bool = True
     ) -> tuple[jax.Array, jax.Array | None]:
         save_memory, delta_rule = keep is Keep.GROUPS, None
         positions_BT = None if batch.parents_BT is None else batch.positions
@@ -144,6 +151,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
             constrain=constrain,
             keep=keep,
             tokens_at_once=some,
+            in_place=experts_in_place(cfg, params) if frozen else frozenset(),
             routes_BTLk=batch.routes(cfg),
         )
         return forward(cfg, mesh, params, lora, inputs)
@@ -181,7 +189,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         keep = kept(_NO_ADAPTER, base, batch, replace(budget, input_bytes=None))
 
         def of(weights: Params) -> tuple[jax.Array, jax.Array | None]:
-            return hidden(in_compute_dtype(cfg, base, weights), _NO_ADAPTER, batch, keep=keep)
+            return hidden(in_compute_dtype(cfg, base, weights), _NO_ADAPTER, batch, keep=keep, frozen=False)
 
         hidden_BTD, pull, equal_BT2 = jax.vjp(of, weights, has_aux=True)
         scored, d_hidden_BTD, by_head = at_head(score_and_grads, params, _NO_ADAPTER, hidden_BTD, batch, by_head=True)

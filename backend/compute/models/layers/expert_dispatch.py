@@ -66,6 +66,8 @@ def mixture(
     if trains and y_BTD.shape[0] % row_parts(mesh) == 0:
         owners = training_expert_axes(mesh, y_BTD.size, weights)
         moved = tuple(axis for axis in ROWS if axis in owners and mesh.shape[axis] > 1)
+    if trains and FSDP not in owners and mesh.shape[FSDP] > 1:  # gather the experts of one layer
+        weights = {name: one.own if isinstance(one, OfLayer) else one for name, one in weights.items()}
     split = trains and y_BTD.shape[0] % mesh.shape[FSDP] == 0
     rows = PartitionSpec(ROWS if moved else FSDP if split else None)
     local = jax.shard_map(
@@ -312,10 +314,12 @@ def _chosen(k: int, x_ND: jax.Array, rows: _Rows) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(k: int, x_CD: jax.Array, rows: _Rows) -> jax.Array:
     """The sum of every k original rows in float32: [N, D]. Rows that are not in x_CD count as 0."""
-    x_MD = x_CD[rows.place_M]
-    if rows.there_M is not None:
-        x_MD = jnp.where(rows.there_M[:, None], x_MD, 0)
-    return jnp.sum(x_MD.reshape(-1, k, x_MD.shape[-1]), axis=1, dtype=jnp.float32)
+    D = x_CD.shape[-1]
+    if rows.there_M is None:
+        return jnp.sum(x_CD[rows.place_M].reshape(-1, k, D), axis=1, dtype=jnp.float32)
+    # TPUs store the last two dimensions in tiles, so [N, k, D] would be a copy of [N * k, D] if k < 8.
+    place_kN, there_kN = rows.place_M.reshape(-1, k).T, rows.there_M.reshape(-1, k).T
+    return jnp.sum(jnp.where(there_kN[..., None], x_CD[place_kN], 0), axis=0, dtype=jnp.float32)
 
 
 _chosen.defvjp(

@@ -207,10 +207,13 @@ def training_expert_axes(mesh: Mesh, numbers: int, experts: Mapping[str, Any]) -
     """The axes that split a layer's experts in training, so that devices send each other the fewest bytes.
 
     Each device along the fsdp axis gathers either the experts or the tokens of all devices on this axis. numbers: the
-    count of numbers in the hidden states of all tokens. experts: the matrices, which may be quantized.
+    count of numbers in the hidden states of all tokens. experts: the matrices, which may be quantized or `OfLayer`.
     """
-    matrices = jax.tree.leaves(experts)
+    matrices = [
+        jax.eval_shape(lambda one: one.own, one) if isinstance(one, OfLayer) else one for one in experts.values()
+    ]
+    leaves = jax.tree.leaves(matrices)
     exchanged = 2 * 4 * numbers  # a token and its result, in float32
-    if mesh.shape[FSDP] == 1 or sum(leaf.size * leaf.dtype.itemsize for leaf in matrices) <= exchanged:
+    if mesh.shape[FSDP] == 1 or sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) <= exchanged:
         return (EXPERT,)
-    return expert_axes(mesh, matrices[0].shape[-3])
+    return expert_axes(mesh, leaves[0].shape[-3])
