@@ -290,6 +290,10 @@ BUDGETS = (
         for model, step in (("8B", 1.25), ("GLM-4.7-Flash", 1.35))  # `latent_attention` dequantizes its matrix
         for rest in ((STEP, step), (TEMPORARIES, 2), (SHORT_OFFSETS, 0), (MEMORY, 100))
     ),
+    *(
+        Budget(_case("30B-A3B h100:1 forward_backward 2x1024", base_weights="nf4"), measure, limit)
+        for measure, limit in ((MEMORY, 50), (TEMPORARIES, 9))
+    ),
     *(  # a GPU with 16 GB and without bfloat16, which Triton does not support
         Budget(_case(f"4B t4:1 {program}", unknown_trips=CHUNK, base_weights="nf4"), *rest)
         for program, most in (("forward_backward 1x2048", 2.5), ("decode 4x2048", 1))
