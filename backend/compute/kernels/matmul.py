@@ -41,6 +41,11 @@ class OfLayer:
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, self.layer, keepdims=False), self.stack)
 
 
+def own_matrix(weight: Any) -> Any:
+    """A layer's matrix: a copy of it if `weight` is `OfLayer`, otherwise `weight` itself."""
+    return weight.own if isinstance(weight, OfLayer) else weight
+
+
 def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
     """x [..., in] times the transpose of a base weight [out, in], in the dtype of x.
 

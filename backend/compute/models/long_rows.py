@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.kernels.matmul import OfLayer
+from tinkerflow.backend.compute.kernels.matmul import own_matrix
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts, sharding
 from tinkerflow.backend.compute.platforms import may_be_unrolled
 from tinkerflow.backend.compute.weights.quantized import Int8
@@ -91,7 +91,7 @@ def gather_matrices(mesh: Mesh, weights: Mapping[str, Any], sums_inputs: Mapping
         return jax.lax.with_sharding_constraint(array, sharding(mesh, array.shape, *axes))
 
     def gather(matrix: Any, axes: tuple[str | None, ...]) -> Any:
-        matrix = matrix.own if isinstance(matrix, OfLayer) else matrix
+        matrix = own_matrix(matrix)
         values, scaled = jax.tree.leaves(matrix)[0], axes[:1]
         if values.ndim == len("Eio"):
             axes, scaled = (EXPERT, *axes[::-1]), (EXPERT, *scaled)

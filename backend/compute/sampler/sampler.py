@@ -188,13 +188,7 @@ class Sampler:
         recompute: whether to recompute their keys and values. If the last tokens of the old weights cannot be read,
         the requests fail as in a step. NotFoundError: there is no snapshot to rename.
         """
-        failure = ""
-        try:
-            self._chunks.read_in_flight()  # these tokens come from the old weights
-        except Exception as error:
-            log.exception("tokens cannot be read before a snapshot is renamed")
-            failure = f"{type(error).__name__}: {error}"
-        if failure:  # as in `step`
+        if failure := _failure_of(self._chunks.read_in_flight):  # these tokens come from the old weights
             self._fail_step(failure)
         self._scheduler.switch_snapshot(self.snapshots.rename(snapshot_id, to_id), recompute=recompute)
         self._drop_dead_prefixes()
@@ -238,16 +232,9 @@ class Sampler:
             scheduler.remove_request(request_id)
         for request in command.admit:
             self._admit(request)
-        batch.dispatched, failure, finished = [], "", list[SampleResult]()
-        try:
-            if command.idle and not (scheduler.active or scheduler.waiting):
-                batch.prefill_answer()
-            else:
-                batch.run_step(wait=command.wait)
-        except Exception as error:
-            log.exception("a sample step failed")
-            failure = f"{type(error).__name__}: {error}"
-        if failure:  # outside of `except`: its traceback keeps the old KV cache alive
+        batch.dispatched, finished = [], list[SampleResult]()
+        idle = command.idle and not (scheduler.active or scheduler.waiting)
+        if failure := _failure_of(batch.prefill_answer if idle else partial(batch.run_step, wait=command.wait)):
             finished = scheduler.pop_finished()
             self._fail_step(failure)
         finished += [*chunks.failed, *scheduler.pop_finished()]
@@ -303,3 +290,13 @@ class Sampler:
 def _widest_window(cfg: ModelConfig) -> int | None:
     windows = {attention.window for attention in cfg.attentions}
     return max((each for each in windows if each), default=None) if None not in windows else None
+
+
+def _failure_of(work: Callable[[], object]) -> str:
+    """The error of `work` as text, or "". The error itself is dropped: its traceback keeps the old KV cache alive."""
+    try:
+        work()
+    except Exception as error:
+        log.exception("a sample step failed")
+        return f"{type(error).__name__}: {error}"
+    return ""

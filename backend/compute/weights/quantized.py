@@ -104,7 +104,8 @@ Weight = jax.Array | Int8 | FourBit
 def numbers_of(codes: jax.Array, table: str) -> jax.Array:
     """The numbers that `codes` (integers from 0 to 15) stand for, float32.
 
-    They are found by selections, which fuse and vectorize on every platform. TPUs would gather the numbers one by one.
+    They are found by selections, which vectorize, and fuse except as in `FourBit.dense`. TPUs would gather the numbers
+    one by one.
     """
     codes, found = codes.astype(jnp.int32), list(TABLES[table])
     for bit in range(4):

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from tinkerflow.backend.compute.kernels.grouped import Groups
-from tinkerflow.backend.compute.kernels.matmul import OfLayer
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, own_matrix
 from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, row_parts
 from tinkerflow.backend.compute.models.layers.step import SPARE_ROWS, Linear, training_expert_axes
 from tinkerflow.backend.compute.models.lora import LoraApply, LoraPair
@@ -67,7 +67,7 @@ def mixture(
         owners = training_expert_axes(mesh, y_BTD.size, weights)
         moved = tuple(axis for axis in ROWS if axis in owners and mesh.shape[axis] > 1)
     if trains and FSDP not in owners and mesh.shape[FSDP] > 1:  # gather the experts of one layer
-        weights = {name: one.own if isinstance(one, OfLayer) else one for name, one in weights.items()}
+        weights = {name: own_matrix(weight) for name, weight in weights.items()}
     split = trains and y_BTD.shape[0] % mesh.shape[FSDP] == 0
     rows = PartitionSpec(ROWS if moved else FSDP if split else None)
     local = jax.shard_map(

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.kernels.adapter_gpu import Updates
-from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls, own_matrix
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, expert_axes, row_parts
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.layers.norms import RMSNorm
@@ -209,10 +209,7 @@ def training_expert_axes(mesh: Mesh, numbers: int, experts: Mapping[str, Any]) -
     Each device along the fsdp axis gathers either the experts or the tokens of all devices on this axis. numbers: the
     count of numbers in the hidden states of all tokens. experts: the matrices, which may be quantized or `OfLayer`.
     """
-    matrices = [
-        jax.eval_shape(lambda one: one.own, one) if isinstance(one, OfLayer) else one for one in experts.values()
-    ]
-    leaves = jax.tree.leaves(matrices)
+    leaves = jax.tree.leaves(jax.eval_shape(lambda weights: [*map(own_matrix, weights)], [*experts.values()]))
     exchanged = 2 * 4 * numbers  # a token and its result, in float32
     if mesh.shape[FSDP] == 1 or sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) <= exchanged:
         return (EXPERT,)
