@@ -71,7 +71,6 @@ CPU = Platform(
 CUDA = Platform(
     "cuda",
     flags=(
-        "--xla_gpu_enable_dynamic_slice_fusion=true",  # a layer's weights are read in place, not copied
         "--xla_gpu_dot_merger_threshold_mb=0",  # otherwise decode copies each base matrix to append an adapter's
         "--xla_gpu_enable_latency_hiding_scheduler=true",  # this and the next four: gathers overlap with matmuls
         "--xla_gpu_enable_pipelined_all_gather=true",

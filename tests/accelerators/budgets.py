@@ -168,6 +168,7 @@ IN_CI = {
     "4B h100:1 loss 4x1024",
     "4B v6e:1x1 loss 4x1024",
     "4B h100:1 forward_backward 4x1024",
+    "4B h100:1 cublas 1 forward_backward 4x1024",
     "4B h100:1 decode 64x2048",
     "4B h100:1 tree_attention 1x8192",
     "4B v6e:1x1 tree_attention 1x8192",
@@ -185,6 +186,9 @@ BUDGETS = (
     ),
     Budget(_case("4B h100:1 forward_backward 4x1024"), MFU, 45),
     Budget(_case("4B h100:1 forward_backward 4x1024"), SLICES, 70),
+    # Without a device there is no autotuning, and Triton computes all matmuls. Autotuning may choose cuBLAS.
+    Budget(_case("4B h100:1 forward_backward 4x1024", cublas=1), TEMPORARIES, 13),
+    Budget(_case("4B h100:1 forward_backward 4x1024", cublas=1), MFU, 45),
     *(
         Budget(_case(f"4B h100:1 {program}", unknown_trips=trips), FAULTS, 0)
         for trips, programs in (

@@ -35,7 +35,8 @@ from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 def record(case: Case, cache: str) -> Record:
     """The figures of one program for the budgets: bytes and flops of one device."""
     programs = Programs(config(case.model), case.target, **dict(case.axes))
-    figures: Figures = getattr(programs, case.program)(*case.sizes, cache=cache, unknown_trips=case.unknown_trips)
+    more = {"cache": cache, "unknown_trips": case.unknown_trips, "cublas": bool(programs.cublas)}
+    figures: Figures = getattr(programs, case.program)(*case.sizes, **more)
     counts, device = figures.counts, parse_topology(case.target).device
     useful = 0.0
     if case.program == "forward_backward":

@@ -49,7 +49,7 @@ class Programs:
     cfg: the model. target: the name of a topology. rank: the adapters' rank. tensor, expert: axes of the mesh.
     kv_cache: the number format of keys and values in pages. base_weights: as in the settings. memory: the memory budget
     of each device in GB, 0 = all its memory. filters, traced: for decode, 0 or 1: whether a row has a top-k if the host
-    decides, and whether the host never decides.
+    decides, and whether the host never decides. cublas: 0 or 1, for `compile_for`.
     """
 
     cfg: ModelConfig
@@ -62,6 +62,7 @@ class Programs:
     memory: int = 0
     filters: int = 0
     traced: int = 0
+    cublas: int = 0
 
     @cached_property
     def mesh(self) -> Mesh:

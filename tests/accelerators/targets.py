@@ -76,6 +76,7 @@ _GPUS = {  # GPUs that have a description
     "t4": _Gpu("Tesla T4", "7.5", "major: 7 minor: 5", 40, 1024, 64, 1.59, 65536, 4194304),
     "l4": _Gpu("NVIDIA L4", "8.9", "major: 8 minor: 9", 58, 1536, 128, 2.04, 101376, 50331648),
 }
+_TRITON = "xla_gpu_enable_triton_gemm"  # a flag of XLA
 _CORE_ONLY = 1024  # bytes of a multiprocessor's shared memory that no block can use
 _TPU_TYPES = {"v5e": "v5litepod-{}", "v6e": "v6e-{}", "v5p": "v5p-{}"}  # by chips; a v5p counts its two cores per chip
 
@@ -178,19 +179,26 @@ def mesh_for(target: str, *, tensor: int = 1, expert: int = 1) -> Mesh:
 
 
 def compile_for(
-    target: str, function: Any, *args: Any, unknown_trips: int = 1, save: str = "", cache: str = ""
+    target: str,
+    function: Any,
+    *args: Any,
+    unknown_trips: int = 1,
+    save: str = "",
+    cache: str = "",
+    cublas: bool = False,
 ) -> Figures:
     """Compile a jitted function for `target`, and return the compiler's figures.
 
     function: from `jax.jit`. args: arrays or `jax.ShapeDtypeStruct`s with shardings on `mesh_for(target)`, and static
     arguments. unknown_trips: the assumed iterations of a loop with an unknown trip count. save: a file for the compiled
-    text. cache: a folder of compiled programs, which are not compiled again.
+    text. cache: a folder of compiled programs, which are not compiled again. cublas: whether cuBLAS computes XLA's
+    matmuls, as autotuning may choose on a GPU; by default, Triton computes them.
     """
     topology = parse_topology(target)
     devices(target)
     with compiling_for(topology.device.platform):
         lowered = function.lower(*args)
-    compiled = _compiled(lowered, target, Path(cache) if cache else None)
+    compiled = _compiled(lowered, target, Path(cache) if cache else None, {_TRITON: False} if cublas else {})
     if save:
         Path(save).write_text(compiled.text)
     on_chip = topology.device.platform is TPU
@@ -215,16 +223,16 @@ class _Compiled:
     assembled: dict[str, Any] = field(default_factory=dict)
 
 
-def _compiled(lowered: Any, target: str, cache: Path | None) -> _Compiled:
+def _compiled(lowered: Any, target: str, cache: Path | None, options: dict[str, bool]) -> _Compiled:
     if cache is None:
-        return _compile(lowered, target)
+        return _compile(lowered, target, options)
     flags = [os.environ.get(platform.flags_variable) for platform in (CUDA, TPU)]
     form = [] if parse_topology(target).device.platform is TPU else [one.name for one in fields(_Compiled)]
-    made_of = (lowered.as_text(), target, jax.__version__, flags, *form)
+    made_of = (lowered.as_text(), target, jax.__version__, flags, *options, *form)
     place = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()}.json.gz"
     if place.exists():
         return _Compiled(**json.loads(gzip.decompress(place.read_bytes())))
-    compiled = _compile(lowered, target)
+    compiled = _compile(lowered, target, options)
     place.parent.mkdir(parents=True, exist_ok=True)
     written = place.with_suffix(f".{os.getpid()}")
     written.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode()))
@@ -232,12 +240,12 @@ def _compiled(lowered: Any, target: str, cache: Path | None) -> _Compiled:
     return compiled
 
 
-def _compile(lowered: Any, target: str) -> _Compiled:
+def _compile(lowered: Any, target: str, options: dict[str, bool]) -> _Compiled:
     began = time.monotonic()
     with TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         on_tpu = parse_topology(target).device.platform is TPU
-        compiled = lowered.compile(compiler_options=dump)
+        compiled = lowered.compile(compiler_options=dump | options)
         took, memory = time.monotonic() - began, compiled.memory_analysis()
         starts: dict[str, Any] = {}
         code: dict[str, Any] = {}

@@ -33,7 +33,7 @@ from tinkerflow.backend.compute.models.transformer import (
     experts_in_place,
     forward,
 )
-from tinkerflow.backend.compute.platforms import CUDA, TPU, TURING, platform
+from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
 from tinkerflow.backend.compute.training.attention import attend_trees
 from tinkerflow.backend.compute.training.budget import Budget, choose_keep, tokens_at_a_time
 from tinkerflow.backend.compute.training.full_parameters import add_head_gradient, in_compute_dtype
@@ -216,11 +216,9 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         return constrain_trained(cfg, mesh, step(lora, grads, state, cast(jax.Array, hyper)))
 
     whole = replicated(mesh)
-    # XLA fails on Turing with this flag of `platforms`: "BufferAllocation::Slice not assigned".
-    options = {"xla_gpu_enable_dynamic_slice_fusion": False} if platform() is TURING else None
     return Steps(
-        forward=jax.jit(forward_step, out_shardings=whole, compiler_options=options),
-        backward=jax.jit(backward_step, donate_argnums=2, compiler_options=options),
+        forward=jax.jit(forward_step, out_shardings=whole),
+        backward=jax.jit(backward_step, donate_argnums=2),
         copy=jax.jit(lambda grads: constrain_trained(cfg, mesh, jax.tree.map(jnp.copy, grads))),
         optimize=jax.jit(optimize, donate_argnums=(0, 1, 2)),
     )
