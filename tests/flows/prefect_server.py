@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prefect.client.base import PrefectHttpxSyncClient
 from prefect.settings import PREFECT_API_AUTH_STRING
 
 from tinkerflow.flows.prefect.server import PrefectServer, listen, start_server
@@ -29,11 +30,17 @@ def server(
 
 @pytest.fixture(scope="module")
 def collected_connections() -> Iterator[None]:
-    """Collect connections of Prefect's clients, because an open socket is an error in the next module's tests."""
+    """Close the connections of Prefect's clients, because an open socket is an error in a later module's tests.
+
+    Prefect's flow engine does not close the client that reads the default storage of results. Another thread may still
+    refer to it here.
+    """
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
+    for client in [one for one in gc.get_objects() if issubclass(type(one), PrefectHttpxSyncClient)]:
+        client.close()
 
 
 def prefect_http(api_url: str, credential: str | None = None) -> httpx.AsyncClient:
