@@ -16,10 +16,11 @@ from tinkerflow.deployments.commands import every_command
 
 FILE = Path(__file__).parents[2] / "deployments" / "skypilot" / "tinkerflow.yaml"
 TASK: dict[str, Any] = yaml.safe_load(FILE.read_text())
-TELLS = """#!/bin/bash
-trap '' TERM # so that each program tells, also when another has ended
+RECORDS = """#!/bin/bash
 echo "$@" >> {calls}
 env | grep ^TINKERFLOW_ | grep -v ^TINKERFLOW_GROUP_SECRET > {calls}.env
+# The task kills the other program when this one ends.
+[ "$1 $2" != "up --processes" ] || until grep -q ^worker {calls}; do sleep 0.05; done
 """
 
 
@@ -28,7 +29,7 @@ def commands(part: str, home: Path, **variables: str) -> list[list[str]]:
     environment_bin, calls = home / "tinkerflow-venv" / "bin", home / "calls"
     for program in (environment_bin / "tinkerflow", environment_bin / "pip", home / ".local" / "bin" / "uv"):
         program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(TELLS.format(calls=os.devnull if program.name == "pip" else calls))
+        program.write_text(RECORDS.format(calls=os.devnull if program.name == "pip" else calls))
         program.chmod(0o755)
     environment = {**os.environ, **TASK["envs"], "HOME": str(home), "GROUP_SECRET": "s3cret", **variables}
     subprocess.run(["bash", "-c", TASK[part]], env=environment, check=True, timeout=60)
