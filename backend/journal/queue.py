@@ -11,6 +11,7 @@ from sqlalchemy.orm import aliased
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate
+from tinkerflow.backend.journal.leases import answering_since
 from tinkerflow.backend.journal.recovery import of_unstored
 from tinkerflow.backend.journal.requests import count_in_range, of_base
 from tinkerflow.backend.journal.tables import IS_PENDING, BaseModelRow, Model, Request, SamplerRow
@@ -120,12 +121,19 @@ class Queue(Aggregate):
         return self._column(sa.select(_WANTED.c.base).group_by(_WANTED.c.base).order_by(since, _WANTED.c.base))
 
     def gaps(self, timeout: float) -> list[Gap]:
-        """Models that have waited at least `timeout` seconds for a sequence id that never came. One statement."""
+        """Models that have waited at least `timeout` seconds for a sequence id that never came.
+
+        There are none unless clients could reach the API during all of that time. One statement if no model has waited.
+        """
+        before, now = self._ago(timeout), self._now()
         with self._read() as connection:
-            return [
-                Gap(row.id, row.next_seq, row.first_seq, row.first_seq - row.next_seq - row.used, row.since)
-                for row in connection.execute(_GAPS, {"before": self._ago(timeout)})
-            ]
+            rows = connection.execute(_GAPS, {"before": before}).all()
+            since = answering_since(connection, now) if rows else None
+        if since is not None and since > before:
+            return []
+        return [
+            Gap(row.id, row.next_seq, row.first_seq, row.first_seq - row.next_seq - row.used, row.since) for row in rows
+        ]
 
     def skip_gap(self, gap: Gap) -> bool:
         """Count the gap's missing ids as used, and log a warning. Returns False if a missing request came meanwhile."""

@@ -62,6 +62,19 @@ def test_sessions_do_not_expire_during_a_server_outage(scene, clock):
     assert scene.journal.sessions.expire(300) == [session]
 
 
+def test_no_sequence_id_is_skipped_before_clients_could_send_it_after_an_outage(scene, clock):
+    model = scene.model()
+    scene.submit(model, 2)
+    scene.journal.leases.beat()
+    clock.advance(1000)
+    assert scene.journal.queue.gaps(60) == [], "the API is away"
+    for _ in range(6):
+        scene.journal.leases.beat()
+        assert scene.journal.queue.gaps(60) == []
+        clock.advance(10)
+    assert [gap.missing for gap in scene.journal.queue.gaps(60)] == [1]
+
+
 def test_sessions_expire_after_the_clock_was_set_back(scene, clock):
     scene.journal.leases.beat()
     clock.advance(-86400)
