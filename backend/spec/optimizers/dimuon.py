@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-30  # a zero gradient, such as A's while B is zero, gives no direction
+_TINY, _RAISED = 2.0**-40, 2.0**80  # entries below _TINY are multiplied by _RAISED
 
 
 class DimuonParams(OptimizerParams, frozen=True):
@@ -55,7 +56,10 @@ def direction(matrix: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.sum(x * x, axis=(-1, -2), keepdims=True))
 
     a, b, c = COEFFICIENTS
-    x = matrix / (norm(matrix) + EPSILON)
+    # Devices flush squares of tiny numbers to 0. A factor that is a power of two changes no bit of the direction.
+    tiny = jnp.max(jnp.abs(matrix), axis=(-1, -2), keepdims=True) < _TINY
+    x = jnp.where(tiny, matrix * _RAISED, matrix)
+    x = x / (norm(x) + EPSILON)
     # Transpose if the rank is the longer side, so that the iteration multiplies the smaller square.
     tall = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -1, -2) if tall else x

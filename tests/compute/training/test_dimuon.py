@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from tests.compute.closeness import close
@@ -36,6 +37,12 @@ def test_the_direction_is_near_the_polar_factor(shape):
     cosine = (found * polar).sum((-1, -2)) / np.linalg.norm(found, axis=(-1, -2)) / np.linalg.norm(polar, axis=(-1, -2))
     assert (cosine > 0.95).all()
     assert not np.asarray(direction(np.zeros(shape, np.float32))).any()
+
+
+@pytest.mark.parametrize("scale", [1e-16, 1e-19, 1e-24, 1e-31])
+def test_the_direction_of_a_tiny_gradient_is_that_of_a_large_one(scale):
+    m = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32) * np.float32(scale)
+    close(jax.jit(direction)(m), matrix_sign(m.astype(np.float64)))
 
 
 STEPS = (
