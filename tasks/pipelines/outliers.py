@@ -65,11 +65,11 @@ class OutlierWatch:
         self._usual = UsualSteps()
         self._accepted = 0  # the step that was made again, which passes however unusual it is
         self.left_out: list[LeftOutRow] = []
-        self._page: list[str] = []
+        self._pages: dict[int, str] = {}  # by step; a retry replaces them
 
     def begin(self, segments: Sequence[SegmentRecord]) -> None:
         """Begin after the recorded segments."""
-        self._usual = UsualSteps()
+        self._usual, self._accepted = UsualSteps(), 0
         for segment in segments:
             for step in segment.steps:
                 self._usual.add(step.values["grad_norm"], step.values["loss"])
@@ -189,8 +189,8 @@ class OutlierWatch:
         rows = ", ".join(map(str, chosen))
         decision = f"Left out from now on: rows {rows} of the data." if chosen else "No row was left out."
         log.warning("step %d of %s is unusual. %s", step, run_id, decision)
-        self._page += [f"## Step {step}", "", decision, "", *markdown_table(worst[:MOST_ROWS]), ""]
-        await self._run.artifacts.text("outliers", "\n".join(self._page), "rows of unusual steps")
+        self._pages[step] = "\n".join([f"## Step {step}", "", decision, "", *markdown_table(worst[:MOST_ROWS]), ""])
+        await self._run.artifacts.text("outliers", "\n".join(self._pages.values()), "rows of unusual steps")
         path = f"api/v1/training_runs/{quote(run_id, safe='')}/blames"
         try:
             async with self._run.server.http(_SECONDS) as http:

@@ -55,6 +55,9 @@ class Model:
         return done(SimpleNamespace(metrics={"grad_norm": norm} if np.isfinite(norm) else {}))
 
     async def save_state(self, name: str, **_: object) -> Any:
+        if self.service.failing_saves:
+            self.service.failing_saves -= 1
+            raise ServerError("the store is full")
         return SimpleNamespace(path=f"tinker://{self.model_id}/weights/@{self.step}")
 
 
@@ -67,6 +70,7 @@ class Service:
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.live: set[str] = set()
+        self.failing_saves = 0
 
     async def unload(self, model_id: str) -> None:
         self.live.remove(model_id)
@@ -83,16 +87,25 @@ def example(weight: float, target: int = 1) -> TokenizedExample:
     return TokenizedExample(np.array([0, target]), np.array([0, weight], np.float32))
 
 
-async def trained(work: str, rows: list[float], name: str, left_out: set[int] | None = None, harmless: int = -1) -> Any:
+async def trained(
+    work: str,
+    rows: list[float],
+    name: str,
+    left_out: set[int] | None = None,
+    harmless: int = -1,
+    failing_saves: int = 0,
+) -> Any:
     """Train on rows with these weights, and return the final model, the segment and the artifacts.
 
-    left_out: rows to leave out, without an outlier watch. harmless: a row whose gradient is always zero.
+    left_out: rows to leave out, without an outlier watch. harmless: a row whose gradient is always zero. failing_saves:
+    how many attempts at the segment fail when its state is saved.
     """
     examples = [example(row, int(number != harmless)) for number, row in enumerate(rows)]
     values = {"steps": STEPS, "learning_rate": 1.0, "schedule": "constant", "segment_steps": STEPS}
     parameters = SftParameters.model_validate({"data": {"url": "rows.jsonl"}, "training": values})
     pages: list[str] = []
     service = Service()
+    service.failing_saves = failing_saves
 
     async def nothing(*_: object) -> list[Any]:
         return []
@@ -116,7 +129,11 @@ async def trained(work: str, rows: list[float], name: str, left_out: set[int] | 
     recipe = Recipe(run, examples, left_out=left_out or set())
     watch = OutlierWatch(run, recipe) if left_out is None else None
     trainer = Trainer(run, recipe, RunProgress(work, name, name), Lineage("sft", name, "data", "code"), watch)
-    segment = await train_segment.with_options(retries=0).fn(trainer, 1, STEPS, Control(), lambda _: None)
+    train = train_segment.with_options(retries=0).fn
+    for _ in range(failing_saves):
+        with pytest.raises(ServerError, match="the store is full"):
+            await train(trainer, 1, STEPS, Control(), lambda _: None)
+    segment = await train(trainer, 1, STEPS, Control(), lambda _: None)
     return await trainer.at(STEPS), segment, pages
 
 
@@ -142,6 +159,15 @@ async def test_worst_rows_are_left_out_and_the_rest_trains(work: str) -> None:
     clean, other, _ = await trained(work, rows, "clean", left_out=set(spoiled))
     assert model.weight == clean.weight and other.left_out == []
     assert "## Step 13\n\nLeft out from now on: rows 49, 51 of the data." in pages[-1] and "## Step 15" in pages[-1]
+
+
+async def test_a_retried_segment_leaves_out_the_same_rows(work: str) -> None:
+    rows = [1.0 + number % 3 / 4 for number in range(STEPS * SIZE)]
+    rows[12 * SIZE + 1] = 400.0
+    model, segment, pages = await trained(work, rows, "retried", failing_saves=1)
+    assert [(one.step, one.row) for one in segment.left_out] == [(13, 12 * SIZE + 1)]
+    clean, _, _ = await trained(work, rows, "clean", left_out={12 * SIZE + 1})
+    assert model.weight == clean.weight and pages[-1].count("## Step 13") == 1
 
 
 async def test_harmless_row_that_looks_worse_than_the_culprit_is_restored(work: str) -> None:
