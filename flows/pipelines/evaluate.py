@@ -118,6 +118,7 @@ async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str
                     renderer,
                     **longest,
                     max_bad_fraction=parameters.data.max_bad_fraction,
+                    parameter=parameters.data.parameter,
                     places=asyncio.Semaphore(parameters.rows_at_once),
                 )
                 scored, answers = await score_reward(name, weights, rollouts, rows, parameters.seed, shown=_SHOWN)

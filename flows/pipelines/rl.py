@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,14 @@ class RlRecipe:
         """How many steps may sample before the preceding step is trained."""
         return self.versions.lag
 
+    @cached_property
+    def held_out_rollouts(self) -> Rollouts:
+        """Conducts the conversations of held-out rows. Their failures count apart from those of training rows."""
+        source = self.run.parameters.held_out
+        assert source is not None, "there are held-out rows"
+        most = source.max_bad_fraction
+        return replace(self.rollouts, failures={}, max_bad_fraction=most, parameter=source.parameter)
+
     async def prepare(self, trainer: Trainer) -> None:
         """Do nothing: the first step needs no measurement."""
 
@@ -114,7 +123,8 @@ class RlRecipe:
         picked = [pool[i] for i in self.run.batch(step, len(pool))]
         others = pool if self.resample else ()
         sampler = await self.versions.sampler_for(client, step)
-        sampled = await before_stop(lambda: self._sample(sampler, picked, step, others))
+        sampled = await before_stop(lambda: self._sample(sampler, self.rollouts, picked, step, others))
+        self.rollouts.refuse_failures(len(self.rows))
         staleness = step - self.versions.version_for(step)
         penalties = [np.array([self._penalty(episode) for episode in group]) for group in sampled.groups]
         rewards = [
@@ -161,7 +171,8 @@ class RlRecipe:
         if not self.held_out_rows:
             return {}
         sampler = await client.save_weights_and_get_sampling_client()
-        measured = self._measure(await self._sample(sampler, self.held_out_rows, HELD_OUT))
+        measured = self._measure(await self._sample(sampler, self.held_out_rollouts, self.held_out_rows, HELD_OUT))
+        self.held_out_rollouts.refuse_failures(len(self.held_out_rows))
         return {f"held_out_{name}": value for name, value in measured.items() if name in ("reward", self.kl)}
 
     def _record(
@@ -206,7 +217,12 @@ class RlRecipe:
         return sum(overlong_penalty(len(turn.answer), most, self.overlong_tokens) for turn in episode.turns)
 
     async def _sample(
-        self, sampler: tinker.SamplingClient, rows: Sequence[Row], step: int, others: Sequence[Row] = ()
+        self,
+        sampler: tinker.SamplingClient,
+        rollouts: Rollouts,
+        rows: Sequence[Row],
+        step: int,
+        others: Sequence[Row] = (),
     ) -> Sampled:
         """Hold conversations from `rows`. others: rows to replace those whose groups have equal rewards; empty: none.
 
@@ -214,17 +230,16 @@ class RlRecipe:
         """
         seed = [self.run.parameters.model.seed, step]
         lost: list[Lost] = []
-        first = await self.rollouts.groups(sampler, rows, seed, lost)
+        first = await rollouts.groups(sampler, rows, seed, lost)
         varied = [*filter(is_varied, first)]
         for attempt in range(self.resample if others else 0):
             if (missing := len(rows) - len(varied)) <= 0:
                 break
             again = [*seed, _RESAMPLED + attempt]
             picked = np.random.default_rng(again).choice(len(others), missing)
-            groups = await self.rollouts.groups(sampler, [others[i] for i in picked], again, lost, needed=False)
+            groups = await rollouts.groups(sampler, [others[i] for i in picked], again, lost, needed=False)
             varied += filter(is_varied, groups)
         groups = varied if others and varied else first
-        self.rollouts.refuse_failures(len(self.rows))
         episodes = [episode for group in groups for episode in group]
         trajectories = [episode.trajectories() for episode in episodes]
         other = self.other or sampler

@@ -228,14 +228,13 @@ class Rollouts:
     when its next prompt and answer may exceed `max_context` tokens.
 
     judge: name of the reward or environment for errors. max_bad_fraction: share of rows with an environment or reward
-    that may fail; `failures` contains their prompts and errors, by the ids of the `Row` objects. environment_seconds:
-    limit for each call of an environment or reward. environment_retries: how many times a conversation is begun again
-    if its environment was unavailable. After that it is left out of its group. A group that is left with too few
-    conversations to compare is also left out.
-
+    that may fail; `failures` contains their prompts and errors, by the ids of the `Row` objects. parameter: the data
+    set of the rows, for errors. environment_seconds: limit for each call of an environment or reward.
+    environment_retries: how many times a conversation is begun again if its environment was unavailable. After that it
+    is left out of its group. A group that is left with too few conversations to compare is also left out.
     warned: the lines that were logged. plain_calls: makes plain functions run one after another, in the order of
-    samples. A function with state, such as a random generator, therefore gives the same rewards again. places: limits
-    the rows that may have conversations at the same time; None = no limit.
+    samples. A function with state therefore gives the same rewards again. places: limits the rows that may have
+    conversations at the same time; None = no limit.
     """
 
     renderer: Renderer
@@ -245,6 +244,7 @@ class Rollouts:
     max_turns: int = 1
     max_context: int = 2**31
     max_bad_fraction: float = 0.0
+    parameter: str = "data"
     environment_seconds: float = 600.0
     environment_retries: int = 2
     judge: str = "environment"
@@ -313,7 +313,7 @@ class Rollouts:
     def refuse_failures(self, rows: int) -> None:
         """Raise UserError if more of the `rows` rows have failed than max_bad_fraction allows."""
         if len(self.failures) > self.max_bad_fraction * rows:
-            refused = too_many_wrong(len(self.failures), rows, self.max_bad_fraction, "data")
+            refused = too_many_wrong(len(self.failures), rows, self.max_bad_fraction, self.parameter)
             raise UserError(f"{refused}; first: {left_out([*self.failures.values()], 'the log of the run')}")
 
     def _note_failure(self, row: Row, error: FailedRowError) -> None:

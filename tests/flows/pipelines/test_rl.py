@@ -29,6 +29,7 @@ from tinkerflow.tasks.pipelines.environments import Asked, EnvironmentMaker, Fac
 from tinkerflow.tasks.pipelines.parameters import CurriculumParameters, PolicyLoss, RlParameters, TrainingParameters
 from tinkerflow.tasks.pipelines.progress import StepMetrics
 from tinkerflow.tasks.pipelines.rollouts import Rollouts, SampledTurn, Trajectory
+from tinkerflow.tasks.pipelines.sources import HeldOutSource
 from tinkerflow.tasks.pipelines.trainer import make_steps
 from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError
 from tinkerflow.tasks.pipelines.versions import WeightVersions
@@ -280,6 +281,22 @@ async def test_lost_conversations_are_counted_and_not_trained_on(tokenizer: Any)
     (data, *_) = client.sent[1]
     advantages = [datum.loss_fn_inputs["advantages"].to_numpy()[-1] for datum in data]
     assert advantages == [-0.25, 0.25], "divided by the two tokens that are left"
+
+
+async def test_failed_held_out_rows_count_apart_from_training_rows(tokenizer: Any) -> None:
+    def make(facts: Facts) -> Any:
+        return Asked(facts, lambda facts, text: 1 / facts["answer"])
+
+    bad, good = (Row(({"role": "user", "content": f"{n}"},), extra={"answer": n}) for n in range(2))
+    recipe = recipe_of(tokenizer, make, held_out_rows=[bad, good, good])
+    client: Any = Client(tokenizer)
+    recipe.run.parameters.held_out = HeldOutSource(url="test.jsonl", max_bad_fraction=0.5)
+    assert await recipe.held_out(client) == {"held_out_reward": 1.0, "held_out_kl_to_base": 1.0}
+    recipe.rollouts.refuse_failures(2)
+    recipe = replace(recipe)
+    recipe.run.parameters.held_out = HeldOutSource(url="test.jsonl", max_bad_fraction=0.3)
+    with pytest.raises(UserError, match=r"^1 of 3 rows is wrong, at most 30\.0% may be left out \(held_out\.max_bad"):
+        await recipe.held_out(client)
 
 
 async def test_recorded_rollouts_include_dropped_ones(
