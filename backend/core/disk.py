@@ -6,6 +6,8 @@ is created, because before a later chmod, other users could open the file.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -35,16 +37,37 @@ def make_folder(folder: Path) -> None:
 def draft_of(folder: Path) -> Iterator[Path]:
     """An empty folder beside the new `folder`, which gets that name after the block, or is removed if the block fails.
 
-    The draft of an interrupted call is replaced. OSError: `folder` cannot be created.
+    The draft of an interrupted call is replaced. OSError: `folder` cannot be created, or another call is creating it.
     """
     draft = folder.parent / f".{folder.name}.partial"
-    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True, exist_ok=True)
+    held = os.open(draft, os.O_RDONLY)
     try:
-        draft.mkdir(parents=True)
-        yield draft
-        draft.rename(folder)
+        _lock(held, draft)
+        try:
+            for left in draft.iterdir():
+                if left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
+            yield draft
+            draft.rename(folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        os.close(held)
+
+
+def _lock(held: int, draft: Path) -> None:
+    """Lock the opened folder `draft`. OSError: another process has locked it, or has just renamed it."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        renamed = not os.path.samestat(os.fstat(held), draft.stat())
+    except (BlockingIOError, FileNotFoundError):
+        renamed = True
+    if renamed:
+        raise FileExistsError(errno.EEXIST, "another command is writing it", str(draft))
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:

@@ -92,6 +92,20 @@ def test_file_mode_that_cannot_be_repaired_is_logged(tmp_path: Path, monkeypatch
     assert "file can be read by other users, and its mode cannot be changed: not yours" in caplog.text
 
 
+def test_a_draft_belongs_to_one_call(tmp_path: Path) -> None:
+    folder, left = tmp_path / "merged", tmp_path / ".merged.partial"
+    (left / "half").mkdir(parents=True)
+    with disk.draft_of(folder) as draft:
+        assert list(draft.iterdir()) == [], "the draft of an interrupted call is replaced"
+        (draft / "config.json").write_text("{}")
+        with pytest.raises(FileExistsError, match="another command is writing it"), disk.draft_of(folder):
+            pass
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+    with pytest.raises(ZeroDivisionError), disk.draft_of(tmp_path / "failed") as draft:
+        (draft / "config.json").write_text(f"{1 / 0}")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_a_file_url_is_decoded(tmp_path: Path) -> None:
     (tmp_path / "my models").mkdir()
     for url in ((tmp_path / "my models").as_uri(), f"file://{tmp_path}/my models"):
