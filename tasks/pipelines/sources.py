@@ -90,13 +90,13 @@ class DataSource(BaseModel):
 
 
 class HeldOutSource(DataSource):
-    """`columns` and `ignore` default to those of `data`."""
+    """`columns`, `ignore` and `special_tokens` default to those of `data`."""
 
     parameter: ClassVar[str] = "held_out"
 
     def like(self, data: DataSource) -> HeldOutSource:
-        """A copy with the `columns` and `ignore` of `data`, unless they are given here."""
-        shared = {"columns", "ignore"} - self.model_fields_set
+        """A copy with the `columns`, `ignore` and `special_tokens` of `data`, unless they are given here."""
+        shared = {"columns", "ignore", "special_tokens"} - self.model_fields_set
         return self.model_copy(update={name: getattr(data, name) for name in shared})
 
 

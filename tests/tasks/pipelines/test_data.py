@@ -305,12 +305,14 @@ def test_spreadsheet_csv_in_another_language_is_read(tmp_path: Path, work: str, 
 
 
 def test_held_out_rows_use_the_format_of_the_data_by_default(tmp_path: Path, work: str, renderer: Renderer) -> None:
-    data = {"url": "a.csv", "columns": {"prompt": "q", "completion": "a"}, "ignore": ["id"]}
+    data = {"url": "a.csv", "columns": {"prompt": "q", "completion": "a"}, "ignore": ["id"], "special_tokens": "tokens"}
     held_out = SftParameters.model_validate({"data": data, "held_out": {"url": "b.csv"}}).held_out
     assert held_out is not None and (held_out.columns, held_out.ignore) == (data["columns"], ["id"])
-    own = {"url": str(tmp_path / "b.csv"), "columns": {}, "kind": "chat"}
+    assert held_out.special_tokens == "tokens"
+    own = {"url": str(tmp_path / "b.csv"), "columns": {}, "kind": "chat", "special_tokens": "text"}
     held_out = SftParameters.model_validate({"data": data, "held_out": own}).held_out
     assert held_out is not None and (held_out.columns, held_out.ignore) == ({}, ["id"])
+    assert held_out.special_tokens == "text"
     (tmp_path / "b.csv").write_text("q,a\nb,c\n")
     with pytest.raises(UserError, match=r"held_out .*b\.csv: 1 of 1 rows is wrong"):
         check_source(held_out, work, renderer, SFT)
