@@ -98,7 +98,7 @@ class Dispatcher:
         store, failed = self._sweeps.sweep_store, "a sweep of the store failed"
         yield "store sweeps", repeat(store, SWEEP_SECONDS, on=sweep, what=failed, log=log, early=self._swept)
         yield "poll", repeat(self._poll, POLL_SECONDS, on=AWAY, what="the journal cannot be read", log=log)
-        writing, lost = self._run_logs, "events of runs are lost"
+        writing, lost = self._run_logs, "events of runs are not written"
         yield "run events", repeat(writing.write, POLL_SECONDS, on=AWAY, what=lost, log=log, early=writing.some)
         yield "notifications", self._listen(topics)
         yield "observer", self._observer.watch(self)

@@ -40,13 +40,22 @@ class RunLogs:
         self.some.set()
 
     async def write(self) -> None:
-        """Write the queued events, in one transaction per run."""
+        """Write the queued events, in one transaction per run. After an error, the other events stay queued."""
         by_run: dict[str, list[RunEvent]] = {}
         while self._waiting:
             run_id, event = self._waiting.popleft()
             by_run.setdefault(run_id, []).append(event)
-        for run_id, events in by_run.items():
-            await asyncio.to_thread(self._journal.run_events.add, run_id, events)
+        try:
+            for run_id in list(by_run):
+                events = by_run.pop(run_id)
+                try:
+                    await asyncio.to_thread(self._journal.run_events.add, run_id, events)
+                except Exception:  # not if cancelled: the thread still writes them
+                    by_run[run_id] = events
+                    raise
+        finally:
+            queued = [(run_id, event) for run_id, events in by_run.items() for event in events]
+            self._waiting = deque([*queued, *self._waiting], maxlen=_MOST_WAITING)
 
 
 class RunLog:

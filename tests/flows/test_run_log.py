@@ -8,6 +8,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.journal import (
@@ -59,3 +60,32 @@ async def test_restores_saves_and_alarms_are_events_but_steps_are_not(client: An
         (logging.ERROR, "the loss is nan, not a finite number"),
         (logging.INFO, f"step 1: saved {path} (weights, 1.05 MB)"),
     ]
+
+
+async def test_events_stay_queued_while_the_journal_is_away() -> None:
+    written: list[tuple[str, str]] = []
+
+    class RunEvents:
+        away = True
+
+        def add(self, run_id: str, events: list[Any]) -> None:
+            if run_id == "second" and self.away:
+                self.away = False
+                logs.add("second", "while it is away", logging.INFO)
+                raise OSError("the journal is away")
+            written.extend((run_id, one.text) for one in events)
+
+    journal: Any = SimpleNamespace(run_events=RunEvents())
+    logs = RunLogs(journal, ManualClock(), budget_tokens=0, drift_limits=UNLIMITED)
+    for run_id in ("first", "second", "third"):
+        logs.add(run_id, "restored", logging.INFO)
+    with pytest.raises(OSError, match="the journal is away"):
+        await logs.write()
+    await logs.write()
+    assert sorted(written) == [
+        ("first", "restored"),
+        ("second", "restored"),
+        ("second", "while it is away"),
+        ("third", "restored"),
+    ]
+    assert written.index(("second", "restored")) < written.index(("second", "while it is away"))
