@@ -51,7 +51,8 @@ class Stack:
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
         """Nothing starts yet. `report` gets the parts' lines, for example about compilation, from other threads.
 
-        Its errors are logged: the service goes on if its output is closed, or if the disk of its output is full.
+        The attribute `report` calls it and logs its errors: the service goes on if its output is closed, or if the disk
+        of its output is full.
 
         UserError: there is no launcher, store, base model or tracker of that name, another process serves the data dir
         or uses the port, or the file of the group's secret does not hold a secret.
@@ -68,7 +69,7 @@ class Stack:
             except Exception as error:  # noqa: BLE001  of the caller's function
                 log.warning("cannot report %r: %r", line, error)
 
-        self._report = tell
+        self.report = tell
         parent, environment = str(os.getpid()), os.environ | self.settings.environment()
         self._parts = [
             Part(
@@ -203,13 +204,13 @@ class Stack:
                 if self.settings.idle_release:
                     await self._keep_while_needed(launcher, plan)
                 else:
-                    await launcher.keep(plan, self._report)
+                    await launcher.keep(plan, self.report)
             except Exception as error:
                 if isinstance(error, UserError) and not self._ready.done():
                     raise
                 pause = restarts.pause(steady=False)
                 log.exception("launcher %s failed", launcher.name)
-                self._report(f"cannot start workers: {error}; trying again in {pause:.1f} s")
+                self.report(f"cannot start workers: {error}; trying again in {pause:.1f} s")
                 await asyncio.sleep(pause)
 
     async def _keep_while_needed(self, launcher: Launcher, plan: Plan) -> None:
@@ -222,8 +223,8 @@ class Stack:
             return needed is None or await needed()  # True until the engine serves
 
         async with contextlib.AsyncExitStack() as stack:
-            keep, rest = (partial(work, plan, self._report) for work in (launcher.keep, launcher.rest))
-            keeping = keep_while_needed(keep, rest, is_needed, self.settings.idle_release, self._report)
+            keep, rest = (partial(work, plan, self.report) for work in (launcher.keep, launcher.rest))
+            keeping = keep_while_needed(keep, rest, is_needed, self.settings.idle_release, self.report)
             working = asyncio.create_task(keeping)
             stack.push_async_callback(_end, working)
             while not self._ready.done() and not working.done():  # noqa: ASYNC110  two kinds of futures

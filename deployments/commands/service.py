@@ -53,9 +53,9 @@ def up(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Stack(settings, report=lambda line: print(line, flush=True)) as stack:
-            print(stack.ready_line, flush=True)
+            stack.report(stack.ready_line)
             if sys.stdout.isatty() and stack.sign_in_line:  # not in a log: any reader could use the link
-                print(stack.sign_in_line, flush=True)
+                stack.report(stack.sign_in_line)
             stack.keep()
     except KeyboardInterrupt:
         print("stopped", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.commands.service import up
 from tinkerflow.deployments.up import Stack
 
 
@@ -47,10 +49,23 @@ def test_closed_output_does_not_end_the_service(tmp_path: Path, caplog: pytest.L
         raise BrokenPipeError(line)
 
     stack = Stack(Settings(data_dir=tmp_path, port=0, prefect="off"), report=closed)
-    for report in (stack._report, *(part.report for part in stack._parts)):
+    for report in (stack.report, *(part.report for part in stack._parts)):
         report("engine: warm")
     stack._loop.close()
     assert caplog.text.count("cannot report 'engine: warm': BrokenPipeError") == 3
+
+
+def test_up_is_ready_although_its_output_has_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Stack] = []
+    monkeypatch.setattr(Stack, "__enter__", lambda stack: stack)
+    monkeypatch.setattr(Stack, "keep", lambda stack: kept.append(stack))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setenv("TINKERFLOW_PREFECT", "off")
+    with suppress(OSError), Path("/dev/full").open("w", buffering=1) as full:  # the file is flushed when it is closed
+        monkeypatch.setattr(sys, "stdout", full)
+        up(port=0, data_dir=tmp_path)
+    assert len(kept) == 1, "the service ended"
+    kept[0]._loop.close()
 
 
 def test_ray_launcher_without_a_cluster_names_the_command_that_starts_one(tmp_path: Path) -> None:
