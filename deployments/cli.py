@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from urllib.parse import urlsplit
@@ -10,10 +11,27 @@ from tinkerflow import __version__
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.deployments.overview import MODULES, overview
 
+_STOPPED = 130  # the exit status after Ctrl-C
+
 
 def main() -> None:
-    """Run the command line."""
-    words = sys.argv[1:]
+    """Run the command line. Ctrl-C ends it with status 130, and a closed output with status 1, without a traceback."""
+    try:
+        try:
+            _run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # at exit, Python would print an error of its own
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        closed = error.errno == errno.EPIPE  # the reader has ended, as `head -1` does
+        sys.exit(1 if closed else f"tinkerflow: the output cannot be written ({error.strerror})")
+    except KeyboardInterrupt:
+        sys.exit(_STOPPED)
+
+
+def _run(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
     elif words[0] == "--version":

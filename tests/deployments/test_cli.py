@@ -116,3 +116,24 @@ def test_fetch_prints_the_folders_of_the_settings_models(tmp_path, monkeypatch):
     missing = tinkerflow("models", "fetch", TINKERFLOW_BASE_MODELS='["nobody/nothing"]', HF_HOME=str(tmp_path))
     assert missing.returncode == 1
     assert "base model 'nobody/nothing'" in missing.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [("--help",), ("key", "--help")])
+def test_a_closed_output_ends_a_command_without_a_traceback(words: tuple[str, ...], unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command, env = [sys.executable, "-m", "tinkerflow", *words], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_interrupted_command_ends_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(words: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
