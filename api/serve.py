@@ -56,7 +56,10 @@ async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Call
     try:
         await _base_model_registered(journal)
         async with journal.result_subscriptions() as subscriptions:
-            app = create_app(settings, journal, subscriptions, Store.open(settings.store_url))
+            store = Store.open(settings.store_url)
+            if (mark := await asyncio.to_thread(journal.recovery.store_mark, store.url)) is not None:
+                store.blobs.expect(mark)
+            app = create_app(settings, journal, subscriptions, store)
             server = ApiServer(app, settings, on_ready)
             beating = asyncio.create_task(_beat(journal), name="beat")
             try:

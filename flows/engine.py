@@ -26,7 +26,7 @@ from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
-from tinkerflow.backend.store.parts import MARK
+from tinkerflow.backend.store.local import MARK
 from tinkerflow.flows.compile_status import CompileStatusWatch
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel, group_config

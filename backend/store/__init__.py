@@ -19,6 +19,7 @@ __all__ = [
     "failures",
     "gcs",
     "history",
+    "local",
     "parts",
     "peft",
     "upkeep",

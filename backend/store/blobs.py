@@ -19,6 +19,9 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 class Blobs(Protocol):
     """Objects by key (`a/b/c`), written atomically. Safe for many threads and processes. Failures are OSErrors."""
 
+    def expect(self, mark: str) -> None:
+        """Fail from now on if another folder is in the place of these objects. mark: the content of the object MARK."""
+
     def create(self, key: str, data: bytes) -> None:
         """Write a new object. FileExistsError: it exists. Exactly one of several creators succeeds."""
 

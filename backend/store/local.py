@@ -1,7 +1,12 @@
-"""Objects as files that survive a power cut: written as a draft, flushed, then linked or renamed into place."""
+"""Objects as files that survive a power cut: written as a draft, flushed, then linked or renamed into place.
+
+The folder of a disk that is not mounted exists, but is empty. Before a file is written, and before it counts as
+missing, the mark of the folder is therefore compared with the mark that was read before.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -13,6 +18,8 @@ from typing import IO
 
 from tinkerflow.backend.core.disk import flush, make_folder, make_private, open_private
 
+MARK = "store-id"  # an object with a random text, which distinguishes folders with the same URL
+
 
 class LocalBlobs:
     """`Blobs` in a folder. Files whose names begin with '.' are drafts: no method reads or lists them."""
@@ -20,7 +27,17 @@ class LocalBlobs:
     def __init__(self, root: Path) -> None:
         """Objects below the folder `root`, which only the owner can read. The first write creates it."""
         self._root = root
+        self._mark: str | None = None
         make_private(root)
+
+    def expect(self, mark: str) -> None:
+        """Fail from now on while the folder does not have this mark. By default, the first mark that is found counts.
+
+        OSError: an earlier mark differs.
+        """
+        self._mark = self._mark or mark
+        if mark != self._mark:
+            self._check_mark()
 
     def create(self, key: str, data: bytes) -> None:
         """Write a new file. FileExistsError: the file exists. `link`, unlike rename, never replaces a file."""
@@ -36,10 +53,11 @@ class LocalBlobs:
             return True
 
     def read(self, key: str) -> bytes:
-        return (self._root / key).read_bytes()
+        with self._missing_is_certain():
+            return (self._root / key).read_bytes()
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        with (self._root / key).open("rb") as file:
+        with self._missing_is_certain(), (self._root / key).open("rb") as file:
             file.seek(start)
             return file.read(length)
 
@@ -47,12 +65,14 @@ class LocalBlobs:
         """Return None, because local files have no URLs. The API serves them."""
 
     def size(self, key: str) -> int:
-        return (self._root / key).stat().st_size
+        with self._missing_is_certain():
+            return (self._root / key).stat().st_size
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
         """Remove a file, and flush its folder."""
         path = self._root / key
         if not path.exists():
+            self._check_mark()
             return False
         with self._changing():
             if old is not None and not self._holds(key, old):
@@ -68,6 +88,7 @@ class LocalBlobs:
 
     def remove_folder(self, prefix: str) -> None:
         folder = self._root / prefix
+        self._check_mark()
         with suppress(FileNotFoundError):  # another process may also be removing it
             for path in folder.iterdir():
                 path.unlink(missing_ok=True)
@@ -100,7 +121,29 @@ class LocalBlobs:
         """The files in a folder, drafts included; none if there is no folder, or if another process removes it."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return list((self._root / prefix).iterdir())
+        self._check_mark()
         return []
+
+    def _check_mark(self) -> None:
+        """OSError: the folder does not have the expected mark."""
+        try:
+            found: str | None = mark_of((self._root / MARK).read_bytes())
+        except FileNotFoundError:
+            found = None
+        if self._mark is None:
+            self._mark = found
+        elif found != self._mark:
+            text = f"not the store: mount it (if it was emptied on purpose, write {self._mark} into {MARK} there)"
+            raise OSError(errno.ENODEV, text, str(self._root))
+
+    @contextmanager
+    def _missing_is_certain(self) -> Iterator[None]:
+        """Raise a FileNotFoundError of the block only if the folder has the expected mark."""
+        try:
+            yield
+        except FileNotFoundError:
+            self._check_mark()
+            raise
 
     def _prune(self, folder: Path) -> None:
         """Remove a folder, and its parents below the root, as long as they are empty."""
@@ -118,6 +161,7 @@ class LocalBlobs:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Hold the lock shared by all processes that compare and then change a file. It ends with its process."""
+        self._check_mark()
         make_folder(self._root)
         with open_private(self._root / ".lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -126,6 +170,7 @@ class LocalBlobs:
     @contextmanager
     def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
         """Yield a flushed draft next to its target, and the target. Then flush the folder and remove the draft."""
+        self._check_mark()
         target = self._root / key
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
@@ -147,3 +192,8 @@ class LocalBlobs:
                 make_folder(path.parent)
                 return open_private(path, "xb")
         return open_private(path, "xb")
+
+
+def mark_of(data: bytes) -> str:
+    """The mark in an object. A person may have written it, with a newline at the end."""
+    return data.decode(errors="replace").strip()

@@ -22,13 +22,13 @@ from tinkerflow.backend.core.ids import new_id
 from tinkerflow.backend.spec.checkpoint import BLOCK, CheckpointPath, Digest
 from tinkerflow.backend.spec.commands import StoredState
 from tinkerflow.backend.store import commit, peft
-from tinkerflow.backend.store.blobs import Blobs
+from tinkerflow.backend.store.blobs import Blobs, find
+from tinkerflow.backend.store.local import MARK, mark_of
 from tinkerflow.backend.store.peft import Floats
 
 Shape = tuple[int, ...]
 Wants = Callable[[Mapping[str, Shape]], Collection[str]]
 
-MARK = "store-id"  # an object with a random text, which distinguishes folders with the same URL on two hosts
 PART = "part-{:05d}.safetensors"
 _LENGTH = struct.Struct("<Q")
 _THREADS = 4
@@ -44,26 +44,29 @@ class _Stored:
     end: int
 
 
+def find_mark(blobs: Blobs) -> str | None:
+    """The mark of a store; None if it has none yet."""
+    return None if (found := find(blobs, MARK)) is None else mark_of(found)
+
+
 def store_mark(blobs: Blobs) -> str:
-    """The mark of a store, created if it has none yet."""
-    while True:
-        try:
-            return blobs.read(MARK).decode()
-        except FileNotFoundError:
-            with suppress(FileExistsError):
-                blobs.create(MARK, new_id("store").encode())
+    """The mark of a store, created if it has none yet. From then on, `blobs` fail if another folder is in its place."""
+    while (mark := find_mark(blobs)) is None:
+        with suppress(FileExistsError):
+            blobs.create(MARK, new_id("store").encode())
+    blobs.expect(mark)
+    return mark
 
 
 def is_store(blobs: Blobs, mark: str) -> bool:
     """Whether `blobs` are the store with that mark and can be written. OSError if the store cannot be reached.
 
     A full disk or an exhausted quota counts as writable, because there may be space again while the group serves.
+    `blobs` then fail if another folder is in the store's place.
     """
-    try:
-        if blobs.read(MARK).decode() != mark:
-            return False
-    except FileNotFoundError:
+    if find_mark(blobs) != mark:
         return False
+    blobs.expect(mark)
     probe = f"reach/{secrets.token_hex(8)}"
     try:
         blobs.create(probe, mark.encode())

@@ -187,7 +187,7 @@ class Store:
     def find_mark(self) -> str | None:
         """The store's mark; None if `mark` was never called, or if another folder is in the store's place."""
         with self._errors("read its mark"):
-            return None if (found := find(self.blobs, parts.MARK)) is None else found.decode()
+            return parts.find_mark(self.blobs)
 
     def new_folder(self, run_id: str, kind: str, name: str) -> str:
         """The key of a new folder, into which processes write their parts of a state for `commit_parts`."""

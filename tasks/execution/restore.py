@@ -3,7 +3,7 @@
 The newest readable snapshot is used. The journal keeps all requests after the second newest snapshot, or from the
 model's creation if there are fewer than two. Once an older snapshot was read, an unreadable one is forgotten, so that
 no later snapshot depends on it. Its files stay in the store for inspection, until the model has ended and `tinkerflow
-checkpoint gc` removes them. If the store is away, the restore waits for some minutes.
+checkpoint gc` removes them. While the store is away, the restore waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkerflow.tasks.execution.state_transfers import bring, record
 
 log = logging.getLogger(__name__)
 
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts if the store is away or memory is short
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts if the store fails or memory is short
 _PAGE = 16  # requests that are replayed together; their payloads are in memory
 
 
@@ -152,16 +152,18 @@ def _compare_programs(context: ExecutionContext, model_id: str, saved: Saved) ->
 async def _read_snapshot(
     context: ExecutionContext, model_id: str, path: str
 ) -> tuple[AdapterState | StoredState, Saved]:
-    """Read the state under `path`. Retries for some minutes while the store is away."""
+    """Read the state under `path`. Waits while the store is away. Otherwise, retries for some minutes."""
 
     async def load() -> tuple[AdapterState | StoredState, Saved]:
         try:
             return await bring(context, model_id, path)
         except StoreAwayError as error:
             await _note_progress(context, model_id, f"waiting for the store ({error})")
+            await retry(partial(context.in_store, context.store.mark), on=StoreAwayError, what=waits, log=log)
             raise
 
-    return await retry(load, on=StoreAwayError, pauses=_PAUSES, what=f"model {model_id} waits for the store", log=log)
+    waits = f"model {model_id} waits for the store"
+    return await retry(load, on=StoreAwayError, pauses=_PAUSES, what=waits, log=log)
 
 
 async def _begins_with_creation(context: ExecutionContext, model_id: str) -> bool:

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from tests.mounting import unmounted
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.store.blobs import Blobs, open_blobs
+from tinkerflow.backend.store.blobs import Blobs, find, open_blobs
 from tinkerflow.backend.store.local import LocalBlobs
 from tinkerflow.backend.store.objects import ObjectBlobs
+from tinkerflow.backend.store.parts import store_mark
 
 
 @pytest.fixture
@@ -139,6 +142,44 @@ def test_local_folder_that_disappears_is_empty(tmp_path: Path, monkeypatch: pyte
     assert blobs.children("a") == []
     assert blobs.written_at("a") is None
     assert blobs.clear_drafts("a", datetime.now(UTC)) == 0
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_unmounted_folder_is_neither_written_nor_taken_for_empty(tmp_path: Path, told: bool) -> None:
+    url, key = f"file://{tmp_path / 'store'}", "runs/r/weights/x/commit.json"
+    mark = store_mark(open_blobs(url))
+    blobs = open_blobs(url)
+    blobs.create(key, b"one")  # also reads the mark
+    if told:
+        blobs = open_blobs(url)
+        blobs.expect(mark)
+    calls: list[Callable[[], object]] = [
+        lambda: blobs.create("new", b"two"),
+        lambda: blobs.replace(key, b"one", b"two"),
+        lambda: blobs.read(key),
+        lambda: blobs.read_range(key, 0, 1),
+        lambda: blobs.size(key),
+        lambda: blobs.remove(key),
+        lambda: blobs.remove(key, b"one"),
+        lambda: blobs.remove_folder("runs/r/weights/x"),
+        lambda: blobs.children("runs"),
+        lambda: blobs.written_at("runs"),
+        lambda: blobs.clear_drafts("runs", datetime.now(UTC)),
+        lambda: store_mark(blobs),
+    ]
+    for another in (None, "store-of-another-service"):
+        with unmounted(tmp_path / "store"):
+            if another is not None:
+                (tmp_path / "store" / "store-id").write_text(another)
+            for call in calls:
+                with pytest.raises(OSError, match=f"not the store: mount it .* write {mark} into store-id there"):
+                    call()
+            assert [path.name for path in (tmp_path / "store").iterdir()] == ([] if another is None else ["store-id"])
+    assert blobs.read(key) == b"one"
+    with unmounted(tmp_path / "store"):
+        (tmp_path / "store" / "store-id").write_text(f"{mark}\n")  # emptied on purpose, with `echo`
+        assert find(blobs, key) is None
+        assert store_mark(blobs) == mark
 
 
 class LossyFileSystem(MemoryFileSystem):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.mounting import unmounted
+from tests.waiting import until
 
 from tinkerflow.backend.core.errors import (
     AllocationError,
@@ -72,6 +76,24 @@ async def test_engine_reads_a_snapshot_that_a_process_cannot_read(
     restored = await restore(context.bound_to(pool.generation), model, OPERATIONS)
     assert state(pool, model) == before and restored.unreadable == ()
     assert [one.path for one in client.journal.recovery.snapshots(model)] == [taken.path], "it is not forgotten"
+
+
+async def test_a_restore_waits_until_its_store_is_mounted_again(
+    context: Any, client: Any, pool: Any, execute: Any, model: str, tmp_path: Path
+) -> None:
+    context.store.mark()
+    for seq_id in (5, 6):
+        client.forward_backward(model, [9])
+        await execute(model)
+        assert await take_snapshot(context, model, seq_id, Sequencer(model, context.saves).slot()) is not None
+    before, kept = state(pool, model), client.journal.recovery.snapshots(model)
+    pool.die()
+    with unmounted(tmp_path / "store"):
+        restoring = asyncio.create_task(restore(context.bound_to(pool.generation), model, OPERATIONS))
+        await until(lambda: "mount it" in str(client.journal.recovery.health().waits.get(model)))
+    assert (await restoring).unreadable == ()
+    assert state(pool, model) == before
+    assert client.journal.recovery.snapshots(model) == kept
 
 
 @pytest.mark.parametrize("short", [CreateAdapter, Forward])
