@@ -7,7 +7,7 @@ Every transaction that answers requests of a sampler takes the sampler's next nu
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -72,8 +72,13 @@ class SamplerOpened:
     sampler: NewSampler
 
     def apply(self, connection: sa.Connection, now: datetime) -> Sequence[str]:
-        """Insert the sampler's row. ConflictError: the id was used for other weights."""
-        if not insert_sampler(connection, self.sampler, now):
+        """Insert the sampler's row. ConflictError: the id was used for other weights.
+
+        The row belongs to the session's project, even if the first key was created during the save.
+        """
+        of_session = sa.select(col(Session.owner)).where(col(Session.id) == self.sampler.session_id)
+        owner = connection.execute(of_session).scalar() or self.sampler.owner
+        if not insert_sampler(connection, replace(self.sampler, owner=owner), now):
             _check_same(connection, self.sampler)
         return ()
 

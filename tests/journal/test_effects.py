@@ -126,6 +126,15 @@ def test_submit_during_the_end_of_its_model_is_always_answered(scene):
         assert scene.journal.results.finished(stored) == set(stored)
 
 
+def test_a_sampler_opened_while_the_first_key_was_created_belongs_to_its_project(scene):
+    session = scene.session()
+    save = scene.taken(scene.model(session), 1)
+    opened = NewSampler(f"{session}:sample:0", session, save.owner, "tiny", snapshot_id="snap-1")
+    scene.journal.keys.create("first", "team")
+    scene.journal.results.finish([save.done(b"{}", "json", SamplerOpened(opened))])
+    assert scene.journal.samplers.get(opened.id, "team").snapshot_id == "snap-1"
+
+
 def test_samplers_open_load_and_end(scene):
     session = scene.session()
     model = scene.model(session)
