@@ -224,8 +224,8 @@ async def _until_logged(log: Path, text: str, seconds: float = 240) -> None:
 
 
 async def _ask(server: Any, path: str, **body: object) -> Any:
-    headers = server.access.headers
-    async with httpx.AsyncClient(base_url=server.access.api_url, headers=headers, follow_redirects=True) as http:
+    access = {"base_url": server.access.api_url, "headers": server.access.headers}
+    async with httpx.AsyncClient(**access, follow_redirects=True, timeout=60) as http:
         async with asyncio.timeout(120):
             while (answer := await http.post(f"/{path}", json=body)).status_code == 503:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)  # another request writes to Prefect's SQLite database
