@@ -95,6 +95,8 @@ class CassetteWriter:
 
     def __init__(self, path: Path) -> None:
         """Create the file. UserError: the file cannot be written."""
+        if path.is_dir():
+            raise UserError(f"cassette {path} cannot be written: it is a folder")
         self.path = path
         self.part = path.with_name(path.name + ".part")
         try:

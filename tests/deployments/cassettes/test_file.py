@@ -99,3 +99,14 @@ def test_file_of_another_kind_is_refused(content: bytes, message: str, tmp_path:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"y.cassette cannot be read: No such file"):
         read_cassette(tmp_path / "y.cassette")
+
+
+@pytest.mark.parametrize("folder", [".", "..", "/", "there"])
+def test_a_folder_is_refused_before_it_is_recorded(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^cassette \S+ cannot be written: it is a folder$"):
+        CassetteWriter(Path(folder))
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
