@@ -48,7 +48,7 @@ _NO_CONTENT = {
     "save_weights_for_sampler": {"sampling_session_seq_id"},  # the SDK changes it when it repeats a save
 }
 _TOKENS = {"weights_access_token"}
-_KEY = re.compile(rb"tml-[\w.~+/=-]+")
+_KEY = re.compile(rb"(?<!h)tml-[\w.~+/=-]+")  # but not in words such as html-page
 
 
 @dataclass(frozen=True)

@@ -57,3 +57,8 @@ def test_no_key_is_left() -> None:
         "other": "[key]",
         "n": 1,
     }
+
+
+def test_words_that_only_resemble_a_key_are_kept() -> None:
+    body = b'{"prompt": "an html-page\\ntml-abc", "model": "/models/html-coder"}'
+    assert without_secrets(body, set()) == b'{"prompt": "an html-page\\n[key]", "model": "/models/html-coder"}'
