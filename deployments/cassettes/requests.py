@@ -88,8 +88,8 @@ def is_unrecorded(name: str) -> bool:
 
 
 def is_binary(media: str) -> bool:
-    """Whether a body of this Content-Type is neither JSON nor text."""
-    return media != "" and "json" not in media and not media.startswith("text/")
+    """Whether a body of this Content-Type is neither JSON nor text nor a form."""
+    return media != "" and "json" not in media and not media.startswith(("text/", "application/x-www-form-urlencoded"))
 
 
 def future_of(answer: bytes) -> str:

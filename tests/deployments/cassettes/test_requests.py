@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tinkerflow.deployments.cassettes.requests import asked, is_unrecorded, without_secrets
+from tinkerflow.deployments.cassettes.requests import asked, is_binary, is_unrecorded, without_secrets
 
 
 def place(name: str, **fields: Any) -> tuple[str, int | None, bool, bool]:
@@ -62,3 +62,9 @@ def test_no_key_is_left() -> None:
 def test_words_that_only_resemble_a_key_are_kept() -> None:
     body = b'{"prompt": "an html-page\\ntml-abc", "model": "/models/html-coder"}'
     assert without_secrets(body, set()) == b'{"prompt": "an html-page\\n[key]", "model": "/models/html-coder"}'
+
+
+def test_bodies_that_may_contain_keys_are_not_binary() -> None:
+    texts = "", "application/json", "text/html; charset=utf-8", "application/x-www-form-urlencoded"
+    assert not any(map(is_binary, texts))
+    assert is_binary("application/x-protobuf")
