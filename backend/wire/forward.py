@@ -259,7 +259,7 @@ def decode_forward(
             if count > limit:
                 raise UserError(f"data has {count} {kind} cells up to data[{i}]: must be at most {limit}")
         examples_read.append((tokens_T, inputs))
-    _check_values(examples_read, loss, vocab_size)
+    _check_values(examples_read, loss, read.config, vocab_size)
     declared = None if custom is None else tuple(custom.inputs)[1:]
     examples = [
         replace(_example(tokens_T, inputs, declared), images=images)
@@ -430,7 +430,9 @@ def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: Cu
     return inputs
 
 
-def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_size: int) -> None:
+def _check_values(
+    read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, config: Mapping[str, float], vocab_size: int
+) -> None:
     rule = f">= 0 and < {vocab_size}, the model's vocabulary"
 
     def in_vocabulary(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -455,12 +457,8 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_si
         for i, values in enumerate(arrays):
             if one.some and values is not None and not values.any():
                 raise UserError(f"{_name(i, one.name)} is 0 everywhere: must not be 0 for at least one token")
-    if loss.ordered is not None:
-        lower, upper = loss.ordered
-        for i, (_, inputs) in enumerate(read):
-            least, most = inputs.get(lower), inputs.get(upper)
-            if least is not None and most is not None and (least > most).any():
-                raise UserError(f"{_name(i, lower)} has values above those of {upper}: must be <=")
+    for i, (_, inputs) in enumerate(read):
+        loss.check_order(inputs, config, partial(_name, i))
 
 
 def _require(

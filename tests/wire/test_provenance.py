@@ -150,6 +150,8 @@ def test_invalid_spans_are_named(change: Any, told: str) -> None:
     [
         ("gspo", {"clip_low_threshold": np.float32([-1, 0, 0, 0])}, None, "at position 0 is -1.0: must be >= 0"),
         ("ppo", {"clip_low_threshold": [0.0, 0, 3, 0], "clip_high_threshold": [1.0] * 4}, None, "above those"),
+        ("ppo", {"clip_high_threshold": [0.2] * 4}, None, "below loss_fn_config['clip_low_threshold'], 0.8: must be"),
+        ("gspo", {"clip_low_threshold": [1.2] * 4}, None, "above loss_fn_config['clip_high_threshold'], 1.0004"),
         ("gspo", {"sequence_ratio_mask": np.zeros(4, np.float32)}, None, "must not be 0 for at least one token"),
         ("gspo", {"sequence_ratio_mask": np.float32([1, -1, 0, 0])}, None, "at position 1 is -1.0"),
         ("gspo", {"clip_high_threshold": np.float32([1, np.nan, 1, 1])}, None, "at position 1 is nan"),
@@ -166,6 +168,14 @@ def test_invalid_inputs_and_configs_are_named(loss: str, inputs: Any, config: An
     datum = attributed(**inputs) if loss == "stable_reinforce" else rollout(**inputs)
     with pytest.raises(UserError, match=re.escape(told)):
         decode(forward_body([datum], loss, config))
+
+
+def test_masked_tokens_need_no_valid_thresholds() -> None:
+    """The prompt's token has the advantage 0."""
+    high = np.float32([0.0, 1.1, 1.1, 1.1])
+    for more in ({}, {"clip_low_threshold": [0.9] * 4}):
+        (example,) = decode(forward_body([rollout(clip_high_threshold=high, **more)], "ppo")).examples
+        assert np.array_equal(example.inputs["clip_high_threshold"][:, 0], high)
 
 
 def test_gspo_as_the_sdk_sends_it() -> None:

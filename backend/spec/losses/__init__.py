@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -122,6 +122,25 @@ class LossSpec:
             )
             raise broken(f"loss_fn_config[{low!r}]", config[low], f"<= {high}, {config[high]:g}{epsilon}")
         return config
+
+    def check_order(
+        self, inputs: Mapping[str, npt.NDArray[Any]], config: Mapping[str, float], name_of: Callable[[str], str]
+    ) -> None:
+        """Raise UserError if a token that is not masked has an `ordered` pair in the wrong order.
+
+        inputs: an example's inputs. config: complete; it has the values that the inputs lack. name_of(input): the
+        input's name in errors.
+        """
+        if self.ordered is None or not (given := [name for name in self.ordered if name in inputs]):
+            return
+        least, most = (inputs.get(name, config[name]) for name in self.ordered)
+        counted = [inputs[name] != 0 for name in self.masks if name in inputs]
+        if not np.logical_and.reduce([least > most, *counted]).any():
+            return
+        low, high = self.ordered
+        other, side, rule = (high, "above", "<=") if given[0] == low else (low, "below", ">=")
+        bound = f"those of {other}" if other in inputs else f"loss_fn_config[{other!r}], {config[other]:g}"
+        raise UserError(f"{name_of(given[0])} has values {side} {bound}: must be {rule}")
 
 
 # ------------------------------------------------------------------ shared by several losses
