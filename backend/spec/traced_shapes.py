@@ -195,8 +195,9 @@ def _resized(x: Shaped, dim: int, size: int) -> Shaped:
 
 
 def _narrow(x: Shaped, dim: int, start: int, length: int) -> Shaped:
-    if not 0 <= length <= x.shape[dim]:
-        raise ValueError(f"length {length} of a dimension with {x.shape[dim]}")
+    first = start + x.shape[dim] if start < 0 else start
+    if not 0 <= first <= first + length <= x.shape[dim]:
+        raise ValueError(f"start {start} and length {length} of a dimension with {x.shape[dim]}")
     return _resized(x, dim, length)
 
 

@@ -115,7 +115,7 @@ def indices(logprobs, old, advantages):
     both, index = torch.stack([logprobs, old], dim=1), torch.arange(old.size(0))[:3]
     picked = both[None][0, :, index % 2] * advantages[:, None]
     turned = both.permute(dims=(1, 0)).flip(dims=(1,))[None].squeeze((0, 1)) * advantages
-    picked = picked.sum() + turned.sum()
+    picked = picked.sum() + turned.sum() + (both.narrow(0, -2, 2) * advantages[:2, None]).sum()
     return picked + both.gather(0, index[:, None]).sum() + both.square().gather(1, index[None] % 2).sum(), {}
 
 

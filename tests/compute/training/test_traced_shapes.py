@@ -56,7 +56,7 @@ BY_OP: dict[str, list[Case]] = {
     "permute": [(CUBE, 2, 0, 1), (CUBE, (1, 0, 2))],
     "flip": [(M, 0), (M, (0, 1))],
     "roll": [(M, 1), (M, 2, 0)],
-    "narrow": [(M, 0, 1, 3), (M, 1, 0, 0)],
+    "narrow": [(M, 0, 1, 3), (M, 1, 0, 0), (M, 0, -2, 2), (M, 0, 5, 0)],
     "index_select": [(M, 0, INDEX), (CUBE, -1, INDEX % 2)],
     "gather": [
         (V, 0, INDEX),
@@ -176,6 +176,8 @@ def test_every_math_function_is_computed():
         ("operator.getitem", (V, (0, 0))),
         ("operator.getitem", (V, 5)),
         ("narrow", (V, 0, 0, 9)),
+        ("narrow", (V, 0, 4, 2)),
+        ("narrow", (V, 0, -6, 1)),
         ("operator.mul", ("a", 10**9)),
         ("operator.mul", ((1,), 10**9)),
         ("exp", (2.0,)),

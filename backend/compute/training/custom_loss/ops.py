@@ -197,6 +197,11 @@ def _smooth_term(d: jax.Array, _: float, beta: float) -> jax.Array:
     return jnp.where(jnp.abs(d) < beta, 0.5 * d * d / beta, jnp.abs(d) - 0.5 * beta) if beta else _abs(d)
 
 
+def _narrow(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
+    start += x.shape[dim] if start < 0 else 0
+    return jax.lax.slice_in_dim(x, start, start + length, axis=dim)
+
+
 def _gather(x: jax.Array, dim: int, index: jax.Array, **_: Any) -> jax.Array:
     """The index may be smaller than `x` in other dimensions. Then only the first places of `x` are read."""
     kept = [slice(size) for size in index.shape]
@@ -341,7 +346,7 @@ OPS: Mapping[str, Op] = {
     "permute": lambda x, *sizes, dims=(): jnp.transpose(x, _sizes(sizes or (dims,))),
     "flip": lambda x, *sizes, dims=(): jnp.flip(x, _sizes(sizes or (dims,))),
     "roll": lambda x, shifts, dims=None: jnp.roll(x, _axes(shifts), _axes(dims)),
-    "narrow": lambda x, dim, start, length: jax.lax.slice_in_dim(x, start, start + length, axis=dim),
+    "narrow": _narrow,
     "index_select": lambda x, dim, index: jnp.take(x, _from_front(x, dim, index), axis=dim),
     "gather": _gather,
     "diff": lambda x, n=1, dim=-1: jnp.diff(x, n=n, axis=dim),
