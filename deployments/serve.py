@@ -70,6 +70,12 @@ class Deployment(BaseModel):
     paused: bool = Field(False, description="whether the schedules are paused until someone resumes them")
     for_work_pools: dict[str, Any] = {}
 
+    @property
+    def overrides(self) -> list[dict[str, Any]]:
+        """The parameters of schedules, which replace the deployment's parameters of the same name in scheduled runs."""
+        given = [schedule.get("parameters") for schedule in self.schedules]
+        return [values for values in given if isinstance(values, dict)]
+
 
 @dataclass(frozen=True)
 class ServedFile:
@@ -111,7 +117,8 @@ def _deployments(file: Path, entries: Sequence[object]) -> list[Deployment]:
             deployments.append(Deployment.model_validate({**used, "for_work_pools": pools}))
         except ValidationError as error:
             raise UserError(f"serve {file}: deployments[{i}]: {explain(error, Deployment)}") from error
-        make_absolute(file.resolve().parent, deployments[-1].parameters)
+        for values in (deployments[-1].parameters, *deployments[-1].overrides):
+            make_absolute(file.resolve().parent, values)
     return deployments
 
 
@@ -127,7 +134,8 @@ def _allowed_code(file: Path, content: Mapping[str, Any], deployments: Sequence[
     if not isinstance(listed, list) or not all(isinstance(path, str) and ":" in path for path in listed):
         rule = "must be a list of import paths, package.module:name"
         raise UserError(f"serve {file}: allowed_code is {listed!r}: {rule}")
-    return sorted({*listed, *(path for deployment in deployments for path in _code(deployment.parameters))})
+    given = [values for deployment in deployments for values in (deployment.parameters, *deployment.overrides)]
+    return sorted({*listed, *_code(given)})
 
 
 def _code(values: object) -> Iterator[str]:

@@ -26,6 +26,7 @@ from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import (
     PLAIN_LOG,
     Deployment,
+    check_parameters,
     make_deployment,
     make_deployments,
     outages_in_one_line,
@@ -51,6 +52,25 @@ def test_deployments_with_paths_relative_to_the_file(tmp_path: Path) -> None:
     assert first.parameters == {"parameters": {"data": {"url": str(tmp_path / "rows.jsonl")}}}
     assert (second.schedules, second.paused, second.tags) == ([{"cron": "0 2 * * *"}], True, [])
     assert served.tag_limits == {"nightly": 2}
+
+
+def test_parameters_of_a_schedule_are_read_like_those_of_its_deployment(tmp_path: Path) -> None:
+    entry = """deployments:
+  - name: a
+    entrypoint: tinkerflow.flows.pipelines.rl.rl
+    parameters: {parameters: {data: {url: rows.jsonl}, reward: 'm:f'}}
+    schedules: [{interval: 9}, {cron: 0 2 * * *, parameters: {parameters: {data: {url: n.jsonl}, reward: 'm:night'}}}]
+"""
+    (tmp_path / "prefect.yaml").write_text(entry)
+    served = read_file(tmp_path / "prefect.yaml")
+    (deployment,) = served.deployments
+    (override,) = deployment.overrides
+    assert override["parameters"]["data"] == {"url": str(tmp_path / "n.jsonl")}
+    assert served.allowed_code == ["m:f", "m:night"]
+    check_parameters(deployment)
+    (tmp_path / "prefect.yaml").write_text(entry.replace("reward: 'm:night'", "rewards: 'm:night'"))
+    with pytest.raises(UserError, match=r"^deployment 'a': rewards: is not a parameter"):
+        check_parameters(read_file(tmp_path / "prefect.yaml").deployments[0])
 
 
 @pytest.mark.parametrize("text", ["name: x", "deployments: [", "- a", ""])
