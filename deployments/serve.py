@@ -386,31 +386,34 @@ async def ensure_tag_limits(limits: Mapping[str, int]) -> None:
 
 def _schedule(wanted: dict[str, Any]) -> Schedule:
     """Prefect's schedule for `{cron: ..., timezone: ...}` or `{interval: SECONDS}` of a prefect.yaml."""
-    from prefect.client.schemas.schedules import CronSchedule
+    from prefect.deployments.schedules import create_deployment_schedule_create
     from prefect.schedules import Cron, Interval
 
     try:
         match wanted:
             case {"cron": str(cron), **rest}:
-                CronSchedule(cron=cron, timezone=rest.get("timezone"))  # validates the schedule, which Cron does not
-                return Cron(cron, **rest)
+                schedule = Cron(cron, **rest)
             case {"interval": int() | float() as seconds, **rest} if seconds > 0 and not isinstance(seconds, bool):
-                return Interval(seconds, **rest)
+                schedule = Interval(seconds, **rest)
+            case _:
+                raise UserError(f"schedules: {wanted!r}: must have cron, or interval in seconds above 0")
+        create_deployment_schedule_create(schedule)  # validates the schedule, which Cron and Interval do not
+        return schedule
     except ValidationError as error:
         raise UserError(f"schedules: {explain(error)}") from error
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"schedules: {wanted!r}: {error}") from error
-    raise UserError(f"schedules: {wanted!r}: must have cron, or interval in seconds above 0")
 
 
 def check_parameters(wanted: Deployment) -> None:
     """Check a deployment of one of our pipelines without Prefect. UserError: no such pipeline, or a wrong parameter."""
     if wanted.entrypoint.startswith(OURS):
         pipeline = wanted.entrypoint.removeprefix(OURS).partition(".")[0]
-        try:
-            parameters_of(pipeline, wanted.parameters.get("parameters", {}))
-        except UserError as error:
-            raise UserError(f"deployment {wanted.name!r}: {error.message}") from error
+        for override in ({}, *wanted.overrides):
+            try:
+                parameters_of(pipeline, (wanted.parameters | override).get("parameters", {}))
+            except UserError as error:
+                raise UserError(f"deployment {wanted.name!r}: {error.message}") from error
 
 
 def make_deployments(wanted: Sequence[Deployment]) -> dict[str, tuple[Flow[..., Any], dict[str, Any]]]:

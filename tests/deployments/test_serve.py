@@ -140,8 +140,15 @@ def test_invalid_entry_points_and_schedules_are_refused_early(tmp_path: Path, mo
         make_deployment(
             Deployment(name="x", entrypoint=entrypoint, parameters=parameters, schedules=[{"every": "day"}])
         )
-    for schedule in ({"cron": "61 3 * * *"}, {"cron": "1 3 * * *", "timezone": "Europe/Berlim"}):
-        with pytest.raises(UserError, match=r"^schedules: .*[Ii]nvalid .*$"):
+    invalid: list[dict[str, Any]] = [
+        {"cron": "61 3 * * *"},
+        {"cron": "1 3 * * *", "timezone": "Europe/Berlim"},
+        {"interval": 60, "timezone": "Europe/Berlim"},
+        {"interval": 60, "anchor_date": "yesterday"},
+        {"cron": "1 3 * * *", "active": "maybe"},
+    ]
+    for schedule in invalid:
+        with pytest.raises(UserError, match=r"^schedules: .*([Ii]nvalid|Unable to parse|parsed as a boolean).*$"):
             make_deployment(Deployment(name="x", entrypoint=entrypoint, parameters=parameters, schedules=[schedule]))
     for seconds in (0, -5, True, math.inf, math.nan):
         with pytest.raises(UserError, match=r"^schedules: {'interval': "):
