@@ -155,7 +155,7 @@ def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> 
     targets: the request's target_prompt_logprobs. The logprobs of these tokens are returned in the same layout.
     UserError: the answer is too large for the journal.
     """
-    if (size := _answer_bytes(result)) > MAX_RECORDED_BYTES:
+    if (size := answer_bytes(result)) > MAX_RECORDED_BYTES:
         what = "num_samples, max_tokens, or the number of tokens that are listed at each position"
         raise UserError(f"the answer has {size} bytes: must have at most {MAX_RECORDED_BYTES}; lower {what}")
     response = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
@@ -180,7 +180,7 @@ def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> 
     return bytes(response.SerializeToString())
 
 
-def _answer_bytes(result: SampleResult) -> int:
+def answer_bytes(result: SampleResult) -> int:
     """The bytes of all numbers in an answer. Each takes four."""
     arrays: list[Int32 | Float32 | None] = [result.prompt_logprobs_T, result.targets_TK]
     arrays += [array for one in result.sequences for array in (one.tokens_T, one.logprobs_T)]

@@ -3,8 +3,8 @@
 Two kinds of tasks meet in a `SampleBatch`. Each request has a task, which reads the request, loads its snapshot, and
 waits in the batch (`SampleBatch.decode`) until its `ended` is resolved. One loop, `SampleBatch.run`, makes steps while
 there is anything to decode: a step sends waiting requests to the worker group, and ends the finished ones. The
-request's task then writes the answer. When the worker group ends, all waiting requests get a GroupFailedError. They are
-not answered, and the runner takes them from the journal again.
+request's task then encodes and writes the answer. When the worker group ends, all waiting requests get a
+GroupFailedError. They are not answered, and the runner takes them from the journal again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.core import tracing
@@ -53,6 +54,7 @@ from tinkerflow.backend.spec.commands import (
 from tinkerflow.backend.spec.constraints import KEPT_CONSTRAINTS
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
+from tinkerflow.backend.wire.sample import answer_bytes
 from tinkerflow.tasks.execution.memory_quota import BODIES, MemoryQuota
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, ExecutionContext, attribute_crash, failure
 from tinkerflow.tasks.execution.state_transfers import drop_surplus_full_models, load_snapshot
@@ -72,9 +74,10 @@ class _Sample:
     The body itself is not kept, because its prompt is a list that takes 36 bytes for each token.
 
     prompt: number of tokens. targets: the request's target_prompt_logprobs. records: whether its sequences are
-    recorded. ended: gets the outcome; None before the request waits for the decode batch. joined: when it joined the
-    batch. cancelled: whether the request was answered early, because its client or session ended. is_separate: whether
-    it waits in a queue of its own project. Such a request does not count toward the limit of waiting requests.
+    recorded. ended: gets the tokens or the outcome; None before the request waits for the decode batch. joined: when it
+    joined the batch. cancelled: whether the request was answered early, because its client or session ended.
+    is_separate: whether it waits in a queue of its own project. Such a request does not count toward the limit of
+    waiting requests.
     """
 
     request: Pending
@@ -82,7 +85,7 @@ class _Sample:
     prompt: int = 0
     targets: TargetTensor | None = None
     records: bool = False
-    ended: asyncio.Future[Outcome] | None = None
+    ended: asyncio.Future[SampleResult | Outcome] | None = None
     joined: datetime | None = None
     cancelled: bool = False
     is_separate: bool = False
@@ -93,14 +96,14 @@ class _Sample:
         """Whether the request waits for the decode batch, or is in the batch."""
         return self.ended is not None and not self.ended.done()
 
-    def end(self, outcome: Outcome | Exception) -> None:
-        """If the request still waits, let it continue with its outcome, or with the reason why there is no outcome."""
+    def end(self, outcome: SampleResult | Outcome | Exception) -> None:
+        """If the request still waits, let it continue: with its tokens, its outcome, or the reason why it has none."""
         if self.ended is None or self.ended.done():
             return
-        if isinstance(outcome, Outcome):
-            self.ended.set_result(outcome)
-        else:
+        if isinstance(outcome, Exception):
             self.ended.set_exception(outcome)
+        else:
+            self.ended.set_result(outcome)
 
     def check_not_cancelled(self) -> None:
         """UserError: the request was answered meanwhile."""
@@ -350,9 +353,12 @@ class SampleBatch:
         self._admit.push(command.owner, command, cost=0.0 if command.constraint is None else 1.0)
         self._has_work.set()
         try:
-            return await sample.ended
+            ended = await sample.ended
         finally:
             del self._waiting[sample.request.id]
+        if isinstance(ended, Outcome):
+            return ended
+        return await self.context.decode(command.owner, answer_bytes(ended), partial(_outcome, sample, ended))
 
     def remove(self, sample: _Sample) -> None:
         """Let a cancelled request leave the batch with the next step, or not join it."""
@@ -396,7 +402,7 @@ class SampleBatch:
         for result in progress.finished:
             self._decoding.discard(result.request_id)
             if (finished := self._waiting.get(result.request_id)) is not None:
-                finished.end(_outcome(finished, result))
+                finished.end(result)
         if not progress.active and not progress.waiting:
             self._fail(self._decoding, ServerError("the sampler no longer has this request"))
             self._decoding = set()
@@ -564,7 +570,7 @@ def _outcome(sample: _Sample, result: SampleResult) -> Outcome:
     sampled = sum(len(sequence.tokens_T) for sequence in result.sequences)
     try:
         answer = encode_sample(result, sample.targets)
-    except UserError as error:  # too large
+    except Exception as error:  # noqa: BLE001  such as an answer that is too large; the sampler's row is still updated
         return failure(request, error)
     outcome = request.done(
         answer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -332,6 +333,20 @@ async def test_request_with_an_answer_that_cannot_be_stored_fails_alone(
     failed, fine = await client.results(client.sample(sampler, max_tokens=7), client.sample(sampler, max_tokens=6))
     assert (failed.category, failed.error[:50]) == ("user", "the answer has 56 bytes: must have at most 48; low")
     assert len(tokens(fine)[0]) == 6
+
+
+async def test_answers_are_encoded_alone_and_long_ones_in_threads(sampling: Any, client: Any, monkeypatch: Any) -> None:
+    threads: dict[int, str] = {}
+
+    def broken(result: Any, *args: Any) -> bytes:
+        threads[length := len(result.sequences[0].tokens_T)] = threading.current_thread().name[:6]
+        return wire_sample.encode_sample(result if length != 7 else result.missing, *args)
+
+    monkeypatch.setattr("tinkerflow.tasks.execution.operation.INLINE_BYTES", 8 * 6)  # a token takes 8 bytes
+    monkeypatch.setattr(sample_module, "encode_sample", broken)
+    failed, *fine = await client.results(*(client.sample(client.sampler(n), max_tokens=n) for n in (7, 6, 8)))
+    assert failed.error.startswith("sample failed in the service (AttributeError: ")
+    assert [len(tokens(result)[0]) for result in fine] == [6, 8] and threads[6] != "decode" == threads[7] == threads[8]
 
 
 async def test_missing_checkpoint_fails_only_its_sampler(sampling: Any, client: Any) -> None:
