@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 from tinkerflow.backend.pool.transfers import reached_store
@@ -72,9 +72,13 @@ class AutotuningResults:
         self._stored = set(self._blobs.children(self._key))
         missing = self._stored - {path.name for path in self._folder.iterdir()}
         for name in sorted(missing):
-            with NamedTemporaryFile(dir=self._folder, prefix="fetched-", delete=False) as draft:
-                draft.write(self._blobs.read(f"{self._key}/{name}"))
-            Path(draft.name).rename(self._folder / name)
+            content = self._blobs.read(f"{self._key}/{name}")
+            draft = self._folder / f"fetched-{secrets.token_hex(8)}"
+            try:
+                draft.write_bytes(content)
+                draft.rename(self._folder / name)
+            finally:
+                draft.unlink(missing_ok=True)
         return len(missing)
 
     def publish(self) -> int:

@@ -70,6 +70,22 @@ def test_unfinished_files_are_not_stored(tmp_path: Path, blobs: Blobs) -> None:
     assert results.publish() == 1
 
 
+def test_a_failed_fetch_leaves_no_file(tmp_path: Path, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = AutotuningResults(tmp_path / "before", blobs, H100)
+    tuned(tmp_path / "before", "product", "algorithm 7")
+    before.publish()
+
+    def fail(path: Path, data: object) -> object:
+        raise OSError("the store or the disk fails")
+
+    for broken, method in ((type(blobs), "read"), (Path, "rename")):
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, method, fail)
+            with pytest.raises(OSError, match="fails"):
+                AutotuningResults(tmp_path / "after", blobs, H100).fetch()
+        assert found(tmp_path / "after") == {}
+
+
 def test_a_group_fetches_results_and_publishes_its_own(
     tmp_path: Path, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
