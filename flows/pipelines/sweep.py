@@ -162,10 +162,13 @@ async def _train(parameters: SweepParameters, point: Point, work_url: str) -> Tr
         refuse_changes(work_url, wanted.resume, flat(decisive_parameters(wanted)), run)
         return TrainingResult.model_validate(done)
     call: Callable[..., Awaitable[State[Any]]] = sft
-    state = await call(wanted, return_state=True)
-    if state.is_cancelled() or state.is_paused():
-        return None
-    result: TrainingResult = await state.aresult()
+    while True:
+        state = await call(wanted, return_state=True)
+        if state.is_cancelled() or state.is_paused():
+            return None
+        result: TrainingResult = await state.aresult()
+        if result.run == wanted.resume:
+            break  # a retry counts its calls: Prefect answers the first ones with finished runs of other points
     create_json(work, key, result.model_dump(mode="json"))
     return result
 

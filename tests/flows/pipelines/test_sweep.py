@@ -92,8 +92,8 @@ async def test_best_sweep_point_is_chosen_by_the_metric(
         trained.append(parameters)
         seed = parameters.model.seed
         return Completed(
-            data=TrainingResult(run="r", data="d", state=f"state {seed}", weights=f"weights {seed}", steps=1, first={},
-                                last={"loss": 0.5}, held_out={}, samples=[])
+            data=TrainingResult(run=parameters.resume, data="d", state=f"state {seed}", weights=f"weights {seed}",
+                                steps=1, first={}, last={"loss": 0.5}, held_out={}, samples=[])
         )  # fmt: skip
 
     async def score_all(wanted: EvaluateParameters, candidates: dict[str, str]) -> dict[str, Scores]:
@@ -157,7 +157,7 @@ async def test_resumed_sweep_compares_no_points_of_other_parameters_or_data(
         RunProgress(parameters.work_url, parameters.resume, "plan", flat(decisive_parameters(parameters)))
         trained.append(parameters.model.seed)
         names.add(parameters.resume)
-        return Completed(data=result)
+        return Completed(data=result.model_copy(update={"run": parameters.resume}))
 
     async def score_all(wanted: EvaluateParameters, candidates: dict[str, str]) -> dict[str, Scores]:
         return {name: Scores(rows=1, samples=[], loss=1.0, exact_match=0.0) for name in candidates}
@@ -188,3 +188,38 @@ def test_a_reward_and_its_metric_go_together(given: dict[str, Any]) -> None:
     rows = {"url": "rows.jsonl"}
     with pytest.raises(ValidationError, match="metric: reward needs a reward or an environment"):
         SweepParameters.model_validate({"data": rows, "held_out": rows, "grid": {"seed": [1]}} | given)
+
+
+async def test_a_retry_does_not_take_the_results_of_other_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect names the subflow runs of a retry by the number of the call, and returns those that are finished."""
+    finished: list[TrainingResult] = []  # by the number of the call
+    calls = retries = 0
+
+    async def sft(parameters: SftParameters, *, return_state: bool) -> Any:
+        nonlocal calls
+        calls += 1
+        seed = parameters.model.seed
+        if calls > len(finished):
+            if seed == 2 and not retries:
+                raise RuntimeError("killed")
+            finished.append(
+                TrainingResult(run=parameters.resume, data="d", state="", weights=f"weights {seed}", steps=1, first={},
+                               last={"loss": 0.5}, held_out={}, samples=[])
+            )  # fmt: skip
+        return Completed(data=finished[calls - 1])
+
+    async def score_all(wanted: EvaluateParameters, candidates: dict[str, str]) -> dict[str, Scores]:
+        assert [*candidates.values()] == [*(f"weights {seed}" for seed in range(3)), ""]
+        return {name: Scores(rows=1, samples=[], loss=1.0, exact_match=0.0) for name in candidates}
+
+    monkeypatch.setattr(sweep_module, "sft", sft)
+    monkeypatch.setattr(sweep_module, "score_all", score_all)
+    rows = {"url": rows_in(tmp_path)}
+    values = {"data": rows, "held_out": rows, "grid": {"seed": [0, 1, 2]}, "work": tmp_path.as_uri(), "resume": "x"}
+    with pytest.raises(RuntimeError, match="killed"):
+        await sweep_module.sweep.fn(SweepParameters.model_validate(values))
+    calls, retries = 0, 1
+    await sweep_module.sweep.fn(SweepParameters.model_validate(values))
+    assert [one.weights for one in finished] == ["weights 0", "weights 1", "weights 2"]
