@@ -409,9 +409,9 @@ def check_parameters(wanted: Deployment) -> None:
     """Check a deployment of one of our pipelines without Prefect. UserError: no such pipeline, or a wrong parameter."""
     if wanted.entrypoint.startswith(OURS):
         pipeline = wanted.entrypoint.removeprefix(OURS).partition(".")[0]
-        for override in ({}, *wanted.overrides):
+        for given in (wanted.parameters, *(wanted.parameters | override for override in wanted.overrides)):
             try:
-                parameters_of(pipeline, (wanted.parameters | override).get("parameters", {}))
+                parameters_of(pipeline, given.get("parameters", {}))
             except UserError as error:
                 raise UserError(f"deployment {wanted.name!r}: {error.message}") from error
 
