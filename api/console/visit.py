@@ -197,13 +197,16 @@ def page_router() -> APIRouter:
     return APIRouter(route_class=PageRoute, include_in_schema=False)
 
 
-def sign_in_page(request: Request, status: int, reason: str = "") -> Response:
-    """The page that asks for a key. It leads back to the page that the visitor requested."""
+def sign_in_page(request: Request, status: int, reason: str = "", next_page: str = "/") -> Response:
+    """The page that asks for a key. It leads back to the page that the visitor requested.
+
+    next_page: the page that a refused sign-in would have led to.
+    """
     wanted = request.scope["path"] + (f"?{query}" if (query := request.scope["query_string"].decode("latin-1")) else "")
     values = {
         "base": base_of(request.app.state.services),
         "reason": reason,
-        "next": wanted if request.method == "GET" else "/",
+        "next": wanted if request.method == "GET" else next_page,
         "service": base_url(request),
         "key_prefix": KEY_PREFIX,
     }

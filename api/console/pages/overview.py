@@ -83,17 +83,17 @@ async def sign_in(request: Request) -> Response:
     """Sign in with a key, and redirect to the requested page. For an invalid key, send the form again with 401."""
     services: Services = request.app.state.services
     fields = await form(Call(request, STRANGER, services), SMALL)
-    key = fields.get("key", "").strip()
+    key, wanted = fields.get("key", "").strip(), fields.get("next", "/")
     if not key.startswith(KEY_PREFIX):
-        return sign_in_page(request, 401, f"a key must start with {KEY_PREFIX}")
+        return sign_in_page(request, 401, f"a key must start with {KEY_PREFIX}", wanted)
     try:
         identity = await services.auth.identity(key, peer_of(request))
     except HTTPException as error:
-        return sign_in_page(request, 401, str(error.detail))
+        return sign_in_page(request, 401, str(error.detail), wanted)
     accept(request)
     sign_in = new_id("signin")
     await record(services, AuditedEvent.PROJECT_SIGNED_IN, identity, identity.owner, address=peer_of(request))
-    base, wanted = base_of(services), fields.get("next", "/")
+    base = base_of(services)
     local = (
         wanted.startswith("/") and not wanted.startswith(("//", "/\\")) and "\n" not in wanted and "\r" not in wanted
     )

@@ -1,6 +1,18 @@
 // The console's only script: curves that move while a run trains, values under the pointer, zoom, and the playground.
 "use strict";
 
+// A note above a part that shows old values; an empty text removes it.
+function note(part, text) {
+  const shown = part.querySelector(":scope > .stale");
+  if ((shown ? shown.textContent : "") === text) return;
+  if (shown) shown.remove();
+  if (!text) return;
+  const made = document.createElement("p");
+  made.className = "notice bad stale";
+  made.setAttribute("role", "status");
+  made.textContent = text;
+  part.prepend(made);
+}
 // A part with `data-live` is fetched again and again. The server answers 204 while nothing has changed.
 function watch(part) {
   const pause = Number(part.dataset.pause || 2000);
@@ -12,7 +24,9 @@ function watch(part) {
     try {
       const url = `${part.dataset.live}${part.dataset.live.includes("?") ? "&" : "?"}seen=${encodeURIComponent(part.dataset.seen)}`;
       const answer = await fetch(url, { headers: { accept: "text/html" } });
-      if (answer.status === 401 || answer.status === 404) return;
+      if (answer.status === 401) return note(part, "These values are old: your sign-in has ended. Reload the page.");
+      if (answer.status === 404) return note(part, "These values are old: this no longer exists.");
+      note(part, answer.ok ? "" : `These values are old: the server answers ${answer.status}.`);
       if (answer.status === 200 && !part.querySelector(".picked")) { // a chart stays while a range of it is selected
         const fresh = document.createRange().createContextualFragment(await answer.text()).firstElementChild;
         part.replaceWith(fresh);
@@ -21,6 +35,7 @@ function watch(part) {
       }
     } catch (error) {
       console.info("the console cannot be reached", error);
+      note(part, "These values are old: the server cannot be reached.");
     }
     // What takes the server long is asked for less often.
     look(Math.max(pause, 10 * (performance.now() - began)));

@@ -32,8 +32,9 @@ def test_signing_in_opens_the_requested_page(start: Any, journal: Any, browse: A
         page = browser.get(path)
         assert page.status_code == 401 and "Sign in" in page.text and path in page.text
     for wrong, text in (("tml-wrong", "unknown or revoked"), ("", "must start with"), ("sk-1", "must start with")):
-        refused = browser.sign_in(wrong)
+        refused = browser.sign_in(wrong, "/pool?x=1")
         assert refused.status_code == 401 and text in refused.text and COOKIE not in refused.cookies
+        assert 'name="next" value="/pool?x=1"' in refused.text, "the next try leads there, too"
     key, secret = journal.keys.create("ann", "team")
     answer = browser.sign_in(secret, "/pool?x=1")
     assert (answer.status_code, answer.headers["location"]) == (303, "/pool?x=1")
