@@ -203,6 +203,8 @@ def _copied(
     where: NamedSharding, part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> jax.Array:
     shards = where.mesh.shape[FSDP]
+    if not part.size:  # XLA of JAX 0.11 fails if `shard_map` passes it an empty array
+        return part
 
     def local(part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array) -> jax.Array:
         mine, held, small = jax.lax.axis_index(FSDP), part.shape[1], part.dtype.itemsize == 1
@@ -274,22 +276,23 @@ def _attend_stacked(
 ) -> tuple[KVCache, Any]:
     # Explicitly per device (shard_map), because XLA gathers a cache that is written at computed places.
     held = _cache_spec(together=cache.v is None)
+    unused = cache.v if cache.v is not None and not cache.v.size else None  # see `_copied`
+    cache = cache if unused is None else replace(cache, v=None)
     rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, TENSOR, None)
     local = jax.shard_map(
-        partial(_attend_local, window),
+        partial(_attend_local, window, unused is not None),
         mesh=mesh,
         in_specs=(held, PartitionSpec(), rows, rows, heads, heads, heads, PartitionSpec(TENSOR)),
         out_specs=(held, heads),
         check_vma=False,
     )
-    result: tuple[KVCache, jax.Array] = local(
-        cache, jnp.int32(layer), jnp.asarray(tables_SW), start_S, q, k, v, sinks_H
-    )
-    return result
+    cache, o = local(cache, jnp.int32(layer), jnp.asarray(tables_SW), start_S, q, k, v, sinks_H)
+    return cache if unused is None else replace(cache, v=unused), o
 
 
 def _attend_local(
     window: int | None,
+    latents: bool,
     cache: KVCache,
     layer: jax.Array,
     tables_SW: jax.Array,
@@ -299,7 +302,10 @@ def _attend_local(
     v_SQGd: jax.Array | None,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, jax.Array]:
-    latents = cache.v is not None and cache.v.shape[-1] == 0  # values are part of the latents
+    """latents: whether the first dimensions of keys are their values. The cache then gets no array of values."""
+    if latents:
+        layers, pages, heads, _, page = cache.k.shape
+        cache = replace(cache, v=jnp.zeros((layers, pages, heads, page, 0), cache.k.dtype))
     values = 0
     if k_SQGd is not None and v_SQGd is not None:
         values = v_SQGd.shape[-1] if latents else 0
@@ -309,7 +315,8 @@ def _attend_local(
         return cache, paged_tpu.attend(cache.k, layer, tables_SW, start_S, q_SQHd, window)
     by_kernel = platform().kernels == "triton" and paged_gpu.takes(q_SQHd.shape[-1], values)
     attend = paged_gpu.attend if by_kernel else _attend_by_page
-    return cache, attend(cache.k, cache.v, layer, tables_SW, start_S, q_SQHd, window, sinks_H, values)
+    o_SQHd = attend(cache.k, cache.v, layer, tables_SW, start_S, q_SQHd, window, sinks_H, values)
+    return replace(cache, v=None) if latents else cache, o_SQHd
 
 
 def _attend_by_page(

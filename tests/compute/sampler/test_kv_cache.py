@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.sampler import kv_cache
@@ -51,3 +53,25 @@ def test_float8_cache_rounds_to_the_nearest_number_and_saturates() -> None:
     page = int(tables_SW[0, 1])
     for found in (cache.k[0, page, 0, :5, 0], cache.v[0, page, 0, 0, :5]):
         assert found.astype(jnp.float32).tolist() == [0.3125, -16, 0, 448, -448]
+
+
+def test_empty_values_of_latents_are_not_passed_to_shard_map() -> None:
+    """XLA of JAX 0.11 ends the process if they are, and if there are several devices."""
+    mesh, pages = make_mesh(1, 1), 3
+    cache = KVCache(k=jnp.zeros((1, pages, 1, D, PAGE)), v=jnp.zeros((1, pages, 1, PAGE, 0)))
+    q, key, tables_SW = jnp.ones((1, 1, H, D)), jnp.ones((1, 1, 1, D)), np.ones((1, PAGES_OF_ROW), np.int32)
+
+    def attended(cache: KVCache) -> Any:
+        return attend_cached(mesh, cache, jnp.int32(0), tables_SW, jnp.int32([0]), q, key, key[..., : D // 2])
+
+    def copied(cache: KVCache) -> Any:
+        where = NamedSharding(mesh, PartitionSpec())
+        numbers = np.zeros(2, np.int32)
+        return jax.tree.map(lambda part: kv_cache._copied(where, part, numbers, numbers, jnp.int32(1)), cache)
+
+    for function in (attended, copied):
+        traced = jax.make_jaxpr(function)(cache)
+        mapped = [equation for equation in traced.eqns if equation.primitive.name == "shard_map"]
+        assert mapped and all(one.aval.size for equation in mapped for one in (*equation.invars, *equation.outvars))
+    after, o = attended(cache)
+    assert after.v.shape == cache.v.shape and o.shape == (1, 1, H, D // 2)
