@@ -9,9 +9,7 @@ from urllib.parse import urlsplit
 
 from tinkerflow import __version__
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.deployments.overview import MODULES, overview
-
-_STOPPED = 130  # the exit status after Ctrl-C
+from tinkerflow.deployments.overview import MODULES, STOPPED, overview
 
 
 def main() -> None:
@@ -28,7 +26,7 @@ def main() -> None:
         closed = error.errno == errno.EPIPE  # the reader has ended, as `head -1` does
         sys.exit(1 if closed else f"tinkerflow: the output cannot be written ({error.strerror})")
     except KeyboardInterrupt:
-        sys.exit(_STOPPED)
+        sys.exit(STOPPED)
 
 
 def _run(words: list[str]) -> None:

@@ -71,10 +71,10 @@ class Deployment(BaseModel):
     for_work_pools: dict[str, Any] = {}
 
     @property
-    def overrides(self) -> list[dict[str, Any]]:
-        """The parameters of schedules, which replace the deployment's parameters of the same name in scheduled runs."""
-        given = [schedule.get("parameters") for schedule in self.schedules]
-        return [values for values in given if isinstance(values, dict)]
+    def parameter_sets(self) -> list[dict[str, Any]]:
+        """The deployment's parameters, and those of schedules, which replace them by name in scheduled runs."""
+        of_schedules = [schedule.get("parameters") for schedule in self.schedules]
+        return [self.parameters, *(values for values in of_schedules if isinstance(values, dict))]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _deployments(file: Path, entries: Sequence[object]) -> list[Deployment]:
             deployments.append(Deployment.model_validate({**used, "for_work_pools": pools}))
         except ValidationError as error:
             raise UserError(f"serve {file}: deployments[{i}]: {explain(error, Deployment)}") from error
-        for values in (deployments[-1].parameters, *deployments[-1].overrides):
+        for values in deployments[-1].parameter_sets:
             make_absolute(file.resolve().parent, values)
     return deployments
 
@@ -134,8 +134,7 @@ def _allowed_code(file: Path, content: Mapping[str, Any], deployments: Sequence[
     if not isinstance(listed, list) or not all(isinstance(path, str) and ":" in path for path in listed):
         rule = "must be a list of import paths, package.module:name"
         raise UserError(f"serve {file}: allowed_code is {listed!r}: {rule}")
-    given = [values for deployment in deployments for values in (deployment.parameters, *deployment.overrides)]
-    return sorted({*listed, *_code(given)})
+    return sorted({*listed, *_code([deployment.parameter_sets for deployment in deployments])})
 
 
 def _code(values: object) -> Iterator[str]:
@@ -409,9 +408,9 @@ def check_parameters(wanted: Deployment) -> None:
     """Check a deployment of one of our pipelines without Prefect. UserError: no such pipeline, or a wrong parameter."""
     if wanted.entrypoint.startswith(OURS):
         pipeline = wanted.entrypoint.removeprefix(OURS).partition(".")[0]
-        for given in (wanted.parameters, *(wanted.parameters | override for override in wanted.overrides)):
+        for values in wanted.parameter_sets:
             try:
-                parameters_of(pipeline, given.get("parameters", {}))
+                parameters_of(pipeline, (wanted.parameters | values).get("parameters", {}))
             except UserError as error:
                 raise UserError(f"deployment {wanted.name!r}: {error.message}") from error
 

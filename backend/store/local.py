@@ -41,6 +41,7 @@ class LocalBlobs:
 
     def create(self, key: str, data: bytes) -> None:
         """Write a new file. FileExistsError: the file exists. `link`, unlike rename, never replaces a file."""
+        self._check_mark()
         with self._draft(key, data) as (draft, target):
             os.link(draft, target)
 
@@ -170,7 +171,6 @@ class LocalBlobs:
     @contextmanager
     def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
         """Yield a flushed draft next to its target, and the target. Then flush the folder and remove the draft."""
-        self._check_mark()
         target = self._root / key
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:

@@ -12,9 +12,9 @@ from pathlib import Path
 from tinkerflow.backend.core.errors import UserError, broken
 from tinkerflow.deployments.cassettes.file import CassetteWriter
 from tinkerflow.deployments.cassettes.server import API_KEY, RECORDING, serving
+from tinkerflow.deployments.overview import STOPPED
 
 Report = Callable[[str], None]
-_STOPPED = 130  # the exit status after Ctrl-C
 
 
 def record_program(command: Sequence[str], output: Path, server: str, *, report: Report) -> int:
@@ -43,7 +43,7 @@ def record_program(command: Sequence[str], output: Path, server: str, *, report:
                 f"{command[0]} ended with status {status} and made no request through TINKER_BASE_URL: a program that "
                 "gives the SDK a base_url must take it from there"
             )
-        if status == _STOPPED:
+        if status == STOPPED:
             report(f"interrupted: {writer.part} contains {recorder.requests} requests")
             return status
         digest = writer.close()
@@ -131,4 +131,4 @@ def _run(command: Sequence[str], variables: dict[str, str]) -> int:
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
-        return _STOPPED
+        return STOPPED

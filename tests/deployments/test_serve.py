@@ -64,7 +64,7 @@ def test_parameters_of_a_schedule_are_read_like_those_of_its_deployment(tmp_path
     (tmp_path / "prefect.yaml").write_text(entry)
     served = read_file(tmp_path / "prefect.yaml")
     (deployment,) = served.deployments
-    (override,) = deployment.overrides
+    _, override = deployment.parameter_sets
     assert override["parameters"]["data"] == {"url": str(tmp_path / "n.jsonl")}
     assert served.allowed_code == ["m:f", "m:night"]
     check_parameters(deployment)
