@@ -29,6 +29,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.families import projections
 from tinkerflow.backend.compute.models.layer_loop import LayerPairs, LayerParams, over_layers
 from tinkerflow.backend.compute.models.layers import EXPERT_MATRICES, DecoderLayer
+from tinkerflow.backend.compute.models.layers.embedding import rows_of
 from tinkerflow.backend.compute.models.layers.matrices import plain_name
 from tinkerflow.backend.compute.models.layers.step import LayerStep, Mixers, RopeTables, Routing
 from tinkerflow.backend.compute.models.lora import Lora, LoraApply
@@ -225,7 +226,7 @@ def _agrees(routing: Routing) -> jax.Array:
 
 def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, images: ImageFeatures | None = None) -> jax.Array:
     """Scaled embeddings x_BTD, in the dtype of the weights. Tokens of images have the images' features instead."""
-    x_BTD = params.embed_VD[tokens_BT]
+    x_BTD = rows_of(params.embed_VD, jnp.asarray(tokens_BT))
     x_BTD = x_BTD if cfg.embed_scale == 1 else x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
     if images is None:
         return x_BTD

@@ -1,7 +1,7 @@
 """The layers of decoders, one file each: their shapes, the declarations of their weights, and their computation.
 
-Importing this package does not load JAX. Importing `step`, `delta_rule` or `expert_dispatch` does; the other modules
-import JAX inside their computations.
+Importing this package does not load JAX. Importing `step`, `delta_rule`, `embedding` or `expert_dispatch` does. The
+other modules import JAX inside their computations.
 """
 
 from tinkerflow.backend.compute.models.layers.attention import ATTENTION, GLOBAL, Attention
@@ -34,6 +34,7 @@ __all__ = [
     "SigmoidRouter",
     "SoftmaxRouter",
     "delta_rule",
+    "embedding",
     "matrices",
     "mlp",
     "step",

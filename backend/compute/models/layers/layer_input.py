@@ -61,9 +61,10 @@ class LayerInput:
         import jax.numpy as jnp
 
         from tinkerflow.backend.compute.kernels.matmul import matmul
+        from tinkerflow.backend.compute.models.layers.embedding import rows_of
 
         shape = (*x_BTD.shape[:2], -1, self.width)
-        embedded = weights["embed"][tokens_BT] * jnp.asarray(self.width**0.5, x_BTD.dtype)
+        embedded = rows_of(weights["embed"], tokens_BT) * jnp.asarray(self.width**0.5, x_BTD.dtype)
         projected = matmul(x_BTD, weights["projection"]) * jnp.asarray(self.hidden**-0.5, x_BTD.dtype)
         projected_BTLP = self.norm(projected.reshape(shape), weights["norm"])
         both_BTLP = projected_BTLP + embedded.reshape(shape)
