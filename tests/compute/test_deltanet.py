@@ -118,6 +118,18 @@ def test_deltanet_gradients_equal_those_of_torch(mesh):
         close(mine, theirs.grad.numpy(), ulps=4096)
 
 
+def test_gradients_add_at_no_indices(mesh):
+    """XLA:GPU would sort the index of each element, to fix the order of the additions."""
+    segments = jnp.zeros((1, 70), jnp.int32)
+
+    def total(*parts: jax.Array) -> jax.Array:
+        return delta_rule_in_segments(SHAPE, segments, mesh)(weights(), *parts).sum()
+
+    with compiling_for(CUDA):
+        text = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(*map(jnp.asarray, inputs(1, 70))))
+    assert "dot_general" in text and "scatter" not in text
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 1000))
 def test_segments_of_a_row_are_independent(lengths: list[int], seed: int):

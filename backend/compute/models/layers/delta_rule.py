@@ -322,8 +322,10 @@ def _inverse(below: jax.Array) -> jax.Array:
     c = below.shape[-1]
     inverse, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1  # [..., blocks, size, size]
     while size < c:
-        pairs = below.reshape(*below.shape[:-2], c // (2 * size), 2 * size, c // (2 * size), 2 * size)
-        corners = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        n = c // (2 * size)
+        lower = below.reshape(*below.shape[:-2], n, 2, size, n, 2, size)[..., 1, :, :, 0, :]
+        # The blocks on the diagonal. `jnp.diagonal` would sort millions of indices in the backward pass on GPUs.
+        corners = jnp.sum(jnp.where(jnp.eye(n, dtype=bool)[:, None, :, None], lower, 0), axis=-2)
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         inverse = jnp.concatenate(
