@@ -118,6 +118,8 @@ SLICES = Measure("bytes of slices and updates of stacks", "GB", lambda record: r
 DECISIONS = _count(
     "branches, and loops without a trip count", lambda record: [*record["unknown_loops"], *record["branches"]]
 )
+# Without a fixed order, a GPU would add gradients in any order. XLA fixes it by sorting the index of each element.
+SORTED = Measure("elements of the longest sort", "", lambda record: record["longest_sort"])
 GATHERED = Measure("largest array that is gathered", "MB", lambda record: record["gathered"] / 1e6)
 DENSE = Measure("flops over those that are needed", "x", lambda record: record["flops"] / record["useful_flops"])
 STEP = Measure("bytes of a step over weights and live KV", "x", lambda record: record["step"] / record["needed"])
@@ -168,6 +170,7 @@ IN_CI = {
     "4B h100:1 loss 4x1024",
     "4B v6e:1x1 loss 4x1024",
     "4B h100:1 forward_backward 4x1024",
+    "4B h100:1 full_backward 4x1024",
     "4B h100:1 cublas 1 forward_backward 4x1024",
     "4B h100:1 decode 64x2048",
     "4B h100:1 tree_attention 1x8192",
@@ -186,6 +189,11 @@ BUDGETS = (
     ),
     Budget(_case("4B h100:1 forward_backward 4x1024"), MFU, 45),
     Budget(_case("4B h100:1 forward_backward 4x1024"), SLICES, 70),
+    *(  # only the blocks of attention, and no gradients
+        Budget(_case(f"{model} h100:1 {program} 4x1024"), SORTED, 1024)
+        for model, program in (("4B", "forward_backward"), ("4B", "full_backward"), ("Qwen3.5-9B", "forward_backward"))
+    ),
+    Budget(_case("4B h100:1 full_backward 4x1024"), TEMPORARIES, 30),
     # Without a device there is no autotuning, and Triton computes all matmuls. Autotuning may choose cuBLAS.
     Budget(_case("4B h100:1 forward_backward 4x1024", cublas=1), TEMPORARIES, 13),
     Budget(_case("4B h100:1 forward_backward 4x1024", cublas=1), MFU, 45),

@@ -62,6 +62,7 @@ def record(case: Case, cache: str) -> Record:
         "gathered": max((one.bytes for one in counts.collectives if one.kind == "all-gather"), default=0),
         "sent": sent,
         "transfers": sent / device.link,
+        "longest_sort": counts.longest_sort,
         "loss_rows": _rows(counts.matmuls(), programs.cfg.vocab // programs.tensor),
         "adapter": held_bytes(programs.lora) * copies,
         "whole_adapter": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.lora)) * copies,

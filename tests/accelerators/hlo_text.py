@@ -91,6 +91,7 @@ class Counts:
     collectives: list[Collective] = field(default_factory=list)
     arrays: dict[str, Shape] = field(default_factory=dict)  # results of operations, by their name and shape
     kernels: dict[str, int] = field(default_factory=dict)  # calls that state no flops, by the path of a Pallas kernel
+    longest_sort: int = 0  # elements of the longest list that is sorted
 
     @property
     def flops(self) -> int:
@@ -136,7 +137,11 @@ def count(text: str, on_chip_spaces: bool, unknown_trips: int = 1) -> Counts:
     on_chip_spaces: whether memory spaces other than 0 are on the chip (TPU). unknown_trips: the assumed iterations of a
     loop with an unknown trip count.
     """
-    return _Counter(_parse(text), on_chip_spaces, unknown_trips).run()
+    program = _parse(text)
+    counts = _Counter(program, on_chip_spaces, unknown_trips).run()
+    sorts = (op for ops in program.computations.values() for op in ops.values() if op.opcode == "sort")
+    counts.longest_sort = max((op.shapes[0].dims[op.dims("dimensions")[0]] for op in sorts), default=0)
+    return counts
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.prefill import empty_piece, fill, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack
+from tinkerflow.backend.compute.training.full_parameters import weights_like
 from tinkerflow.backend.compute.training.logprobs import score_and_grads
 from tinkerflow.backend.compute.training.optimizer import fresh_state
 from tinkerflow.backend.compute.training.train import Steps, make_steps
@@ -115,6 +116,13 @@ class Programs:
         """A micro-batch of B rows of T tokens."""
         with self.compiling():
             args = (self.params, self.lora, self.lora, batch_like(self.mesh, B, T))
+        return compile_for(self.target, self.steps.backward, *args, **more)
+
+    def full_backward(self, B: int, T: int, **more: Any) -> Figures:
+        """Like `forward_backward`, but of a model whose parameters are all trained."""
+        weights = weights_like(self.cfg, self.mesh)
+        with self.compiling():
+            args = (self.params, weights, weights, batch_like(self.mesh, B, T))
         return compile_for(self.target, self.steps.backward, *args, **more)
 
     def forward(self, B: int, T: int, **more: Any) -> Figures:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -154,7 +155,8 @@ def devices(target: str) -> tuple[jax.Device, ...]:
     try:
         if topology.device.platform is TPU:
             shape = "x".join(map(str, topology.shape))
-            return tuple(topologies.get_topology_desc(f"{name}:{shape}", "tpu").devices)
+            host = {"chips_per_host_bounds": (1, 1, 1)} if topology.count == 1 else {}  # instead of 2 x 2 chips
+            return tuple(topologies.get_topology_desc(f"{name}:{shape}", "tpu", **host).devices)
         if name not in _GPUS:
             raise UserError(f"topology {target!r}: device {name!r} cannot be compiled for; GPUs: {', '.join(_GPUS)}")
         hosts, each = (1, *topology.shape)[-2:]
@@ -227,7 +229,8 @@ def _compiled(lowered: Any, target: str, cache: Path | None, options: dict[str, 
     if cache is None:
         return _compile(lowered, target, options)
     flags = [os.environ.get(platform.flags_variable) for platform in (CUDA, TPU)]
-    form = [] if parse_topology(target).device.platform is TPU else [one.name for one in fields(_Compiled)]
+    on_tpu = parse_topology(target).device.platform is TPU
+    form = [version("libtpu")] if on_tpu else [one.name for one in fields(_Compiled)]
     made_of = (lowered.as_text(), target, jax.__version__, flags, *options, *form)
     place = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()}.json.gz"
     if place.exists():

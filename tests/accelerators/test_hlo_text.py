@@ -383,6 +383,19 @@ def test_a_scatter_within_a_fusion_writes_its_updates() -> None:
     assert counts.bytes == 2 * 2 * 512 + 8
 
 
+def test_the_longest_sort_counts_the_elements_of_one_list() -> None:
+    fused = """%fused (k: s32[4,64], v: f32[4,64]) -> (s32[4,64], f32[4,64]) {
+  %k = s32[4,64]{1,0} parameter(0)
+  %v = f32[4,64]{1,0} parameter(1)
+  ROOT %sorted = (s32[4,64]{1,0}, f32[4,64]{1,0}) sort(%k, %v), dimensions={1}, to_apply=%compare
+}
+"""
+    shapes = "s32[4,64]{1,0} f32[4,64]{1,0}"
+    result = "(s32[4,64]{1,0}, f32[4,64]{1,0})"
+    assert one(f"{result} fusion(%a, %b), kind=kLoop, calls=%fused", shapes, before=fused).longest_sort == 64
+    assert one("f32[4,64]{1,0} negate(%b)", shapes).longest_sort == 0
+
+
 def test_in_place_retiling_fusion_counts_only_the_bytes_that_its_consumer_uses() -> None:
     fused = """%retiled (p: f8e4m3fn[48,256,128], n: f8e4m3fn[64]) -> f8e4m3fn[48,256,128] {
   %p = f8e4m3fn[48,256,128]{2,1,0:T(32,128)(4,1)} parameter(0)
