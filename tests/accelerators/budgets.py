@@ -269,6 +269,8 @@ BUDGETS = (
     Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1),
     Budget(_case("32B v6e:2x4 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1),
     Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), DECISIONS, 0),
+    Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), STEP, 1.35),
+    Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK, base_weights="nf4"), STEP, 1.6),
     Budget(_case("Gemma-3-12B h100:1 forward_backward 4x1024"), MEMORY, 100),
     Budget(_case("gpt-oss-20b h100:1 forward_backward 4x1024"), MEMORY, 100),
     Budget(_case("gpt-oss-20b h100:1 forward_backward 4x1024"), SLICES, 45),

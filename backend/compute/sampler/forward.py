@@ -142,24 +142,23 @@ def run_layers(
     inputs_LSQP = layer_inputs(cfg, params, tokens_SQ, x_SQD)
     shape_LSQk = (cfg.layers, *tokens_SQ.shape, cfg.experts_per_token)
     start = (cache, states, x_SQD, jnp.int32(0), jnp.full(shape_LSQk, -1, jnp.int16) if routes else None)
-    whole = _in_place(cfg, mesh, params)
+    whole = _in_place(cfg, params)
+    pairs = whole if mesh.size == 1 else {name for name in whole if projections(cfg)[name].of_experts}
     cache, states, x_SQD, _, chosen_LSQk = over_layers(
-        cfg, run, start, params.layers, lora.layers, in_place=whole, pairs_in_place=whole
+        cfg, run, start, params.layers, lora.layers, in_place=whole, pairs_in_place=frozenset(pairs)
     )
     chosen_SQLk = None if chosen_LSQk is None else jnp.moveaxis(chosen_LSQk, 0, 2)
     return cache, states, final_hidden(cfg, params, x_SQD), chosen_SQLk
 
 
-def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
+def _in_place(cfg: ModelConfig, params: Params) -> frozenset[str]:
     """The matrices that are used in place, without a copy of each layer's matrix.
 
-    On one GPU, all matrices are used in place. On TPUs, only the matrices of experts are.
+    On GPUs, all matrices are used in place. On TPUs, only the matrices of experts are.
     """
-    if platform() is TPU:
-        return experts_in_place(cfg, params)
     stacks = params.layers
-    if not platform().kernels or mesh.size > 1:
-        return frozenset()
+    if platform() is TPU or not platform().kernels:
+        return experts_in_place(cfg, params)
     assert not isinstance(stacks, tuple)  # only CPUs use weights by layer
     # `latent_attention` multiplies by `kv_b` head by head.
     return frozenset(stacks.keys() & projections(cfg).keys() - {"kv_b"})

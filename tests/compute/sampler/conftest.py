@@ -89,7 +89,7 @@ class Tiny:
         return made
 
 
-def _save(folder: Path, architecture: str) -> None:
+def save_tiny(folder: Path, architecture: str) -> None:
     import torch
 
     shape: dict[str, Any] = {
@@ -137,7 +137,7 @@ def _save(folder: Path, architecture: str) -> None:
 
 
 def make_tiny(folder: Path, architecture: str, base_weights: BaseWeights = "full") -> Tiny:
-    _save(folder, architecture)
+    save_tiny(folder, architecture)
     cfg = load_config(folder)
     mesh = make_mesh(1, 1)
     return Tiny(folder, cfg, load_params(cfg, folder, mesh, "float32", base_weights=base_weights), mesh)

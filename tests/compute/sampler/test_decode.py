@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.compute.sampler.conftest import make_tiny
+from tests.compute.sampler.conftest import make_tiny, save_tiny
 
 from tinkerflow.backend.compute.kernels import adapter_gpu, grouped_gpu
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
@@ -44,10 +47,38 @@ def test_weights_read_in_place_give_equal_results(
 
     expected = hidden()
     with compiling_for(CUDA):
-        names = forward_module._in_place(tiny.cfg, tiny.mesh, tiny.params)
+        names = forward_module._in_place(tiny.cfg, tiny.params)
     assert {"q", "k", "v", "o", "gate", "up", "down"} <= names
-    monkeypatch.setattr(forward_module, "_in_place", lambda cfg, mesh, params: names)
+    monkeypatch.setattr(forward_module, "_in_place", lambda cfg, params: names)
     for kernel in ("layer_products", "product"):
         monkeypatch.setattr(grouped_gpu, kernel, partial(getattr(grouped_gpu, kernel), interpret=True))
     monkeypatch.setattr(adapter_gpu, "in_place", partial(adapter_gpu.in_place, interpret=True))
     np.testing.assert_allclose(hidden(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "base_weights", "axes"),
+    [
+        ("gpt_oss", "nf4", (2, 1, 2)),
+        *(
+            pytest.param(family, base_weights, axes, marks=pytest.mark.thorough)
+            for family, base_weights, axes in (
+                ("qwen3", "full", (2, 1, 2)),
+                ("qwen3", "int8", (1, 1, 2)),
+                ("gpt_oss", "full", (1, 2, 2)),
+                ("glm4_moe_lite", "nf4", (2, 1, 2)),
+            )
+        ),
+    ],
+)
+def test_each_device_reads_its_part_of_a_matrix_in_place(
+    family: str, base_weights: str, axes: tuple[int, int, int], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family)
+    worker = Path(__file__).with_name("in_place_worker.py")
+    command = [sys.executable, *map(str, (worker, tmp_path, base_weights, *axes))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["difference"] < 1e-5
+    assert found["shapes"] and all(shape in found["parts"] for shape in found["shapes"])

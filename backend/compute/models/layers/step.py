@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.kernels.adapter_gpu import Updates
-from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls, own_matrix
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls, own_matrix, split_matmuls
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, expert_axes, row_parts
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.layers.norms import RMSNorm
@@ -169,7 +169,8 @@ class LayerStep:
         if isinstance(updates, Updates) and len(updates) == len(linears) and in_one_kernel(x, *weights):
             sums = [*matmuls(x, *weights, last=updates.last_step())]
         else:
-            rest, plain = iter(updates), matmuls(x, *weights)
+            sums_inputs = self.matrices[linears[0].name].sums_inputs
+            rest, plain = iter(updates), split_matmuls(self.mesh, x, weights, sums_inputs=sums_inputs)
             sums = [y if linear.pair is None else y + next(rest) for linear, y in zip(linears, plain, strict=True)]
         named = [checkpoint_name(y, linear.name) for linear, y in zip(linears, sums, strict=True)]
         return tuple(y if linear.bias is None else y + linear.bias for linear, y in zip(linears, named, strict=True))
