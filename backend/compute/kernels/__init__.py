@@ -16,6 +16,7 @@ __all__ = [
     "softmax",
     "softmax_gpu",
     "softmax_tpu",
+    "split",
     "tree",
     "tree_gpu",
     "tree_tpu",

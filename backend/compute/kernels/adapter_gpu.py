@@ -15,9 +15,9 @@ S stacks. L layers, i in, o out; r, c, n, k: sizes of a program's tile of rows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +33,33 @@ from tinkerflow.backend.compute.platforms import RANK_COLUMNS
 _ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # maxima of a tile; _BYTES_IN: of one of its rows
 _PARTS = 512  # maximum rows of partial sums that a program of `adapter_update` adds; every program reads all of them
 
-InPlace = Callable[[jax.Array, Sequence[OfLayer]], "Updates"]  # update(x_BTi, pairs)
+
+class DevicePart(NamedTuple):
+    """A device's part of matrices that several devices split. Every device has all of A and B.
+
+    number: int32 scalar, of the device. devices: how many there are. of_inputs: the inputs are split, and the updates
+    of all devices must be added. Otherwise, the outputs are split.
+    """
+
+    number: jax.Array
+    devices: int
+    of_inputs: bool
 
 
-def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> InPlace:
-    """The function update(x_BTi, pairs): for each pair, every row's update [B, T, o] in the dtype of x.
+class UpdateInPlace(Protocol):
+    """update(x_BTi, pairs, part), as in `in_place`."""
+
+    def __call__(self, x: jax.Array, pairs: Sequence[OfLayer], part: DevicePart | None = None) -> Updates: ...
+
+
+def in_place(columns_B2: Array, width: int, *, interpret: bool = False) -> UpdateInPlace:
+    """The function update(x_BTi, pairs, part): for each pair, every row's update [B, T, o] in the dtype of x.
 
     columns_B2 int32: row b sees the columns [columns_B2[b, 0], columns_B2[b, 1]). width: K, a multiple of
     `RANK_COLUMNS`. interpret: run the kernels on a CPU, for tests.
 
     pairs (of `update`): at least one, of projections that share the input x, with stacks A [L, K, i] and B [L, K, o] of
-    one dtype. L and o may differ.
+    one dtype. L and o may differ. part: with it, x has only the device's inputs, or updates only its outputs.
     """
     C, N = RANK_COLUMNS, width // RANK_COLUMNS
     columns_B2 = jnp.asarray(columns_B2)
@@ -64,9 +80,15 @@ class Updates(Sequence[jax.Array]):
     """
 
     def __init__(
-        self, x_BTi: jax.Array, pairs: Sequence[OfLayer], tables: tuple[jax.Array, ...], interpret: bool
+        self,
+        x_BTi: jax.Array,
+        pairs: Sequence[OfLayer],
+        part: DevicePart | None = None,
+        *,
+        tables: tuple[jax.Array, ...],
+        interpret: bool,
     ) -> None:
-        """x_BTi, pairs, interpret: see `in_place`.
+        """x_BTi, pairs, part, interpret: see `in_place`.
 
         tables: int32, the indices of the seen blocks, [N]; their number, [1]; the first and the end column of each row,
         [B].
@@ -74,9 +96,13 @@ class Updates(Sequence[jax.Array]):
         self._shape, self._dtype, self._interpret = x_BTi.shape[:2], x_BTi.dtype, interpret
         self._stacks = [pair.stack.B for pair in pairs]
         layers = tuple(jnp.reshape(pair.layer, 1) for pair in pairs)
-        self._where = *layers, *tables
+        index = () if part is None else (jnp.reshape(part.number, 1),)
+        of_inputs, of_outputs = (index, ()) if part and part.of_inputs else ((), index)
+        self._where = *layers, *tables, *of_outputs
+        self._outs = [stack.shape[2] // (part.devices if part and of_outputs else 1) for stack in self._stacks]
         stacks = [pair.stack.A for pair in pairs]
-        self._low_PMK = _low(x_BTi.reshape(-1, x_BTi.shape[-1]), stacks, (*layers, *tables[:2]), interpret)
+        where = *layers, *tables[:2], *of_inputs
+        self._low_PMK = _low(x_BTi.reshape(-1, x_BTi.shape[-1]), stacks, where, interpret)
 
     def __len__(self) -> int:
         return len(self._stacks)
@@ -86,7 +112,7 @@ class Updates(Sequence[jax.Array]):
 
     @cached_property
     def _each(self) -> tuple[jax.Array, ...]:
-        given = self._low_PMK, self._stacks, self._where
+        given = self._low_PMK, self._stacks, self._outs, self._where
         return tuple(
             update_Mo.reshape(*self._shape, -1)
             for update_Mo in _update(*given, self._shape[1], self._dtype, self._interpret)
@@ -95,14 +121,15 @@ class Updates(Sequence[jax.Array]):
     def last_step(self) -> LastStep:
         """Adds all updates to the products of the base model's matrices with x, in the order of the pairs."""
         operands = self._low_PMK, *self._stacks, *self._where
-        return LastStep("_adapted", operands, partial(_add_columns, self._low_PMK.shape, self._shape[1], self._dtype))
+        add = partial(_add_columns, self._low_PMK.shape, self._outs, self._shape[1], self._dtype)
+        return LastStep("_adapted", operands, add)
 
 
 def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...], interpret: bool) -> jax.Array:
     """x times the transpose of one layer's A of every stack: partial sums, float32 [P, M, S * K].
 
     Blocks that no row uses are not written. where: int32, the layer's index in each stack, [1]; the indices of the seen
-    blocks, [N]; the number of seen blocks, [1].
+    blocks, [N]; the number of seen blocks, [1]; the number of the device's part of the inputs, [1], if they are split.
     """
     (M, i), S, K, C, c = x_Mi.shape, len(stacks), stacks[0].shape[1], RANK_COLUMNS, LEAST_SIDE
     r, k = side(M, _ROWS), side(i, _BYTES_IN // x_Mi.dtype.itemsize)
@@ -111,8 +138,9 @@ def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...],
     parts = pl.cdiv(steps, each)
 
     def kernel(x_ref: Any, *refs: Any) -> None:
-        stack_refs, layer_refs, (block_ref, count_ref, out_ref) = refs[:S], refs[S : 2 * S], refs[2 * S :]
+        stack_refs, layer_refs, (block_ref, count_ref, *index_ref, out_ref) = refs[:S], refs[S : 2 * S], refs[2 * S :]
         part, first = pl.program_id(1), pl.program_id(2) * r
+        before = index_ref[0][0] * i if index_ref else 0
 
         def of(number: int, tile: jax.Array) -> None:
             @pl.when(tile // (C // c) < count_ref[0])
@@ -125,7 +153,7 @@ def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...],
                     ins = at + jnp.arange(k) < i
                     mask = there[:, None] & ins[None]
                     x_rk = triton.load(x_ref.at[pl.ds(first, r), pl.ds(at, k)], mask=mask, other=0)
-                    A_ref = stack_refs[number].at[layer, pl.ds(column, c), pl.ds(at, k)]
+                    A_ref = stack_refs[number].at[layer, pl.ds(column, c), pl.ds(before + at, k)]
                     A_ck = triton.load(A_ref, mask=jnp.broadcast_to(ins[None], (c, k)), other=0)
                     return sums_rc + dot(x_rk, A_ck.astype(x_rk.dtype), trans_b=True)
 
@@ -148,15 +176,20 @@ def _low(x_Mi: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...],
 
 
 def _update(
-    low_PMK: jax.Array, stacks: Sequence[Array], where: tuple[jax.Array, ...], T: int, dtype: Any, interpret: bool
+    low_PMK: jax.Array,
+    stacks: Sequence[Array],
+    outs: Sequence[int],
+    where: tuple[jax.Array, ...],
+    T: int,
+    dtype: Any,
+    interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """The sum of low's parts times one layer's B of every stack, [M, o] in `dtype`, over the seen blocks.
 
-    low_PMK: the result of `_low`. where: as in `_low`, then the first and the end column of each row, [B]. T: as in the
-    module.
+    low_PMK: the result of `_low`. outs: the outputs of each. where: as in `_low`, then the first and the end column of
+    each row, [B], and the number of the device's part of the outputs, [1], if they are split. T: as in the module.
     """
     M, S = low_PMK.shape[1], len(stacks)
-    outs = [stack.shape[2] for stack in stacks]
     r = side(M, _ROWS)
     rows = pl.cdiv(M, r)
     n = side(pl.cdiv(sum(outs) * rows, MULTIPROCESSORS), _OUTS)
@@ -171,7 +204,7 @@ def _update(
             inside = column + jnp.arange(n) < outs[number]
             at = Tile(jnp.int32(0), jnp.int32(0), first, column, there, inside)
             zeros_rn = jnp.zeros((r, n), jnp.float32)
-            sums_rn = _add_columns(low_PMK.shape, T, dtype, refs[:-S], number, at, zeros_rn)
+            sums_rn = _add_columns(low_PMK.shape, outs, T, dtype, refs[:-S], number, at, zeros_rn)
             place = out_refs[number].at[pl.ds(first, r), pl.ds(column, n)]
             triton.store(place, sums_rn.astype(dtype), mask=there[:, None] & inside[None])
 
@@ -190,21 +223,28 @@ def _update(
 
 
 def _add_columns(
-    low: tuple[int, ...], T: int, dtype: Any, refs: Sequence[Any], number: int, at: Tile, sums_rn: jax.Array
+    low: tuple[int, ...],
+    outs: Sequence[int],
+    T: int,
+    dtype: Any,
+    refs: Sequence[Any],
+    number: int,
+    at: Tile,
+    sums_rn: jax.Array,
 ) -> jax.Array:
     """Inside a kernel: a tile's sums, plus low's parts times one layer's B of a stack, over the seen blocks.
 
-    low: the shape of low_PMK. T: as in the module. dtype: the factors' dtype. refs: to low_PMK, the stacks, and `where`
-    as in `_update`. number: the index of the stack. at: the tile.
+    low: the shape of low_PMK. outs, T: as in `_update`. dtype: the factors' dtype. refs: to low_PMK, the stacks, and
+    `where` as in `_update`. number: the index of the stack. at: the tile.
     """
-    (P, _, SK), C, (r, n) = low, RANK_COLUMNS, sums_rn.shape
-    S = (len(refs) - 5) // 2  # low, and four tables
+    (P, _, SK), C, (r, n), S = low, RANK_COLUMNS, sums_rn.shape, len(outs)
     low_ref, *others = refs
-    stack_ref, layer_ref, (block_ref, count_ref, first_ref, end_ref) = (
+    stack_ref, layer_ref, (block_ref, count_ref, first_ref, end_ref, *index_ref) = (
         others[number],
         others[S + number],
         others[2 * S :],
     )
+    before = index_ref[0][0] * outs[number] if index_ref else 0
     row_r, layer = at.start + jnp.arange(r), layer_ref[0]
     begin_r, end_r = (triton.load(ref.at[row_r // T], mask=at.rows, other=0) for ref in (first_ref, end_ref))
 
@@ -219,7 +259,7 @@ def _add_columns(
         # Select, because an overflow in the columns of another row's adapter, times 0, would be NaN.
         own = (column_C[None] >= begin_r[:, None]) & (column_C[None] < end_r[:, None])
         low_rC = jnp.where(own, low_rC, 0).astype(dtype)
-        B_ref = stack_ref.at[layer, pl.ds(column, C), pl.ds(at.column, n)]
+        B_ref = stack_ref.at[layer, pl.ds(column, C), pl.ds(before + at.column, n)]
         B_Cn = triton.load(B_ref, mask=jnp.broadcast_to(at.outs[None], (C, n)), other=0)
         return left - 1, sums_rn + dot(low_rC, B_Cn.astype(dtype))
 

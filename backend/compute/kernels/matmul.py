@@ -6,18 +6,15 @@ Letters: M rows, i inputs, o outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
 
 from tinkerflow.backend.compute.kernels import grouped_gpu
 from tinkerflow.backend.compute.kernels.grouped_gpu import LastStep
-from tinkerflow.backend.compute.mesh import WEIGHTS
 from tinkerflow.backend.compute.platforms import TURING, on_cpu, platform
 from tinkerflow.backend.compute.weights.quantized import FourBit, Int8, Weight
 
@@ -91,50 +88,6 @@ def matmuls(x: jax.Array, *weights: Weight | OfLayer, last: LastStep | None = No
             y = y_Mo.reshape(*x.shape[:-1], -1)
             found[number] = y * one.own.scale if isinstance(one.stack, Int8) else y
     return tuple(found[number] for number in range(len(weights)))
-
-
-def split_matmuls(
-    mesh: Mesh, x: jax.Array, weights: Sequence[Weight | OfLayer], *, sums_inputs: bool
-) -> tuple[jax.Array, ...]:
-    """`matmuls` for matrices that the devices along WEIGHTS may split. Each device reads its parts in place.
-
-    weights: `OfLayer` to be read in place, if the devices divide the split dimension and x has few rows. sums_inputs:
-    whether the matrices' inputs are split, and so is the last dimension of x. Otherwise, their outputs are split.
-    """
-    parts = math.prod(mesh.shape[axis] for axis in WEIGHTS)
-    if parts == 1:
-        return matmuls(x, *weights)
-
-    def splits(weight: Weight | OfLayer) -> bool:
-        sizes = [place for place, axis in enumerate(axes) if axis]
-        leaves = jax.tree.leaves(weight)
-        return all(leaf.shape[place] % parts == 0 for leaf in leaves for place in sizes if place < leaf.ndim)
-
-    def specs(weight: OfLayer) -> OfLayer:
-        return OfLayer(jax.tree.map(lambda leaf: PartitionSpec(*axes[: leaf.ndim]), weight.stack), whole)
-
-    def local(x: jax.Array, *weights: OfLayer) -> tuple[jax.Array, ...]:
-        products = matmuls(x, *weights)
-        return tuple(jax.lax.psum(y, WEIGHTS) for y in products) if sums_inputs else products
-
-    axes = (None, None, WEIGHTS) if sums_inputs else (None, WEIGHTS)  # of a stack; a scale may have no inputs
-    split: Any = PartitionSpec(*(None for _ in x.shape[1:]), WEIGHTS)
-    whole: Any = PartitionSpec()
-    few = math.prod(x.shape[:-1]) <= IN_PLACE
-    ours = {place: weight for place, weight in enumerate(weights) if isinstance(weight, OfLayer) and splits(weight)}
-    if not few or not ours:
-        return matmuls(x, *map(own_matrix, weights))
-    products = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(split if sums_inputs else whole, *map(specs, ours.values())),
-        out_specs=tuple(whole if sums_inputs else split for _ in ours),
-        check_vma=False,
-    )(x, *ours.values())
-    found = dict(zip(ours, products, strict=True))
-    return tuple(
-        found[place] if place in found else matmul(x, own_matrix(weight)) for place, weight in enumerate(weights)
-    )
 
 
 def _kind(stack: Weight) -> Any:

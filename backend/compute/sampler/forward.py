@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tinkerflow.backend.compute.kernels import adapter_gpu
 from tinkerflow.backend.compute.mesh import (
     FSDP,
     WEIGHTS,
@@ -98,6 +99,9 @@ def run_layers(
         positions_SQ = positions_SQ + jnp.asarray(inputs.shift_S)[:, None]
     rope = rope_tables(cfg, positions_SQ if images is None else jnp.asarray(images.positions_BT3))
     apply = stack_apply(inputs.columns_S2, width_of(lora), one_device=mesh.size == 1)
+    whole, parts = _in_place(cfg, params), None
+    if whole and mesh.size > 1 and platform() is not TPU:
+        parts = adapter_gpu.in_place(inputs.columns_S2, width_of(lora) or 0)
 
     def run(layer: DecoderLayer, state: Carry, stacked: Any) -> Carry:
         cache, states, x_SQD, number, chosen_LSQk = state
@@ -127,9 +131,8 @@ def run_layers(
             )
         mixers, input_SQP = Mixers(attend, delta_rule, latent_attend), input_of_layer(inputs_LSQP, number)
         routing = None if chosen_LSQk is None else Routing()
-        x_SQD = layer(
-            LayerStep(one, weights, pairs, rope, mixers, apply, input_SQP, routing=routing, owners=owners), x_SQD
-        )
+        more: Any = {"routing": routing, "owners": owners, "updates_in_place": parts}
+        x_SQD = layer(LayerStep(one, weights, pairs, rope, mixers, apply, input_SQP, **more), x_SQD)
         if chosen_LSQk is not None and routing is not None and routing.own_BTk is not None:
             chosen_LSQk = chosen_LSQk.at[number].set(routing.own_BTk.astype(chosen_LSQk.dtype))
         x_SQD = x_SQD if images is None else add_deep_features(images, place, x_SQD)
@@ -142,10 +145,8 @@ def run_layers(
     inputs_LSQP = layer_inputs(cfg, params, tokens_SQ, x_SQD)
     shape_LSQk = (cfg.layers, *tokens_SQ.shape, cfg.experts_per_token)
     start = (cache, states, x_SQD, jnp.int32(0), jnp.full(shape_LSQk, -1, jnp.int16) if routes else None)
-    whole = _in_place(cfg, params)
-    pairs = whole if mesh.size == 1 else {name for name in whole if projections(cfg)[name].of_experts}
     cache, states, x_SQD, _, chosen_LSQk = over_layers(
-        cfg, run, start, params.layers, lora.layers, in_place=whole, pairs_in_place=frozenset(pairs)
+        cfg, run, start, params.layers, lora.layers, in_place=whole, pairs_in_place=whole
     )
     chosen_SQLk = None if chosen_LSQk is None else jnp.moveaxis(chosen_LSQk, 0, 2)
     return cache, states, final_hidden(cfg, params, x_SQD), chosen_SQLk

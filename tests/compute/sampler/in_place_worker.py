@@ -15,6 +15,7 @@ def main() -> None:
 
     difference: the largest difference of hidden states, as a share of the largest hidden state. shapes: of the matrices
     that a device reads in place. parts: the shapes of a device's parts of all matrices that may be read in place.
+    of_inputs: for each adapter that is read in place, whether the devices split its inputs.
     """
     folder, base_weights, *sizes = sys.argv[1:]
     fsdp, expert, tensor = map(int, sizes)
@@ -22,7 +23,7 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from tinkerflow.backend.compute.kernels import grouped_gpu
+    from tinkerflow.backend.compute.kernels import adapter_gpu, grouped_gpu
     from tinkerflow.backend.compute.mesh import make_mesh
     from tinkerflow.backend.compute.models.families import load_config
     from tinkerflow.backend.compute.models.params import load_params
@@ -41,6 +42,7 @@ def main() -> None:
     tables_SW, columns_S2 = np.array([[1], [2], [4], [6]], np.int32), np.array([[0, 0], [8, 24]] * 2, np.int32)
     tokens_SQ = np.array([[5], [7], [11], [13]], np.int32)
     shapes: list[tuple[int, ...]] = []
+    inputs: list[bool] = []
 
     def hidden() -> Any:
         def of(params: Any, stack: Any, cache: Any) -> Any:
@@ -53,18 +55,28 @@ def main() -> None:
         shapes.extend(jax.tree.leaves(one)[0].shape[1:] for one in stacks)
         return own(x, stacks, *rest, interpret=True, **more)
 
+    def in_place(columns_B2: Any, width: int) -> Any:
+        update = updates(columns_B2, width, interpret=True)
+
+        def of_part(x: Any, pairs: Any, part: Any) -> Any:
+            inputs.extend([part.of_inputs] * len(pairs))
+            return update(x, pairs, part)
+
+        return of_part
+
     expected = hidden()
     with compiling_for(CUDA):
         names = forward._in_place(cfg, params)
-    own = grouped_gpu.layer_products
+    own, updates = grouped_gpu.layer_products, adapter_gpu.in_place
     grouped_gpu.layer_products = layer_products
+    adapter_gpu.in_place = in_place
     grouped_gpu.product = partial(grouped_gpu.product, interpret=True)
     forward._in_place = lambda *_: names
     found = hidden()
     difference = float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
     leaves = [jax.tree.leaves(params.layers[name])[0] for name in names]
     parts = sorted({leaf.sharding.shard_shape(leaf.shape)[1:] for leaf in leaves})
-    print(json.dumps({"difference": difference, "shapes": sorted(set(shapes)), "parts": parts}))
+    print(json.dumps({"difference": difference, "shapes": sorted(set(shapes)), "parts": parts, "of_inputs": inputs}))
 
 
 if __name__ == "__main__":

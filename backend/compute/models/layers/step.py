@@ -5,7 +5,7 @@ Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.kernels.adapter_gpu import Updates
-from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls, own_matrix, split_matmuls
+from tinkerflow.backend.compute.kernels.adapter_gpu import UpdateInPlace, Updates
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls, own_matrix
+from tinkerflow.backend.compute.kernels.split import split_products
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, expert_axes, row_parts
 from tinkerflow.backend.compute.models.layers.matrices import Projection
 from tinkerflow.backend.compute.models.layers.norms import RMSNorm
@@ -134,6 +135,7 @@ class LayerStep:
     matrices: maps plain names to the layer's declared matrices (`of_layer`).
     routing: replaces and records the experts of each token; None = neither.
     owners: the axes of the mesh that split the experts, as in `expert_dispatch.mixture`.
+    updates_in_place: from `adapter_gpu.in_place`, if several devices read their parts of matrices in place.
     """
 
     mesh: Mesh
@@ -147,6 +149,7 @@ class LayerStep:
     matrices: Mapping[str, Projection] = field(default_factory=dict)
     routing: Routing | None = None
     owners: tuple[str, ...] = (EXPERT,)
+    updates_in_place: UpdateInPlace | None = None
 
     def weights(self, kind: type[Weights], prefix: str = "") -> Weights:
         """The layer's weights for the fields of `kind`, a named tuple; None for weights that the layer lacks.
@@ -164,16 +167,24 @@ class LayerStep:
 
     def project(self, x: jax.Array, *linears: Linear) -> tuple[jax.Array, ...]:
         """x times each of these matrices, plus the adapters' updates and the biases."""
-        updates = self.lora_apply(x, tuple(linear.pair for linear in linears if linear.pair is not None))
-        weights = [linear.weight for linear in linears]
-        if isinstance(updates, Updates) and len(updates) == len(linears) and in_one_kernel(x, *weights):
-            sums = [*matmuls(x, *weights, last=updates.last_step())]
-        else:
-            sums_inputs = self.matrices[linears[0].name].sums_inputs
-            rest, plain = iter(updates), split_matmuls(self.mesh, x, weights, sums_inputs=sums_inputs)
-            sums = [y if linear.pair is None else y + next(rest) for linear, y in zip(linears, plain, strict=True)]
+        sums = self._sums(x, linears)
         named = [checkpoint_name(y, linear.name) for linear, y in zip(linears, sums, strict=True)]
         return tuple(y if linear.bias is None else y + linear.bias for linear, y in zip(linears, named, strict=True))
+
+    def _sums(self, x: jax.Array, linears: Sequence[Linear]) -> Sequence[jax.Array]:
+        weights: list[Weight | OfLayer] = [linear.weight for linear in linears]
+        pairs = tuple(linear.pair for linear in linears if linear.pair is not None)
+        if self.updates_in_place is not None:
+            sums_inputs = self.matrices[linears[0].name].sums_inputs
+            found = split_products(self.mesh, x, weights, pairs, self.updates_in_place, sums_inputs=sums_inputs)
+            if found is not None:
+                return found
+            weights = [own_matrix(weight) for weight in weights]
+        updates = self.lora_apply(x, pairs)
+        if isinstance(updates, Updates) and len(updates) == len(linears) and in_one_kernel(x, *weights):
+            return matmuls(x, *weights, last=updates.last_step())
+        rest, plain = iter(updates), matmuls(x, *weights)
+        return [y if linear.pair is None else y + next(rest) for linear, y in zip(linears, plain, strict=True)]
 
     def norm(self, norm: RMSNorm, name: str, x: jax.Array) -> jax.Array:
         """x after the layer's norm `name`; x if the layer has no such norm."""
