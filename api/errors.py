@@ -2,11 +2,13 @@
 
 Bodies are JSON with a Content-Length, because the SDK mistakes an empty 400 for a proxy's response. User errors are
 never 408, 409, 425 or 5xx, because the SDK retries most of these for minutes. Requests that may succeed a moment later
-get 429. OpenAI's and Anthropic's clients expect formats of their own (`FORMS`).
+get 429. OpenAI's and Anthropic's clients expect formats of their own (`FORMS`). While the database is unavailable,
+errors are sent after a pause, because the SDK repeats a poll immediately after a 5xx.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -33,9 +35,12 @@ from tinkerflow.backend.core.errors import (
     TooManyError,
     UserError,
 )
+from tinkerflow.backend.journal import AWAY
 from tinkerflow.backend.wire.request_errors import parameter_error
 
 log = logging.getLogger(__name__)
+
+_AWAY_SECONDS = 1.0
 
 _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (NotFoundError, 404),
@@ -116,6 +121,8 @@ FORMS: tuple[tuple[str, Callable[[int, str, Exception | None], dict[str, Any]]],
 def install(app: FastAPI) -> None:
     """Install handlers that answer errors in the format of the request's API."""
     app.add_exception_handler(TinkerflowError, _ours)
+    for kind in AWAY:
+        app.add_exception_handler(kind, _away)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -149,6 +156,17 @@ def _ours(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     headers = {"Retry-After": "1"} if status == 429 else None
     return error_response(request.url.path, status, str(error), headers, error)
+
+
+def message_of(error: Exception) -> str:
+    """The message for clients of one of our errors or one of AWAY. The driver's own texts name hosts and statements."""
+    return str(error) if isinstance(error, TinkerflowError) else "the service's database is unavailable: try again"
+
+
+async def _away(request: Request, error: Exception) -> JSONResponse:
+    log.error("%s %s failed: %s", request.method, request.url.path, getattr(error, "orig", error))
+    await asyncio.sleep(_AWAY_SECONDS)
+    return error_response(request.url.path, 503, message_of(error), error=error)
 
 
 def _gone(request: Request, error: Exception) -> Response:
