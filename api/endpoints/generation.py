@@ -12,10 +12,12 @@ decode batch are freed within a chunk.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import orjson
@@ -30,16 +32,20 @@ from tinkerflow.api.errors import naming, renamed
 from tinkerflow.api.submit import submit_sample
 from tinkerflow.backend.catalog.model_card import image_processor
 from tinkerflow.backend.core.errors import ServerError, UserError
-from tinkerflow.backend.journal import Result
+from tinkerflow.backend.core.retry import retry
+from tinkerflow.backend.journal import AWAY, Result
 from tinkerflow.backend.journal.streams import Listener, stream_name
 from tinkerflow.backend.journal.waiter import Waiter
 from tinkerflow.backend.spec.commands import Candidates, NewTokens, Priority, SampledSequence, SampleResult
 from tinkerflow.backend.wire import SampleBody, decode_sample, sample_request
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 StopReason = Literal["stop", "length"]
 Top = list[list[tuple[int, float]]]
 _SEED_BITS = 63
+_PAUSES = (0.1, 0.2, 0.5, *[1.0] * 120)  # seconds between attempts to read a result while the database is away
 _SHORT = 1000  # tokens of an answer, listed ones included, that is written on the event loop
 _LONGEST = 256  # tokens of a piece, once all tokens have arrived
 _NAMES = {"sampling_params.": ""}  # requests of these endpoints have the same fields at their top level
@@ -160,7 +166,8 @@ class Generation:
             task.add_done_callback(_giving_up.discard)
 
     async def _cancel(self) -> None:
-        await asyncio.to_thread(self._call.journal.requests.cancel, self.id, self._call.owner)
+        cancel = partial(asyncio.to_thread, self._call.journal.requests.cancel, self.id, self._call.owner)
+        await retry(cancel, on=AWAY, what=f"request {self.id} cannot be cancelled", log=log)
 
     async def _wait(self) -> SampleResult:
         with self._call.services.subscriptions.request(self.id) as answer:
@@ -182,7 +189,9 @@ class Generation:
                     yield _piece(new)
 
     async def _look(self) -> Result | None:
-        return await asyncio.to_thread(self._call.journal.results.get, self.id, self._call.owner)
+        """The result, if there is one. Raises one of AWAY if the database stays away for two minutes."""
+        look = partial(asyncio.to_thread, self._call.journal.results.get, self.id, self._call.owner)
+        return await retry(look, on=AWAY, pauses=_PAUSES, what="the journal cannot be read", log=log)
 
     async def _woken(self, waiter: Waiter) -> None:
         """Wait until the waiter is woken, for any length of time, and keep the session alive meanwhile."""
@@ -194,7 +203,10 @@ class Generation:
             now = services.clock.monotonic()
             if not woken or now - self._beat_at >= services.samplers.beat_seconds:
                 self._beat_at = now
-                await services.samplers.beat(self._session_id)
+                try:
+                    await services.samplers.beat(self._session_id)
+                except AWAY as error:  # no session expires meanwhile, and a later heartbeat is in time
+                    log.warning("no heartbeat for session %s: %s", self._session_id, error)
 
 
 async def generate(

@@ -11,8 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tinkerflow.api.errors import error_body, status_of
+from tinkerflow.api.errors import error_body, message_of, status_of
 from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.journal import AWAY
+
+_COMMENT_SECONDS = 15.0  # between comments, which clients ignore; proxies end connections that are quiet for a minute
 
 
 def event(data: Mapping[str, Any] | bytes, name: str = "") -> bytes:
@@ -22,7 +25,9 @@ def event(data: Mapping[str, Any] | bytes, name: str = "") -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they arrive. When the client disconnects, the iterator of events is closed immediately.
+    """Sends events as they arrive, and comments in between, so that no proxy takes a long wait for a lost connection.
+
+    When the client disconnects, the iterator of events is closed immediately.
 
     The status is sent before the first event, so a later error is sent as an event, in the API's format. Await work
     that can fail beforehand (`Generation.begin`), so that its error becomes a response.
@@ -60,16 +65,24 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        commenting = asyncio.create_task(_comment(send), name="comments")
         try:
             async for part in self._events:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-        except TinkerflowError as error:
-            body = error_body(self._request.url.path, status_of(error), error.message, error)
+        except (TinkerflowError, *AWAY) as error:
+            body = error_body(self._request.url.path, status_of(error), message_of(error), error)
             await send({"type": "http.response.body", "body": event(body, self._error_name), "more_body": True})
         finally:
+            commenting.cancel()
             if (close := getattr(self._events, "aclose", None)) is not None:
                 await close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _comment(send: Send) -> None:
+    while True:
+        await asyncio.sleep(_COMMENT_SECONDS)
+        await send({"type": "http.response.body", "body": b": the answer is not complete yet\n\n", "more_body": True})
 
 
 async def left(request: Request) -> None:

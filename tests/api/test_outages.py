@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -13,11 +14,15 @@ import psycopg
 import pytest
 import tinker
 from sqlalchemy.engine import make_url
-from tests.api.conftest import BASE, Engine, Running, card_json
+from tests.api.conftest import BASE, KEY, Engine, Running, card_json
+from tests.api.test_streaming import Decoder, hear, hear_all, listening
+from tests.waiting import wait_for
 
 from tinkerflow.api import errors
+from tinkerflow.api.endpoints import generation, sse
 from tinkerflow.backend.journal import Journal, Kind, migrate
-from tinkerflow.backend.journal.database import Table
+from tinkerflow.backend.journal.database import AWAY, Table
+from tinkerflow.backend.journal.results import Results
 
 UNAVAILABLE = "the service's database is unavailable: try again"
 
@@ -41,13 +46,12 @@ def journal(database: str) -> Iterator[Journal]:
 
 
 @pytest.fixture
-def outage(database: str, engine: Engine) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which the database has ended all connections and refuses new ones. The engine pauses meanwhile."""
+def outage(database: str) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which the database has ended all connections and refuses new ones."""
     name = make_url(database).database
 
     @contextmanager
     def away() -> Iterator[None]:
-        engine.paused = True
         with psycopg.connect(database.replace(f"/{name}?", "/postgres?"), autocommit=True) as server:
             server.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")  # type: ignore[arg-type]
             server.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s", [name])
@@ -55,7 +59,6 @@ def outage(database: str, engine: Engine) -> Callable[[], AbstractContextManager
                 yield
             finally:
                 server.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")  # type: ignore[arg-type]
-        engine.paused = False
 
     return away
 
@@ -73,13 +76,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-def until(met: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_the_sdk_waits_until_the_database_is_back(
     client: tinker.ServiceClient,
     engine: Engine,
@@ -93,11 +89,12 @@ def test_the_sdk_waits_until_the_database_is_back(
     params = tinker.AdamParams(learning_rate=0.1)
     before = training.optim_step(params)
     statuses = server.app.state.services.metrics.answered
-    until(lambda: "optim_step" in statuses)
+    wait_for(lambda: "optim_step" in statuses)
     with outage():
-        until(lambda: statuses["retrieve_future"].statuses[503] >= 3)
+        wait_for(lambda: statuses["retrieve_future"].statuses[503] >= 3)
         during = training.optim_step(params)
-        until(lambda: statuses["optim_step"].statuses[503] > 0)
+        wait_for(lambda: statuses["optim_step"].statuses[503] > 0)
+    engine.paused = False
     assert [one.result().metrics["optimizer_step"] for one in (before, during)] == [1, 2]
     assert [kind for kind, _ in engine.executed].count(Kind.OPTIM_STEP) == 2
     assert sum(one.statuses[500] for one in statuses.values()) == 0
@@ -109,7 +106,7 @@ def test_answers_during_an_outage_have_the_form_of_their_api(
 ) -> None:
     def get(path: str) -> Any:
         server.clock.advance(2)  # so that the journal is asked again whether the server needs a key
-        return server.http.get(server.url + path, headers={"X-API-Key": "tml-test"})
+        return server.http.get(server.url + path, headers={"X-API-Key": KEY})
 
     with outage():
         assert get("/api/v1/healthz").json() == {"status": "ok"}
@@ -118,7 +115,7 @@ def test_answers_during_an_outage_have_the_form_of_their_api(
         assert get("/api/v1/training_runs").json() == {"detail": UNAVAILABLE}
         openai = get("/v1/models").json()
         body = {"model": BASE, "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
-        anthropic = server.http.post(f"{server.url}/v1/messages", json=body, headers={"X-API-Key": "tml-test"}).json()
+        anthropic = server.http.post(f"{server.url}/v1/messages", json=body, headers={"X-API-Key": KEY}).json()
         for path in ("/", "/keys", "/sessions"):
             page = get(path)
             assert (page.status_code, page.headers["content-type"]) == (503, "text/html; charset=utf-8")
@@ -128,3 +125,69 @@ def test_answers_during_an_outage_have_the_form_of_their_api(
     assert anthropic == {"type": "error", "error": {"type": "overloaded_error", "message": UNAVAILABLE}}
     assert evil.status_code == 403
     assert get("/api/v1/training_runs").status_code == 200
+
+
+@pytest.mark.usefixtures("lettered")
+def test_streams_go_on_after_an_outage(
+    server: Running,
+    outage: Callable[[], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The outage fails their heartbeats, and the cancellation of the stream whose client leaves."""
+    monkeypatch.setattr(sse, "_COMMENT_SECONDS", 0.05)
+    decoder, readers = Decoder(server.journal), listening(server, 2)
+    decoder.take(2)
+    hear(readers, decoder, (8,))
+    server.app.state.services.samplers.beat_seconds = 0.05
+    with outage():
+        wait_for(lambda: "no heartbeat for session" in caplog.text)
+        readers[0].last = ""
+        wait_for(lambda: readers[0].last.startswith(": "))
+        readers[1].left.set()
+        readers[1].join(60)
+        wait_for(lambda: "cannot be cancelled, trying again" in caplog.text)
+    wait_for(lambda: server.journal.results.finished(list(decoder.requests)))
+    (cancelled,) = server.journal.results.finished(list(decoder.requests))
+    del decoder.requests[cancelled]
+    hear(readers[:1], decoder, (16,), start=8)
+    hear_all(readers[:1], decoder)
+    assert readers[0].last == "data: [DONE]"
+
+
+@pytest.mark.usefixtures("lettered")
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_stream_waits_for_its_result_and_ends_with_an_error_if_the_outage_lasts(
+    server: Running,
+    outage: Callable[[], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
+    lasts: bool,
+) -> None:
+    asked, begun, failed, get = threading.Event(), threading.Event(), [], Results.get
+
+    def late(self: Results, *args: Any, **more: Any) -> Any:
+        asked.set()
+        assert begun.wait(60)
+        try:
+            return get(self, *args, **more)
+        except AWAY as error:
+            failed.append(error)
+            raise
+
+    decoder, (reader,) = Decoder(server.journal), listening(server, 1)
+    decoder.take(1)
+    hear([reader], decoder, (8,))
+    monkeypatch.setattr(generation, "_PAUSES", (0.01,) if lasts else (0.01,) * 10_000)
+    monkeypatch.setattr(Results, "get", late)
+    decoder.answer()
+    assert asked.wait(60)
+    with outage():
+        begun.set()
+        wait_for(lambda: len(failed) >= 2)
+        if lasts:
+            reader.join(60)
+    if lasts:
+        error = {"message": UNAVAILABLE, "type": "server_error", "param": None, "code": "unavailable"}
+        assert json.loads(reader.last.removeprefix("data: ")) == {"error": error}
+    else:
+        hear_all([reader], decoder)
