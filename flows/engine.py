@@ -21,6 +21,7 @@ from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import SystemClock, every_second
 from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.core.errors import StoreError, UserError
+from tinkerflow.backend.core.hosts import url_of
 from tinkerflow.backend.core.joining import make_secret, parse_address
 from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
@@ -147,7 +148,7 @@ async def _open_mirror(
 ) -> Mirror:
     """Open the mirror that shows runs in Prefect, and emit an event that the engine has started."""
     pacing = Pacing(settings.tracked_runs_per_second, SystemClock())
-    api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
+    api_url = settings.public_url.rstrip("/") or url_of(settings.host, settings.port)
     mirror = Mirror(
         connection,
         pacing,

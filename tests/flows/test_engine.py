@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.tiny_model import make_tiny
+from tinkerflow.flows import engine as engine_module
 from tinkerflow.flows import sweeps
 from tinkerflow.flows.engine import run_engine
 from tinkerflow.flows.prefect.connection import PrefectConnection
@@ -255,6 +257,17 @@ async def test_engine_waits_until_its_store_is_mounted(
         result = await again.result(again.optim_step(model))
         assert result.error is None and journal.models.get(model, None).step == 4
     await mounting
+
+
+async def test_links_to_an_ipv6_service_contain_its_address_in_brackets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = AsyncMock(emit=Mock())
+    opened = Mock(return_value=mirror)
+    monkeypatch.setattr(engine_module, "Mirror", opened)
+    settings = Settings(data_dir=tmp_path, host="::1", port=8000)
+    await engine_module._open_mirror(settings, Mock(leases=Mock(epoch=1)), Mock(), Mock(), [])
+    assert opened.call_args.kwargs["api_url"] == "http://[::1]:8000"
 
 
 async def test_engine_without_base_models_is_refused_at_the_start(tmp_path: Path) -> None:
