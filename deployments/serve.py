@@ -445,11 +445,20 @@ def make_deployment(wanted: Deployment) -> tuple[Flow[..., Any], dict[str, Any]]
         "description": wanted.description,
         "parameters": wanted.parameters,
         "tags": wanted.tags,
-        "schedules": [_schedule(schedule) for schedule in wanted.schedules],
+        "schedules": _schedules(wanted),
         "paused": wanted.paused,
         "concurrency_limit": _concurrency_limit(wanted),
         "entrypoint_type": EntrypointType.MODULE_PATH,
     }
+
+
+def _schedules(wanted: Deployment) -> list[Schedule]:
+    slugs = [schedule.get("slug") for schedule in wanted.schedules]
+    for i, slug in enumerate(slugs):
+        if slug is not None and slug in slugs[:i]:
+            rule = f"schedules[{slugs.index(slug)}] has this slug, which must be unique within a deployment"
+            raise UserError(f"deployment {wanted.name!r}: schedules[{i}]: slug is {slug!r}: {rule}")
+    return [_schedule(schedule) for schedule in wanted.schedules]
 
 
 def _concurrency_limit(wanted: Deployment) -> int | ConcurrencyLimitConfig | None:

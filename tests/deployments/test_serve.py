@@ -181,6 +181,17 @@ def test_invalid_deployment_is_refused_before_prefect_starts(tmp_path: Path, pip
         serve(file, Settings(data_dir=tmp_path), limit=1)
 
 
+def test_two_schedules_of_a_deployment_have_different_slugs() -> None:
+    """Prefect would answer with the status 409."""
+    schedules = [{"cron": "0 2 * * *", "slug": "night"}, {"interval": 9}, {"interval": 9}]
+    wanted = Deployment(name="x", entrypoint="tinkerflow.flows.pipelines.sft.sft", schedules=schedules)
+    assert [one.slug for one in make_deployment(wanted)[1]["schedules"]] == ["night", None, None]
+    wanted.schedules.append({"interval": 9, "slug": "night"})
+    rule = r"deployment 'x': schedules\[3\]: slug is 'night': schedules\[0\] has this slug, which must be unique"
+    with pytest.raises(UserError, match=rule):
+        make_deployment(wanted)
+
+
 def test_parameters_may_name_the_code_that_the_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "prefect.yaml"
     file.write_text(
