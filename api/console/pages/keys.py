@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import timedelta
 
 from fastapi.responses import Response
 
+from tinkerflow.api.call import PageOffset
 from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.api.identity import Identity
@@ -16,6 +18,7 @@ from tinkerflow.backend.core.plot import LINES, Line
 from tinkerflow.backend.journal import KeyView, UsageKind, actor_of_key
 from tinkerflow.backend.journal.project_limits import LONGEST_NAME, LimitUse
 
+PAGE = 50
 _DAYS = 30
 _PROJECTS = 20  # projects with their own limits that are shown; `tinkerflow limit list` prints all
 NAMES = {  # kinds of usage, as pages show them
@@ -29,12 +32,10 @@ router = page_router()
 
 
 @router.get("/keys")
-async def keys_page(visit: Visiting, new_key: bool = False, key_name: str = "") -> Response:
+async def keys_page(visit: Visiting, offset: PageOffset = 0, new_key: bool = False, key_name: str = "") -> Response:
     """The keys. new_key, key_name: filled in by the SDK's link to this page."""
     keys = await asyncio.to_thread(_visible, visit)
-    return visit.page(
-        "keys.html", keys=keys, key_name=key_name[:LONGEST_NAME], opened=new_key, made=None, secret="", only=""
-    )
+    return _keys_page(visit, keys, offset, key_name=key_name[:LONGEST_NAME], opened=new_key)
 
 
 @router.get("/keys/{key_id}")
@@ -43,7 +44,7 @@ async def key_page(key_id: str, visit: Visiting) -> Response:
     keys = [key for key in await asyncio.to_thread(_visible, visit) if key_id in (key.id, str(_number(key)))]
     if not keys:
         raise NotFoundError(f"key {key_id!r} does not exist")
-    return visit.page("keys.html", keys=keys, key_name="", opened=False, made=None, secret="", only=key_id)
+    return _keys_page(visit, keys, only=key_id)
 
 
 @router.post("/keys")
@@ -55,7 +56,7 @@ async def create_key(visit: Visiting) -> Response:
     actor = actor_of_key(visit.call.key_id)
     made, secret = await asyncio.to_thread(visit.journal.keys.create, name, project, admin=admin, actor=actor)
     keys = await asyncio.to_thread(_visible, visit)
-    return visit.page("keys.html", keys=keys, key_name="", opened=False, made=made, secret=secret, only="")
+    return _keys_page(visit, keys, made=made, secret=secret)
 
 
 @router.post("/keys/{key_id}/revoke")
@@ -109,6 +110,13 @@ def _limited(visit: Visit) -> list[tuple[str, list[LimitUse]]]:
     if visit.owner is None:
         projects += [project for project in limits.all() if project not in projects][:_PROJECTS]
     return [(project, limits.use(project, visit.call.services.limits)) for project in projects]
+
+
+def _keys_page(visit: Visit, keys: Sequence[KeyView], offset: int = 0, **values: object) -> Response:
+    """The page with the keys from `offset` on. values: the form's, a new key with its secret, or the only key's id."""
+    defaults = {"key_name": "", "opened": False, "made": None, "secret": "", "only": ""}
+    shown = {"keys": keys[offset : offset + PAGE], "total": len(keys), "offset": offset, "size": PAGE}
+    return visit.page("keys.html", **(defaults | shown | values))
 
 
 def _visible(visit: Visit) -> list[KeyView]:

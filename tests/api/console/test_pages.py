@@ -289,6 +289,16 @@ def test_keys_are_created_shown_once_and_revoked(browser: Any, server: Any, brow
     assert browser.get("/keys/none").status_code == 404
 
 
+def test_a_page_shows_fifty_keys(browser: Any, server: Any) -> None:
+    secrets = [server.journal.keys.create(f"key-{n}", "team", admin=True)[1] for n in range(53)]
+    server.clock.advance(2.0)
+    assert browser.sign_in(secrets[0]).status_code == 303
+    first, second, beyond = (browser.get(f"/keys?offset={offset}").text for offset in (0, 50, 100))
+    assert [page.count("Revoke…") for page in (first, second, beyond)] == [50, 3, 0]
+    assert "1 to 50 of 53" in first and "/keys?offset=50" in first and "51 to 53 of 53" in second
+    assert "No key exists" not in beyond
+
+
 def test_large_pages_take_few_statements_and_read_few_rows(
     browser: Any, server: Any, engine: Any, furnish: Any, lettered: Any, put_steps: Any
 ) -> None:
