@@ -64,8 +64,8 @@ class SegmentRecord(BaseModel):
 class RunProgress:
     """The segments of one run of one pipeline, in the work folder.
 
-    A segment is written once, after its state is saved, under the number of its last step. If two processes continue
-    the same run, one of them gets a UserError and stops.
+    A segment is written once, after its state is saved, under the number of its first step, or of its last one by
+    earlier releases. If two processes continue the same run, one of them gets a UserError and stops.
     """
 
     def __init__(self, work_url: str, run: str, plan: str, parameters: Mapping[str, object] | None = None) -> None:
@@ -87,9 +87,7 @@ class RunProgress:
     def segments(self) -> list[SegmentRecord]:
         """The finished segments, in order of steps. ServerError: a segment is missing."""
         names = sorted(self._work.children(f"{self._folder}/segments"))
-        found = [
-            SegmentRecord.model_validate(read_json(self._work, f"{self._folder}/segments/{name}")) for name in names
-        ]
+        found = [self._segment(name) for name in names]
         expected = 1
         for segment in found:
             if segment.first_step != expected:
@@ -99,15 +97,19 @@ class RunProgress:
 
     def add(self, segment: SegmentRecord) -> None:
         """Record the next segment. UserError: another process has already recorded it."""
-        names = self._work.children(f"{self._folder}/segments")  # the numbers of their last steps
-        if segment.first_step != max((int(name.removesuffix(".json")) for name in names), default=0) + 1:
-            raise UserError(f"{self._folder}: step {segment.first_step} was made by another process meanwhile")
+        names = sorted(self._work.children(f"{self._folder}/segments"))
+        before = self._segment(names[-1]).last_step if names else 0
+        made = f"{self._folder}: step {segment.first_step} was made by another process meanwhile"
+        if segment.first_step != before + 1:
+            raise UserError(made)
+        key = f"{self._folder}/segments/{segment.first_step:08d}.json"
         try:
-            create_json(
-                self._work, f"{self._folder}/segments/{segment.last_step:08d}.json", segment.model_dump(mode="json")
-            )
+            create_json(self._work, key, segment.model_dump(mode="json"))
         except FileExistsError:
-            raise UserError(f"{self._folder}: step {segment.last_step} was made by another process meanwhile") from None
+            raise UserError(made) from None
+
+    def _segment(self, name: str) -> SegmentRecord:
+        return SegmentRecord.model_validate(read_json(self._work, f"{self._folder}/segments/{name}"))
 
     def kept(self, name: str) -> bytes | None:
         """The bytes that a process of this run stored under `name`, or None."""

@@ -77,7 +77,7 @@ async def test_failed_run_resumes_from_gcs_and_returns_its_result(gcs, tiny, tmp
         assert kept(gcs, "pipelines/progress/on-gs/") == [
             "parameters.json",
             "plan.json",
-            "segments/00000002.json",
+            "segments/00000001.json",
         ]
         first = dict(gcs.objects)  # including the failure, which is the result of its run
 
@@ -91,7 +91,7 @@ async def test_failed_run_resumes_from_gcs_and_returns_its_result(gcs, tiny, tmp
     assert handed_out == made
     (result,) = set(kept(gcs, "pipelines/results/")) - {name.removeprefix("pipelines/results/") for name in first}
     assert made.weights in gcs.objects[f"pipelines/results/{result}"].data.decode()
-    assert kept(gcs, "pipelines/progress/on-gs/segments/") == ["00000002.json", "00000004.json"]
+    assert kept(gcs, "pipelines/progress/on-gs/segments/") == ["00000001.json", "00000003.json"]
     assert all(gcs.objects[name] is one for name, one in first.items() if name.startswith("pipelines/"))  # written once
     commits = [name for name in kept(gcs, "store/runs/") if name.endswith("commit.json")]
     assert {name.split("/", 1)[1] for name in commits} >= {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from tinkerflow.backend.core.errors import ServerError, UserError
+from tinkerflow.tasks.pipelines import progress as progress_module
 from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
-from tinkerflow.tasks.pipelines.work import open_work
+from tinkerflow.tasks.pipelines.work import create_json, open_work
 
 
 def segment(first: int, last: int, loss: float = 1.0) -> SegmentRecord:
@@ -44,6 +46,37 @@ def test_one_of_two_processes_continues_a_run(work: str) -> None:
             RunProgress(work, "run", "plan").add(late)
 
 
+@pytest.mark.parametrize("last", [3, 5, 7])
+def test_two_processes_that_add_a_segment_at_the_same_time_do_not_both_succeed(
+    work: str, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """Their segments may have different lengths, because a process may be asked to stop."""
+    first, second = RunProgress(work, "run", "plan"), RunProgress(work, "run", "plan")
+    first.add(segment(1, 2))
+    create = progress_module.create_json
+
+    def later(*args: Any) -> None:
+        monkeypatch.setattr(progress_module, "create_json", create)
+        second.add(segment(3, 5))
+        create(*args)
+
+    monkeypatch.setattr(progress_module, "create_json", later)
+    with pytest.raises(UserError, match="step 3 was made by another process"):
+        first.add(segment(3, last, loss=2.0))
+    assert RunProgress(work, "run", "plan").segments() == [segment(1, 2), segment(3, 5)]
+
+
+def test_segments_of_earlier_releases_are_continued(work: str) -> None:
+    """Their names are the numbers of their last steps."""
+    progress = RunProgress(work, "run", "plan")
+    for one in (segment(1, 5), segment(6, 9)):
+        create_json(open_work(work), f"progress/run/segments/{one.last_step:08d}.json", one.model_dump(mode="json"))
+    progress.add(segment(10, 12))
+    with pytest.raises(UserError, match="step 10 was made by another process"):
+        progress.add(segment(10, 11))
+    assert [one.first_step for one in progress.segments()] == [1, 6, 10]
+
+
 def test_different_plan_or_invalid_name_is_refused(work: str) -> None:
     RunProgress(work, "run", "plan")
     with pytest.raises(UserError, match="resume 'run': this run was started with different parameters or data"):
@@ -60,7 +93,7 @@ def test_missing_piece_is_detected(work: str) -> None:
     progress = RunProgress(work, "run", "plan")
     for one in (segment(1, 5), segment(6, 9)):
         progress.add(one)
-    open_work(work).remove("progress/run/segments/00000005.json")
+    open_work(work).remove("progress/run/segments/00000001.json")
     with pytest.raises(ServerError, match="the segment that begins with step 1 is missing"):
         progress.segments()
 
