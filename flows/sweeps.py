@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from tinkerflow.backend.catalog.peft_import import import_path
 from tinkerflow.backend.core.errors import FencedError, GroupFailedError, StoreError
-from tinkerflow.backend.journal import HistoryRules, Journal, Kind, Retention
+from tinkerflow.backend.journal import AWAY, HistoryRules, Journal, Kind, Retention
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.history import PastRequest
 from tinkerflow.backend.store import Store
@@ -144,11 +144,18 @@ def write_histories(journal: Journal, store: Store) -> None:
 def _write_segment(journal: Journal, store: Store, model_id: str) -> None:
     if not (requests := journal.histories.unarchived(model_id)):
         return
+    if (unsure := store.histories.unsure.get(model_id)) is not None:
+        if unsure not in [one.name for one in journal.histories.segments(model_id)]:
+            store.histories.remove_segment(model_id, unsure)
+        del store.histories.unsure[model_id]
     segment = store.histories.write_segment(model_id, requests, _pieces)
     try:
         recorded = journal.histories.record_segment(model_id, segment)
     except FencedError:
         store.histories.remove_segment(model_id, segment.name)
+        raise
+    except AWAY:
+        store.histories.unsure[model_id] = segment.name
         raise
     if not recorded:
         store.histories.remove_segment(model_id, segment.name)

@@ -75,10 +75,14 @@ _SEGMENT = msgspec.msgpack.Decoder(list[tuple[bytes, bytes]])
 
 
 class HistoryStore:
-    """The histories in a store. Methods block, and raise StoreError if the store fails."""
+    """The histories in a store. Methods block, and raise StoreError if the store fails.
+
+    unsure: the newest segment of a run, if it was written but the database failed while it was recorded.
+    """
 
     def __init__(self, url: str, blobs: Blobs) -> None:
         """blobs: contain the histories. url: identifies the store in messages."""
+        self.unsure: dict[str, str] = {}  # by run
         self._url, self._blobs = url, blobs
         self._stored: OrderedDict[tuple[str, bytes], _Piece] = OrderedDict()
         self._segments: OrderedDict[tuple[str, str], dict[int, _Record]] = OrderedDict()

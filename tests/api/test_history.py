@@ -12,7 +12,7 @@ from tests.api.conftest import BASE
 
 from tinkerflow.api.routes import history as module
 from tinkerflow.backend.catalog.receipt import check_receipt
-from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.errors import JournalBusyError, UserError
 from tinkerflow.backend.journal import history as journal_history
 from tinkerflow.backend.spec.history import digest
 from tinkerflow.backend.spec.outliers import BlamedRow
@@ -76,6 +76,34 @@ def test_pages_have_every_request_with_its_digests(server: Any, monkeypatch: pyt
     assert [row["payload_hash"] for row in rows[:3]] == [digest(body) for body in bodies]
     assert orjson.loads(bodies[2])["adam_params"] == {"learning_rate": 0.002}
     assert rows[3]["payload"] is None
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_segment_remains_in_the_store_only_if_the_journal_has_recorded_it(
+    server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, committed: bool
+) -> None:
+    """The database fails while it records a segment, before or after its commit."""
+    monkeypatch.setattr(journal_history, "_DUE_REQUESTS", 1)
+    run = make(server, history="true")
+    train(server, run, 3)
+    with monkeypatch.context() as outage:
+
+        def fail(model_id: str, segment: Any, record: Any = server.journal.histories.record_segment) -> bool:
+            if committed:
+                record(model_id, segment)
+            raise JournalBusyError("the connection was lost")
+
+        outage.setattr(server.journal.histories, "record_segment", fail)
+        with pytest.raises(JournalBusyError):
+            write_histories(server.journal, server.store)
+    (lost,) = tmp_path.glob("**/history/*/*")
+    body = {"model_id": run, "seq_id": 4, "adam_params": {"learning_rate": 1.0}}
+    server.result(server.post("optim_step", body).json()["request_id"])
+    write_histories(server.journal, server.store)
+    segments = [one.name for one in server.journal.histories.segments(run)]
+    assert sorted(file.name for file in tmp_path.glob("**/history/*/*")) == segments
+    assert (lost.name in segments, len(segments)) == ((True, 2) if committed else (False, 1))
+    assert [row["seq_id"] for row in server.get(f"training_runs/{run}/history").json()["requests"]] == [0, 1, 2, 3, 4]
 
 
 def test_receipt_is_signed_and_damage_is_a_final_error(
