@@ -81,12 +81,12 @@ class ControlsWatch:
                     await _set_state(client, run, Cancelled(message=CANCELLED))
             case StateType.PAUSED if now_shown:
                 if _is_over(run.state):
-                    await _set_state(client, run, Running(message="its pause has ended"))
                     await self._go_on(run.id, model_id)
+                    await _set_state(client, run, Running(message="its pause has ended"))
                 elif not paused:
-                    self._paused[run.id] = model_id
                     log.info("model %s: %s", model_id, PAUSED)
                     await self._controls.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume continues it")
+                    self._paused[run.id] = model_id
             case StateType.SCHEDULED if paused and now_shown:  # a suspended run that is resumed
                 await _set_state(client, run, Running(message="resumed"))
                 await self._go_on(run.id, model_id)
@@ -96,9 +96,9 @@ class ControlsWatch:
                 await self._go_on(run.id, model_id)
 
     async def _go_on(self, flow_run: UUID, model_id: str) -> None:
+        await self._controls.pause(model_id, None)  # if this fails, the next poll tries again
         self._paused.pop(flow_run, None)
         log.info("model %s was resumed", model_id)
-        await self._controls.pause(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
         """Resume the model. If Retry is impossible, the run gets its previous state back."""

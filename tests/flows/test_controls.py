@@ -9,8 +9,9 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Cancelling, Paused, Scheduled, State
+from prefect.states import Cancelling, Paused, Running, Scheduled, State
 
+from tinkerflow.backend.core.errors import JournalBusyError
 from tinkerflow.flows.prefect import controls
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.controls import ControlsWatch
@@ -45,7 +46,7 @@ class Server:
 
 
 class Controls:
-    """Records its calls. errors: raised by the next calls of `cancel`."""
+    """Records its calls. errors: raised by the next calls of `cancel` and `pause`."""
 
     def __init__(self, shown: UUID | None = None) -> None:
         self.shown = shown
@@ -57,6 +58,8 @@ class Controls:
 
     async def pause(self, model_id: str, why: str | None) -> None:
         self.asked.append(("pause", why))
+        if self.errors:
+            raise self.errors.pop()
 
     async def cancel(self, model_id: str, why: str) -> None:
         self.asked.append(("cancel", why))
@@ -77,6 +80,22 @@ async def test_unavailable_button_action_is_applied_later(
     async with running(ControlsWatch(PrefectConnection("http://prefect/api"), asked).watch()):
         await until(lambda: server.run.state.is_cancelled())
     assert [what for what, _ in asked.asked] == ["cancel", "cancel"]
+
+
+@pytest.mark.parametrize("resumed", [Running(), Scheduled(), Paused(timeout_seconds=-1)])
+async def test_suspend_and_resume_during_an_outage_of_the_database_are_applied_later(resumed: State[Any]) -> None:
+    server = Server(Paused(timeout_seconds=3600))
+    asked = Controls(server.run.id)
+    watch = ControlsWatch(PrefectConnection("http://prefect/api"), asked)
+    for state in (server.run.state, resumed):
+        server.run.state, asked.errors, asked.asked = state, [JournalBusyError("away")], []
+        with pytest.raises(JournalBusyError):
+            await watch.obey_all(server)  # type: ignore[arg-type]
+        for _ in range(2):
+            await watch.obey_all(server)  # type: ignore[arg-type]
+        assert len(asked.asked) == 2, "the call that failed was repeated once"
+    assert asked.asked == [("pause", None)] * 2
+    assert server.run.state.is_running()
 
 
 async def test_repeated_retry_state_is_applied_once() -> None:
