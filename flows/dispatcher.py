@@ -52,13 +52,14 @@ class Dispatcher:
     ) -> None:
         """Nothing runs before `serve`.
 
-        settings, journal: the engine's. observer: shows the runs. served: every base model.
+        settings, journal: the engine's. observer: shows the runs. served: every base model, at least one.
         """
         self._settings = settings
         self._journal = journal
         self._observer = observer
         self._snapshots = SnapshotPolicy(settings.snapshot_steps, settings.snapshot_seconds)
         self._served = {model.card.name: model for model in served}
+        self._read = served[0].context.read
         self._sweeps = Sweeps(settings, journal, served)
         self._run_logs = RunLogs(journal, SystemClock(), settings.budget_tokens, settings.drift_limits)
         self._runners: dict[str, ModelRunner | None] = {}  # None: the runner is being opened
@@ -193,15 +194,15 @@ class Dispatcher:
 
     async def _open_runner(self, model_id: str) -> ModelRunner | None:
         """A runner for the model; None if the model has ended, or its base model is not served here."""
-        model = await asyncio.to_thread(self._journal.models.get, model_id, None)
+        model = await self._read(self._journal.models.get, model_id, None)
         if model.state not in (ModelState.CREATING, ModelState.LIVE):
             return None
         served = self._served.get(model.base_model)
         if served is None:
             await self._give_up(model_id, self._not_served(model.base_model))
             return None
-        label = await asyncio.to_thread(self._journal.models.label, model_id) if self._observer.is_on else ""
-        trained = await asyncio.to_thread(self._journal.curves.trained, model_id)
+        label = await self._read(self._journal.models.label, model_id) if self._observer.is_on else ""
+        trained = await self._read(self._journal.curves.trained, model_id)
         adopted = self._adopted.get(model_id)
         observers = self._observer.observe_training_run(
             model_id, model.base_model, label, adopted, trained, model.step, model.created_at
@@ -227,9 +228,9 @@ class Dispatcher:
     async def _give_up(self, model_id: str, error: TinkerflowError) -> None:
         """End a model, and fail all its waiting requests."""
         ended = ModelEnded(model_id, ModelState.FAILED, error.message)
-        waiting = await asyncio.to_thread(self._journal.requests.ready, model_id, 1)
+        waiting = await self._read(self._journal.requests.ready, model_id, 1)
         outcomes = [request.failed(error, None, ended) for request in waiting]
-        await asyncio.to_thread(self._journal.results.finish, outcomes)
+        await self._read(self._journal.results.finish, outcomes)
 
     # ------------------------------------------------------------------ how people control runs (`RunControls`)
     def shown_in(self, model_id: str) -> UUID | None:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import orjson
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Kind, ModelState
@@ -146,6 +147,30 @@ async def test_error_of_one_model_ends_only_that_model(
     assert failed.category == "server" and "the model cannot be served" in failed.error
     assert client.journal.models.get(bad, None).state == ModelState.FAILED
     assert (await client.result(client.optim_step(good))).error is None
+
+
+@pytest.mark.parametrize("base_model", ["folder/unigram", "folder/other"])
+async def test_engine_outlives_an_outage_of_the_database_while_it_begins_to_serve_a_model(
+    dispatcher: Any, connect: Any, journal: Any, base_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, outage = await connect(journal, base_model), OperationalError("SELECT", {}, Exception("away"))
+
+    def failing(call: Any) -> Any:
+        left = [outage, outage]
+
+        def fail(*args: Any, **more: Any) -> Any:
+            if left:
+                raise left.pop()
+            return call(*args, **more)
+
+        return fail
+
+    for part, name in (("models", "get"), ("curves", "trained"), ("requests", "ready")):
+        monkeypatch.setattr(getattr(journal, part), name, failing(getattr(getattr(journal, part), name)))
+    _, request = client.submit_create()
+    error = (await client.result(request)).error
+    assert error is None if base_model == "folder/unigram" else "is not served here" in error
+    assert not dispatcher[1].done()
 
 
 async def test_model_of_an_unserved_base_model_is_not_resumed(
