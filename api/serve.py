@@ -88,21 +88,25 @@ async def _opened(settings: Settings) -> Journal:
     while True:
         try:
             return await asyncio.to_thread(Journal.open, settings.journal_url)
-        except ServerError as e:
+        except (ServerError, *AWAY) as e:
             if not waiting:
-                log.info("waiting for the journal's database: %s", e)
+                log.info("waiting for the journal's database: %s", getattr(e, "orig", e))
                 waiting = True
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
 
 async def _base_model_registered(journal: Journal) -> None:
-    waiting = False
+    waiting = ""
     while True:
-        if await asyncio.to_thread(journal.base_models.all):
-            return
-        if not waiting:
-            log.info("waiting for the engine to register a base model")
-            waiting = True
+        try:
+            if await asyncio.to_thread(journal.base_models.all):
+                return
+            why = "the engine to register a base model"
+        except AWAY as e:
+            why = f"the journal's database: {getattr(e, 'orig', e)}"
+        if why != waiting:
+            log.info("waiting for %s", why)
+            waiting = why
         await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
 

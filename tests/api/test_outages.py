@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest
 import tinker
 from sqlalchemy.engine import make_url
 from tests.api.conftest import BASE, KEY, Engine, Running, card_json
+from tests.api.test_serve import CODE, healthy
 from tests.api.test_streaming import Decoder, hear, hear_all, listening
 from tests.waiting import wait_for
 
@@ -23,8 +28,10 @@ from tinkerflow.api.endpoints import generation, sse
 from tinkerflow.backend.journal import Journal, Kind, migrate
 from tinkerflow.backend.journal.database import AWAY, Table
 from tinkerflow.backend.journal.results import Results
+from tinkerflow.backend.supervise.processes import free_port
 
 UNAVAILABLE = "the service's database is unavailable: try again"
+WAITS = "waiting for the journal's database"
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +132,34 @@ def test_answers_during_an_outage_have_the_form_of_their_api(
     assert anthropic == {"type": "error", "error": {"type": "overloaded_error", "message": UNAVAILABLE}}
     assert evil.status_code == 403
     assert get("/api/v1/training_runs").status_code == 200
+
+
+@pytest.mark.usefixtures("journal")
+def test_an_api_that_starts_during_an_outage_waits(
+    database: str,
+    settings_for: Any,
+    outage: Callable[[], AbstractContextManager[None]],
+    tmp_path: Path,
+) -> None:
+    settings, log = settings_for(port=free_port(), database_url=database), tmp_path / "log"
+    environment = {**os.environ, **settings.environment()}
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("DELETE FROM base_model")
+    with outage(), log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", CODE], stderr=out, env=environment)
+        wait_for(lambda: WAITS in log.read_text() or process.poll() is not None)
+    try:
+        wait_for(lambda: "to register a base model" in log.read_text() or process.poll() is not None)
+        with outage():
+            wait_for(lambda: log.read_text().count(WAITS) == 2 or process.poll() is not None)
+        again = Journal.open(database)
+        again.base_models.register([(BASE, card_json())])
+        again.close()
+        wait_for(lambda: healthy(f"http://127.0.0.1:{settings.port}") or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.usefixtures("lettered")
