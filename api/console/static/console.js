@@ -168,7 +168,7 @@ if (playground) {
       for (let rest = "", part; !(part = await reader.read()).done;) {
         const events = (rest + part.value).split("\n\n");
         rest = events.pop();
-        for (const one of events) {
+        for (const one of events.filter((event) => event.startsWith("data: "))) { // the others are comments
           const data = JSON.parse(one.replace(/^data: /, ""));
           if (data.detail) throw new Error(data.detail);
           begin();

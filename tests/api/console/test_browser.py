@@ -12,6 +12,7 @@ from tests.api.console.test_rollouts import put_rollouts
 from tests.e2e.browser import Page, open_page
 from tests.waiting import wait_for
 
+from tinkerflow.api.endpoints import sse
 from tinkerflow.backend.journal import ModelState
 
 PAGES = (
@@ -264,6 +265,22 @@ def test_two_models_answer_side_by_side_with_the_probabilities_of_their_tokens(
     page.press("Start over")
     assert page.run("return document.querySelectorAll('.turn').length") == 0
     assert [one for one in page.complaints() if "404" not in one] == []
+
+
+@pytest.mark.usefixtures("engine")
+def test_comments_of_a_stream_are_no_part_of_the_answer(
+    page: Page, server: Any, lettered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that waits contains comments."""
+    monkeypatch.setattr(sse, "_COMMENT_SECONDS", 0.0)
+    page.open(f"{server.url}/playground?model={lettered.name}")
+    page.fill("#max_tokens", "5")
+    page.fill("#say", "bcd")
+    page.press("Send")
+    ended = ".turns small, .turns .notice.bad"
+    wait_for(lambda: page.run(f"return document.querySelectorAll('{ended}').length") == 1)
+    assert page.run("return document.querySelectorAll('.turns .notice.bad').length") == 0
+    assert page.complaints() == []
 
 
 def test_message_without_an_answer_is_left_out_of_the_next_prompt(
