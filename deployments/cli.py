@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+from types import FrameType
 from urllib.parse import urlsplit
 
 from tinkerflow import __version__
 from tinkerflow.backend.core.suggest import did_you_mean
-from tinkerflow.deployments.overview import MODULES, STOPPED, overview
+from tinkerflow.deployments.overview import MODULES, STOPPED, TERMINATED, overview
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it with status 130, and a closed output with status 1, without a traceback."""
+    """Run the command line. Ctrl-C ends it with status 130, SIGTERM with 143, and a closed output with 1.
+
+    A signal ends the command like an error, so a file or folder that is half written is removed. No case prints a
+    traceback.
+    """
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         try:
             _run(sys.argv[1:])
@@ -27,6 +34,12 @@ def main() -> None:
         sys.exit(1 if closed else f"tinkerflow: the output cannot be written ({error.strerror})")
     except KeyboardInterrupt:
         sys.exit(STOPPED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    sys.exit(TERMINATED)
 
 
 def _run(words: list[str]) -> None:

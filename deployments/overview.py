@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ABOUT = "Self-hosted fine-tuning with the tinker SDK: JAX workers on your machines, shown in Prefect."
-STOPPED = 130  # the exit status of a command after Ctrl-C
+STOPPED, TERMINATED = 130, 143  # the exit statuses of a command after Ctrl-C and after SIGTERM
 # Group -> command -> its module in `commands`, and a summary. Tests compare it with the commands of these modules.
 OVERVIEW = {
     "Start here": {

@@ -42,18 +42,23 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
 
     data_dir: the service's data; default: a scratch folder. steps: optimizer steps. stay: keep serving after
     the lesson, until Ctrl-C. Returns whether the loss fell and the model then gives every answer exactly.
+
+    KeyboardInterrupt or SystemExit: a signal ended the lesson.
     """
     learned, page = False, ""
+    taught, stopped = False, None
     try:
         with ExitStack() as stack:
             with console.status("starting the API, the engine, a worker and Prefect") as status:
                 progress = _progress(status)
                 service = stack.enter_context(running_stack(data_dir, progress, warm_up=False))
             learned, page = teach(console, service.api_url, service.prefect, steps)
+            taught = True
             if stay:
                 print_line(console, f"serving until Ctrl-C; from Python: {_client(service.api_url)}")
                 service.keep()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        stopped = error
         console.print("stopped")
     if data_dir is None:
         print_line(console, "everything was in a scratch folder; to keep it: tinkerflow quickstart --data-dir DIR")
@@ -61,6 +66,8 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
         print_line(console, f"saved in {data_dir}; to continue: tinkerflow up --data-dir {shlex.quote(str(data_dir))}")
         if page:
             print_line(console, f"the run's page: {page_command(page, data_dir)}")
+    if stopped is not None and not taught:
+        raise stopped
     return learned
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tinkerflow.deployments.options import DataDir, export_data_dir, plain_console, setting, settings_with
-from tinkerflow.deployments.overview import PIPELINES
+from tinkerflow.deployments.overview import PIPELINES, STOPPED, TERMINATED
 
 app = typer.Typer()
 
@@ -38,9 +38,8 @@ def quickstart(
     from tinkerflow.deployments.quickstart import STEPS
     from tinkerflow.deployments.quickstart import quickstart as run
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     stays = sys.stdin.isatty() and sys.stdout.isatty() if stay is None else stay
-    _exit(run(plain_console(), data_dir=data_dir, steps=steps or STEPS, stay=stays))
+    _end(lambda: run(plain_console(), data_dir=data_dir, steps=steps or STEPS, stay=stays))
 
 
 @app.command()
@@ -68,16 +67,23 @@ def run(
 
     if not example:
         export_data_dir(data_dir)
-    _exit(run_pipeline(plain_console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir))
+    changes = change or ()
+    _end(lambda: run_pipeline(plain_console(), pipeline, config, example=example, changes=changes, data_dir=data_dir))
 
 
-def _exit(good: bool) -> None:
-    """End this process at once, after all work is done, with exit status 0 if `good`, else 1.
+def _end(work: Callable[[], bool]) -> None:
+    """Do the work, and end this process at once: with status 0 if the work was good, else 1, or that of a signal.
 
     The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0).
     """
+    try:
+        status = 0 if work() else 1
+    except KeyboardInterrupt:
+        status = STOPPED
+    except SystemExit:
+        status = TERMINATED
     sys.stdout.flush()
-    os._exit(0 if good else 1)
+    os._exit(status)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,23 @@ def test_an_interrupted_command_ends_with_status_130(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 130
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_like_an_error(tmp_path: Path, number: int, status: int) -> None:
+    """A half-restored data dir is emptied, so that the command can run again."""
+    slow = (
+        "import signal, time; from tinkerflow.deployments import backup, cli\n"
+        "def unpack(file, folder):\n"
+        "    (folder / 'store').mkdir(parents=True); print('begun', flush=True); time.sleep(600)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored if a shell started us with &
+        "backup._unpack = unpack; cli.main()"
+    )
+    command = [sys.executable, "-c", slow, "restore", "b.tar", "--data-dir", str(tmp_path / "new")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        assert (process.stdout.read(), process.stderr.read()) == ("", "")
+    assert process.returncode == status
+    assert list((tmp_path / "new").iterdir()) == []

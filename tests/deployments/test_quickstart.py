@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -10,11 +11,13 @@ from typing import Any, Self
 import pytest
 from rich.console import Console
 from tests.health_server import Healthy, health_server
+from typer.testing import CliRunner
 
 from tinkerflow.backend.core.prefect_access import PrefectAccess
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import local
 from tinkerflow.deployments import quickstart as module
+from tinkerflow.deployments.commands import every_command
 
 PAGE = "/runs/flow-run/1234"
 
@@ -94,11 +97,18 @@ def test_the_flow_run_is_found_after_a_busy_answer_of_prefect() -> None:
     assert not answers
 
 
-def test_interrupted_quickstart_is_not_reported_as_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("signal", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_interrupted_quickstart_ends_with_the_status_of_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: BaseException, status: int
+) -> None:
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise signal
+
+    def ended(status: int) -> None:
+        raise SystemExit(status)
 
     monkeypatch.setattr(module, "teach", interrupted)
-    console = Console(file=io.StringIO(), width=200)
-    assert not module.quickstart(console, data_dir=tmp_path)
-    assert "stopped" in console.file.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "_exit", ended)
+    done = CliRunner().invoke(every_command(), ["quickstart", "--data-dir", str(tmp_path)])
+    assert done.exit_code == status
+    assert "stopped" in done.stdout and f"to continue: tinkerflow up --data-dir {tmp_path}" in done.stdout
