@@ -17,18 +17,18 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tinkerflow import __version__
-from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_private
+from tinkerflow.backend.core.disk import folder_of_url, lock_new, make_folder, open_private
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import EMBEDDED_FOLDER
 from tinkerflow.backend.settings import Settings, variable_of
 from tinkerflow.backend.spec.checkpoint import RECOVERY
-from tinkerflow.deployments.data_dir import OF_DISK
+from tinkerflow.deployments.data_dir import OF_DISK, RESTORING, refuse_restoring
 from tinkerflow.deployments.options import existing
 
 MANIFEST = "tinkerflow-backup.json"
@@ -41,25 +41,34 @@ _DAMAGED = (tarfile.TarError, OSError, ValueError, EOFError, zlib.error, lzma.LZ
 def write_backup(settings: Settings, file: Path) -> Iterator[str]:
     """Write a backup of the data dir to a new file. Yields lines for people. Links are replaced by their targets.
 
-    UserError: the file exists or cannot be written, or there is no data dir with a database.
+    UserError: the file exists, is in a folder that is copied, or cannot be written, or there is no data dir with a
+    database.
     """
     if file.exists():
         raise UserError(f"backup {file}: already exists; give a new name")
     existing(settings, settings.data_dir.as_uri())
+    refuse_restoring(settings.data_dir)
+    for name, setting in _FOLDERS.items():
+        url = getattr(settings, setting)
+        if url.startswith("file://") and (folder := folder_of_url(url).resolve()) in file.resolve().parents:
+            raise UserError(f"backup {file}: is in the folder {folder} ({name}), which every backup copies; move it")
     if not settings.has_journal:
         raise UserError(f"data dir {settings.data_dir}: has no database {settings.journal_file}: check --data-dir")
     draft = file.with_name(file.name + _DRAFT)
-    try:
-        opened = open_private(draft, "wb")
-    except OSError as error:
-        raise UserError(f"backup {file}: cannot be written in its folder ({error.strerror})") from error
-    try:
-        with opened as out, tarfile.open(fileobj=out, mode="w", dereference=True) as tar:
-            yield from _add_all(tar, settings)
-    except BaseException:
-        draft.unlink()  # the backup may have filled the disk
-        raise
-    draft.rename(file)
+    with ExitStack() as stack:
+        try:
+            out = stack.enter_context(open_private(draft, "ab"))
+            lock_new(out.fileno(), draft)
+        except OSError as error:
+            raise UserError(f"backup {file}: cannot be written in its folder ({error.strerror})") from error
+        try:
+            out.truncate(0)  # the draft of a backup that was killed
+            with tarfile.open(fileobj=out, mode="w", dereference=True) as tar:
+                yield from _add_all(tar, settings)
+            draft.rename(file)
+        except BaseException:
+            draft.unlink()  # the backup may have filled the disk
+            raise
     yield f"backup: {file}, {file.stat().st_size / 2**20:.1f} MiB"
 
 
@@ -85,23 +94,55 @@ def _add_all(tar: tarfile.TarFile, settings: Settings) -> Iterator[str]:
 def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
     """Unpack a backup into a data dir. Yields lines for people.
 
-    UserError: the file is not a backup, or the data dir is not empty.
+    UserError: the file is not a backup, the data dir is not empty, or another command restores into it.
     """
-    if _content(data_dir):
-        raise UserError(f"data dir {data_dir}: is not empty; give a new --data-dir, or move the old one away")
-    try:
-        manifest = _unpack(file, data_dir)
-    except BaseException as error:
-        _clear(data_dir)
-        if not isinstance(error, _DAMAGED):
-            raise
-        reason = str(error).partition("\n")[0].rstrip(":")  # tarfile lists the reason of each format
-        raise UserError(f"backup {file}: cannot be restored ({reason})") from error
-    (data_dir / MANIFEST).unlink()
-    name_embedded_model(data_dir)
+    with _restoring(data_dir):
+        try:
+            manifest = _unpack(file, data_dir)
+        except _DAMAGED as error:
+            reason = str(error).partition("\n")[0].rstrip(":")  # tarfile lists the reason of each format
+            raise UserError(f"backup {file}: cannot be restored ({reason})") from error
+        (data_dir / MANIFEST).unlink()
+        name_embedded_model(data_dir)
     folder = shlex.quote(str(data_dir))
     yield f"restored the backup of {manifest['made_at'][:16]} UTC (tinkerflow {manifest['version']}) into {data_dir}"
     yield f"next: tinkerflow checkpoint verify --data-dir {folder} && tinkerflow up --data-dir {folder}"
+
+
+@contextmanager
+def _restoring(data_dir: Path) -> Iterator[None]:
+    """Mark an empty data dir as being restored during the block. If the block fails, empty the data dir again.
+
+    The mark of a restore that was killed is still there. Its files are removed first. UserError: the data dir is not
+    empty, or another command restores into it.
+    """
+    mark = data_dir / RESTORING
+    if _content(data_dir) and not mark.exists():
+        raise _not_empty(data_dir)
+    make_folder(data_dir)
+    was_killed = mark.exists()
+    with ExitStack() as stack:
+        try:
+            held = stack.enter_context(open_private(mark, "r+" if was_killed else "x"))
+            lock_new(held.fileno(), mark)
+        except (FileExistsError, FileNotFoundError) as error:
+            raise UserError(f"data dir {data_dir}: another command restores a backup into it") from error
+        if was_killed:
+            _clear(data_dir, but=mark)
+        elif len(_content(data_dir)) > 1:  # another command has just restored a backup
+            mark.unlink()
+            raise _not_empty(data_dir)
+        try:
+            yield
+        except BaseException:
+            _clear(data_dir, but=mark)
+            mark.unlink()
+            raise
+        mark.unlink()
+
+
+def _not_empty(data_dir: Path) -> UserError:
+    return UserError(f"data dir {data_dir}: is not empty; give a new --data-dir, or move the old one away")
 
 
 def unused_places(settings: Settings) -> Iterator[str]:
@@ -140,9 +181,11 @@ def _content(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != OF_DISK] if folder.is_dir() else []
 
 
-def _clear(folder: Path) -> None:
-    """Remove the content of a folder, if it exists."""
+def _clear(folder: Path, *, but: Path) -> None:
+    """Remove the content of a folder except one entry."""
     for path in _content(folder):
+        if path == but:
+            continue
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -22,6 +22,7 @@ from tinkerflow.deployments.options import minute
 
 NEEDED_BYTES = 100 * 2**20
 OF_DISK = "lost+found"  # an entry of each new disk
+RESTORING = ".restoring"  # a file in the data dir while `tinkerflow restore` unpacks a backup, or after it was killed
 # Beginnings of the names of all entries of a data dir.
 OWN_ENTRIES = (
     *(LOCK, "group.secret", "jax-cache", "journal.db", "logs", "models", "pipelines", "prefect", "store", "tracking"),
@@ -69,11 +70,19 @@ def _write_owner(lock: IO[str], owner: Owner) -> None:
 
 
 def make_data_dir(data_dir: Path) -> None:
-    """Make the data dir if it is missing. UserError: it cannot be made."""
+    """Make the data dir if it is missing. UserError: it cannot be made, or a backup is not restored completely."""
     try:
         make_folder(data_dir)
+        refuse_restoring(data_dir)
     except OSError as error:
         raise _unusable(data_dir, error) from error
+
+
+def refuse_restoring(data_dir: Path) -> None:
+    """Raise UserError if a restore into the data dir has not ended, or was killed."""
+    if (data_dir / RESTORING).exists():
+        fix = "wait for `tinkerflow restore`, or run it again if it was killed"
+        raise UserError(f"data_dir '{data_dir}': only a part of a backup is restored; {fix}")
 
 
 def refuse_served(data_dir: Path) -> None:

@@ -43,7 +43,7 @@ def draft_of(folder: Path) -> Iterator[Path]:
     draft.mkdir(parents=True, exist_ok=True)
     held = os.open(draft, os.O_RDONLY)
     try:
-        _lock(held, draft)
+        lock_new(held, draft)
         try:
             for left in draft.iterdir():
                 if left.is_dir():
@@ -59,8 +59,8 @@ def draft_of(folder: Path) -> Iterator[Path]:
         os.close(held)
 
 
-def _lock(held: int, draft: Path) -> None:
-    """Lock the opened folder `draft`. OSError: another process has locked it, or has just renamed it."""
+def lock_new(held: int, draft: Path) -> None:
+    """Lock the opened file or folder `draft`. OSError: another process has locked it, or has just renamed it."""
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         renamed = not os.path.samestat(os.fstat(held), draft.stat())

@@ -11,6 +11,7 @@ import tarfile
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import orjson
@@ -23,10 +24,10 @@ from tinkerflow.backend.core.ids import model_id, sampler_id
 from tinkerflow.backend.journal import Kind, NewModel, NewRequest, NewSampler, NewSession
 from tinkerflow.backend.service import LOCK, read_owner, service_url
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.backup import restore_backup, unused_places, write_backup
+from tinkerflow.deployments.backup import _restoring, restore_backup, unused_places, write_backup
 from tinkerflow.deployments.commands import command_line
 from tinkerflow.deployments.commands.key import _id_of
-from tinkerflow.deployments.data_dir import open_to_others, owned
+from tinkerflow.deployments.data_dir import RESTORING, open_to_others, owned
 from tinkerflow.deployments.doctor import check_data_dir, check_processes
 from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal
@@ -321,6 +322,39 @@ def test_cut_or_damaged_backup_is_refused_and_leaves_nothing(tmp_path: Path) -> 
         with pytest.raises(UserError, match="cannot be restored"):
             list(restore_backup(written(tmp_path / "cut.tar", content), tmp_path / "new"))
         assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_data_dir_is_restored_by_one_command_and_not_served_before_its_end(tmp_path: Path) -> None:
+    list(write_backup(filled(tmp_path / "data"), tmp_path / "b.tar"))
+    new = tmp_path / "new"
+    with _restoring(new):
+        with pytest.raises(UserError, match="another command restores a backup into it"):
+            list(restore_backup(tmp_path / "b.tar", new))
+        with pytest.raises(UserError, match="only a part of a backup is restored"), owned(new, "http://here"):
+            pass
+        (new / "store").mkdir()
+        (new / "store" / "left").write_bytes(b"half")
+        copytree(new, tmp_path / "killed")  # as `kill -9` leaves it
+    list(restore_backup(tmp_path / "b.tar", tmp_path / "killed"))
+    assert [path.name for path in (tmp_path / "killed/store").iterdir()] == ["run"]
+    assert not (tmp_path / "killed" / RESTORING).exists()
+    with owned(tmp_path / "killed", "http://here"), pytest.raises(UserError, match="is not empty"):
+        list(restore_backup(tmp_path / "b.tar", tmp_path / "killed"))
+
+
+def test_a_backup_inside_of_a_copied_folder_or_written_twice_at_once_is_refused(tmp_path: Path) -> None:
+    settings = filled(tmp_path / "data")
+    (tmp_path / "link").symlink_to(settings.data_dir / "store" / "run")
+    for place, name in ((tmp_path / "link", "store"), (settings.data_dir / "pipelines", "pipelines")):
+        with pytest.raises(UserError, match=rf"is in the folder .*/{name} \({name}\), which every backup copies"):
+            list(write_backup(settings, place / "b.tar"))
+    first = write_backup(settings, tmp_path / "b.tar")
+    next(first)
+    with pytest.raises(UserError, match=r"b.tar: cannot be written in its folder \(another command is writing it\)"):
+        list(write_backup(settings, tmp_path / "b.tar"))
+    list(first)
+    list(restore_backup(tmp_path / "b.tar", tmp_path / "new"))
+    assert (tmp_path / "new/store/run/tensors").read_bytes() == b"\1" * 100
 
 
 def test_failed_backup_leaves_no_file(tmp_path: Path) -> None:
