@@ -198,13 +198,18 @@ class Recovery(Aggregate):
         newest = (ranked.c.created_at.desc(), ranked.c.path)
         return self._column(sa.select(ranked.c.path).where(needless).order_by(*newest).limit(limit))
 
-    def strays(self, found: Mapping[str, str]) -> dict[str, str]:
+    def strays(self, found: Mapping[str, str], mark: str | None) -> dict[str, str]:
         """The unneeded snapshots among `found` in the store (model id by path) that no sweep deletes, with reasons.
 
-        `superfluous` covers snapshots that have a row. A snapshot of a live model may soon get its row.
+        `superfluous` covers snapshots that have a row. A snapshot of a live model may soon get its row. An unknown
+        model may live in another database, unless an engine has noted this store's `mark` here.
         """
         known, states = set[str](), dict[str, str]()
+        noted = sa.exists().where(
+            col(ServiceSecret.name).startswith(_STORE), col(ServiceSecret.value) == (mark or "").encode()
+        )
         with self._read() as connection:
+            is_ours = connection.execute(sa.select(noted)).scalar()
             for paths in in_chunks(found):
                 rows = sa.select(col(RecoverySnapshot.path)).where(col(RecoverySnapshot.path).in_(paths))
                 known |= set(connection.execute(rows).scalars())
@@ -216,7 +221,7 @@ class Recovery(Aggregate):
             if model_id in states
             else f"unknown model {model_id}"
             for path, model_id in found.items()
-            if path not in known and states.get(model_id) not in TAKES_WORK
+            if path not in known and states.get(model_id) not in TAKES_WORK and (is_ours or model_id in states)
         }
 
     def forget_snapshot(self, path: str) -> None:

@@ -109,7 +109,8 @@ def gc(
     """Find files that belong to no checkpoint, and recovery snapshots of models that are not live.
 
     Interrupted saves and deletions leave such files. The journal records whether a model is live, so run this where the
-    journal database of this store is. Without a journal, recovery snapshots are not touched.
+    journal database of this store is. Without a journal, recovery snapshots are not touched. A database that no engine
+    has used with this store counts as the journal of another one, so models that it does not list are not touched.
     """
     from tinkerflow.backend.core.clock import SystemClock, add_seconds
 
@@ -119,7 +120,7 @@ def gc(
     for orphan in opened.upkeep.orphans(before):
         print(f"{orphan.path}: attempt {orphan.attempt}, last written {minute(orphan.written_at)}")
         removed += yes and opened.upkeep.remove_orphan(orphan)
-    for snapshot, whose in _strays(settings, opened.upkeep.snapshots(before)):
+    for snapshot, whose in _strays(settings, opened, opened.upkeep.snapshots(before)):
         print(f"{snapshot.path}: recovery snapshot of {whose}, written {minute(snapshot.written_at)}")
         dropped += yes and opened.delete(snapshot.path)
     if not yes:
@@ -147,13 +148,13 @@ def _missing(path: str, settings: Settings) -> NotFoundError:
     return NotFoundError(f"checkpoint {path}: it is not in the store {settings.store_url}; {fix}")
 
 
-def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapshot, str]]:
+def _strays(settings: Settings, opened: Store, found: Sequence[Snapshot]) -> list[tuple[Snapshot, str]]:
     from tinkerflow.deployments.parts import open_journal
 
     if not found or not settings.has_journal:
         return []
     with open_journal(settings) as journal:
-        strays = journal.recovery.strays({snapshot.path: snapshot.run_id for snapshot in found})
+        strays = journal.recovery.strays({snapshot.path: snapshot.run_id for snapshot in found}, opened.find_mark())
     return [(snapshot, strays[snapshot.path]) for snapshot in found if snapshot.path in strays]
 
 

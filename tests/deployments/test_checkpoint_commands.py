@@ -179,6 +179,21 @@ def test_gc_removes_recovery_snapshots_of_models_that_are_not_live(tmp_path: Pat
     assert checkpoint(tmp_path, "verify").stdout == "2 whole, 0 damaged\n"
 
 
+def test_gc_keeps_the_snapshots_of_a_store_that_another_database_uses(tmp_path: Path, store: Store) -> None:
+    """As with `--store` and the default data dir, or with an empty database before its backup is restored."""
+    path = f"tinker://{RUN}/recovery/seq-1"
+    (commit,) = (tmp_path / "store").glob("runs/*/recovery/*/commit.json")
+    of_old(commit)
+    with open_journal(Settings(data_dir=tmp_path / "other")) as journal:
+        journal.recovery.note_store("file:///its/own/store", "its mark")
+        assert "0 recovery snapshot(s)" in checkpoint(tmp_path / "other", "gc", "--store", store.url, "--yes").stdout
+        assert store.exists(path)
+        journal.recovery.note_store("file:///old/place/of/the/store", store.mark())
+        of_old(commit)
+        done = checkpoint(tmp_path / "other", "gc", "--store", store.url, "--yes").stdout
+    assert f"{path}: recovery snapshot of unknown model {RUN}" in done and not store.exists(path)
+
+
 def test_rebuild_index_restores_the_rows(tmp_path: Path, store: Store) -> None:
     done = checkpoint(tmp_path, "rebuild-index")
     *restored, counts = done.stdout.splitlines()

@@ -194,12 +194,14 @@ def test_stray_snapshots_have_no_row_and_no_live_model(scene):
     rows = {
         taken(model, 0, **more).path: model for model in (live, ended) for more in ({}, {"snapshot_id": f"of {model}"})
     }
-    assert journal.strays(rows) == {}
+    journal.note_store("file:///store", "a mark")
+    assert journal.strays(rows, "a mark") == {}
     found = {f"tinker://{model}/recovery/seq-9": model for model in (live, ended, "never")}
-    assert journal.strays(rows | found) == {
-        f"tinker://{ended}/recovery/seq-9": f"model {ended}, which is failed",
-        "tinker://never/recovery/seq-9": "unknown model never",
-    }
+    of_ended = {f"tinker://{ended}/recovery/seq-9": f"model {ended}, which is failed"}
+    of_unknown = {"tinker://never/recovery/seq-9": "unknown model never"}
+    assert journal.strays(rows | found, "a mark") == of_ended | of_unknown
+    for other in ("mark of another store", None):
+        assert journal.strays(rows | found, other) == of_ended
 
 
 def test_waiting_clients_get_the_reason_of_the_wait(scene):
