@@ -122,12 +122,16 @@ def delete_snapshots(journal: Journal, store: Store) -> None:
 
 
 def delete_uploads(journal: Journal, store: Store) -> None:
-    """Remove the files of finished uploads. An upload that was committed without its rows is not a checkpoint."""
+    """Remove the files of finished uploads. An upload that was committed without its rows is not a checkpoint.
+
+    `checkpoint rebuild-index` may have inserted the rows.
+    """
     for upload in journal.uploads.over():
         with _tried_again(f"upload {upload.id} cannot be removed now"):
             store.uploads.remove_upload(upload.id)
-            if upload.path is None:
-                store.delete(str(import_path(upload.id)))
+            path = str(import_path(upload.id))
+            if upload.path is None and journal.imports.attempt_of(path) is None:
+                store.delete(path)
             journal.uploads.forget(upload.id)
 
 

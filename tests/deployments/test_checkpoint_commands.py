@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,16 +21,18 @@ from typer.testing import CliRunner
 from tinkerflow.backend.compute.models.families import parse_config
 from tinkerflow.backend.core.clock import SystemClock
 from tinkerflow.backend.core.errors import NotFoundError, StoreError, UserError
-from tinkerflow.backend.core.ids import EMBEDDED
+from tinkerflow.backend.core.ids import EMBEDDED, IMPORTED
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
     Kind,
+    Limits,
     ModelLive,
     ModelState,
     NewModel,
     NewRequest,
     NewSession,
+    NewUpload,
     access_hash,
 )
 from tinkerflow.backend.settings import Settings
@@ -39,6 +41,7 @@ from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Store
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.deployments.commands import every_command
 from tinkerflow.deployments.parts import open_journal
+from tinkerflow.flows.sweeps import delete_uploads
 
 RUN = "copy-1:train:0"
 PATH = f"tinker://{RUN}/weights/a"
@@ -218,6 +221,22 @@ def test_rebuild_index_gives_checkpoints_without_a_key_to_a_project(tmp_path: Pa
         assert [row.path for row in journal.checkpoints.page("research").rows] == [saved.path]
         assert journal.models.runs("research", limit=9, offset=0).total == 1
         assert len(journal.checkpoints.page("team").rows) == 2
+
+
+def test_rebuilt_checkpoint_of_an_upload_outlives_the_upload(tmp_path: Path, store: Store) -> None:
+    """The API was killed between the commit and the rows, and the client did not repeat the request."""
+    state, meta = AdapterState(LoraSpec(4), 2, {}, {}), CheckpointMeta("tiny", "team")
+    saved = store.save("upload-1:train:0", "weights", IMPORTED, state, meta)
+    with open_journal(Settings(data_dir=tmp_path)) as journal:
+        spec = {"base_model": "tiny", "rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": True}
+        expired = {"max_bytes": 9, "expires_at": SystemClock().now() - timedelta(hours=2)}
+        upload = NewUpload(id="upload-1", owner="team", key_id="k", project_id=None, **spec, **expired)
+        journal.uploads.start(upload, Limits())
+        assert saved.path in checkpoint(tmp_path, "rebuild-index").stdout
+        delete_uploads(journal, store)
+        assert journal.checkpoints.get(saved.path, "team").path == saved.path
+        assert journal.uploads.over() == []
+    assert store.exists(saved.path)
 
 
 def test_rebuild_index_names_damaged_checkpoints_and_restores_the_others(tmp_path: Path, store: Store) -> None:
