@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tinkerflow.backend.core.errors import UserError, broken
@@ -112,23 +114,41 @@ def _recorded(requests: int, output: Path, digest: str) -> str:
 
 def _wait() -> int:
     """Wait for Ctrl-C or SIGTERM."""
-    try:
+    with suppress(KeyboardInterrupt, SystemExit):
         threading.Event().wait()
-    except KeyboardInterrupt:
-        return 0
     return 0
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> int:
-    """Run a program with additional environment variables. Returns its exit status, 130 after Ctrl-C or SIGTERM."""
+    """Run a program with additional environment variables. Returns its exit status, 130 after Ctrl-C or SIGTERM.
+
+    The program gets the same signal, and may take as long as it needs to end. The third signal kills it.
+    """
     try:
         process = subprocess.Popen(command, env=os.environ | variables)
     except OSError as error:
         raise UserError(f"{command[0]} cannot be started: {error.strerror}") from error
-    try:
-        status = process.wait()
-        return status if status >= 0 else 128 - status  # the shell's status for a signal
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
+    signals = 0
+    while True:
+        try:
+            status = process.wait()
+            break
+        except KeyboardInterrupt:
+            number = None if _in_terminal() else signal.SIGINT  # the terminal has sent it to the program, too
+        except SystemExit:
+            number = signal.SIGTERM
+        signals += 1
+        if signals > 2:
+            number = signal.SIGKILL
+        if number is not None:
+            process.send_signal(number)
+    if signals:
         return STOPPED
+    return status if status >= 0 else 128 - status  # the shell's status for a signal
+
+
+def _in_terminal() -> bool:
+    """Whether Ctrl-C in a terminal goes to this process and to the programs that it starts."""
+    with suppress(OSError), Path("/dev/tty").open("rb") as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False

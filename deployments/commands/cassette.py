@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,8 +54,6 @@ def record(
     if len(command) == 1 and _is_run(command[0]):
         record_run(command[0], output, server or "", report=typer.echo)
         return
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise typer.Exit(record_program(command, output, server or "", report=typer.echo))
 
 
@@ -79,7 +76,6 @@ def serve(
     """
     from tinkerflow.deployments.cassettes.programs import serve_cassette
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise typer.Exit(
         serve_cassette(file, command or [], port=port, ignore=ignore or [], partial=partial, report=typer.echo)
     )

@@ -162,3 +162,28 @@ def _end(group: int) -> None:
 def test_a_path_may_be_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no cassette"), play(f"{tmp_path}/a.cassette"):
         pass
+
+
+def test_an_interrupted_program_may_save_before_it_ends(service: str, tmp_path: Path) -> None:
+    """Ctrl-C of the recorder reaches the program as SIGINT, without a SIGTERM before the program has ended."""
+    save = """
+import signal
+def interrupted(*_):
+    time.sleep(1)
+    post("save_weights", model_id="s:train:0", seq_id=2, path="mine")
+    sys.exit(0)
+signal.signal(signal.SIGINT, interrupted)
+"""
+    code = PROGRAM.replace("answer =", save + "answer =", 1)
+    command = [sys.executable, "-m", "tinkerflow", "cassette", "record", "-o", "a.cassette", "--server", service, "--"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-S", "-c", code, "0.1", "wait"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as recorder:  # fmt: skip
+        assert recorder.stdout is not None
+        recorder.stdout.readline()
+        recorder.send_signal(signal.SIGINT)
+        said = recorder.stdout.read()
+    assert (recorder.returncode, said) == (130, "interrupted: a.cassette.part contains 2 requests\n")
+    found = read_cassette(tmp_path / "a.cassette.part", partial=True)
+    assert [one.target for one in found.compared] == ["/api/v1/optim_step", "/api/v1/save_weights"]
