@@ -30,7 +30,7 @@ class Exchange(msgspec.Struct, tag="exchange", omit_defaults=True):
 
     number: from 1, in the order of answers; 0 for requests that are not compared, such as the request for the client's
     configuration. target: the path with its query. body: decompressed. media: the Content-Type of the answer.
-    location: the target of a redirect.
+    location: the target of a redirect. range: the Range that was requested. content_range: the one that was sent.
     """
 
     number: int
@@ -41,6 +41,8 @@ class Exchange(msgspec.Struct, tag="exchange", omit_defaults=True):
     media: str
     answer: bytes
     location: str = ""
+    range: str = ""
+    content_range: str = ""
 
 
 class FutureResult(msgspec.Struct, tag="result"):

@@ -38,7 +38,7 @@ class Script:
 
     def __init__(self, recording: Recording, ignore: Collection[str] = ()) -> None:
         """ignore: dotted paths of fields that are not compared, such as `user_metadata.started`."""
-        self.entries = [Recorded(one, asked(one.method, one.target, one.body)) for one in recording.compared]
+        self.entries = [Recorded(one, asked(one.method, one.target, one.body, one.range)) for one in recording.compared]
         self.differences: list[str] = []  # in the order in which the program made them
         self._whole = recording.whole
         self._ignore = tuple(ignore)
@@ -57,6 +57,10 @@ class Script:
             place.by_content[fingerprint(entry.asked, self._ignore)].append(entry)
         if entry.asked.operation == "create_session" and entry.exchange.status == 200:
             self._sessions.append(msgspec.json.decode(entry.exchange.answer)["session_id"])
+
+    def has_place(self, now: ClientRequest) -> bool:
+        """Whether the recording has requests of this place."""
+        return now.place in self._places
 
     def find(self, now: ClientRequest) -> Recorded | str:
         """The recorded request that `now` repeats, or a text that describes the difference."""

@@ -33,8 +33,9 @@ from tinkerflow.deployments.cassettes.server import HERE, application, plain_bod
 
 # Headers that belong to one connection. The service must not compress, because answers are read here.
 _OF_A_CONNECTION = {"host", "connection", "content-length", "transfer-encoding", "keep-alive", "accept-encoding"}
-_KEPT_HEADERS = ("content-type", "location", "retry-after", "www-authenticate")
+_KEPT_HEADERS = ("content-type", "content-range", "location", "retry-after", "www-authenticate")
 _PASSING = {401, 408, 409, 425, 429}  # statuses that are not recorded: clients retry, or their key was wrong
+_OF_A_RANGE = (206, 416)  # statuses of answers to a Range
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -107,14 +108,17 @@ class Recorder:
         if not is_binary(media):
             content = without_secrets(content, secrets)
         location = answer.headers.get("location", "").replace(self._upstream, HERE)
-        exchange = Exchange(0, request.method, target, body, answer.status_code, media, content, location)
+        # A service that ignores the Range sends everything, which is also the answer to other ranges.
+        part = request.headers.get("range", "") if answer.status_code in _OF_A_RANGE else ""
+        sent = answer.headers.get("content-range", "")
+        exchange = Exchange(0, request.method, target, body, answer.status_code, media, content, location, part, sent)
         if name in CONFIGURATION:
             if name not in self._configured:
                 self._configured.add(name)
                 self._writer.write(exchange)
             return
         try:
-            meaning = asked(request.method, target, body)
+            meaning = asked(request.method, target, body, part)
         except ValueError:
             return  # the service refused the request, and no replay could recognize it
         if meaning.number is not None:

@@ -97,8 +97,11 @@ def future_of(answer: bytes) -> str:
     return str((_json(answer) or {}).get("request_id", ""))
 
 
-def asked(method: str, target: str, body: bytes) -> ClientRequest:
-    """The meaning of a request. body: decompressed, without secrets. ValueError: the body of a future is unreadable."""
+def asked(method: str, target: str, body: bytes, range_: str = "") -> ClientRequest:
+    """The meaning of a request. ValueError: the body of a future is unreadable.
+
+    body: decompressed, without secrets. range_: the bytes of the answer that are requested, as in the header Range.
+    """
     name = name_of(target)
     if name == "forward_backward":
         return _chunk(body)
@@ -112,8 +115,9 @@ def asked(method: str, target: str, body: bytes) -> ClientRequest:
         owner = str((content or {}).get("sampling_session_id", ""))
         return ClientRequest(name, f"{name} {owner}", owner, None, strict=False, reads=False, content=kept, body=body)
     reads = method == "GET" or name in _READS
-    operation = name if name in _READS else f"{method} {target}"
-    return ClientRequest(operation, f"{method} {target}", "", None, strict=False, reads=reads, content=kept, body=body)
+    place = f"{method} {target} {range_}".rstrip()
+    operation = name if name in _READS else place
+    return ClientRequest(operation, place, "", None, strict=False, reads=reads, content=kept, body=body)
 
 
 def _chunk(body: bytes) -> ClientRequest:

@@ -15,6 +15,7 @@ from tests.api.conftest import BASE, KEY
 
 from tinkerflow.deployments.cassettes.file import CassetteWriter, Recording, read_cassette
 from tinkerflow.deployments.cassettes.record import Recorder
+from tinkerflow.deployments.cassettes.replay import Replay
 from tinkerflow.deployments.cassettes.server import HERE, application, serving
 
 SECRET = "tml-secret-of-mine"
@@ -133,3 +134,26 @@ def test_unreachable_service_is_named(tmp_path: Path) -> None:
         writer.discard()
     assert answer.status_code == 502
     assert answer.json()["detail"].startswith("the service at http://127.0.0.1:1 does not answer: ")
+
+
+def test_parts_of_a_download_are_answered_by_their_range(between) -> None:
+    async def download(request: Request) -> Response:
+        asked, sent = request.headers.get("range", ""), b"0123456789"
+        if not asked:
+            return Response(sent, 200)
+        start, end = map(int, asked.removeprefix("bytes=").split("-"))
+        return Response(sent[start : end + 1], 206, {"content-range": f"bytes {start}-{end}/10"})
+
+    def part(asked: str) -> tuple[str, str, dict]:
+        return "GET", "/api/v1/file", {"headers": {"range": asked} if asked else {}}
+
+    asked = ("bytes=0-4", "bytes=5-9", "")
+    live, recording, _ = between(download, *map(part, asked))
+    with serving(Replay(recording).app()) as url, httpx.Client() as http:
+        for i in (1, 2, 0):
+            method, target, more = part(asked[i])
+            again = http.request(method, url + target, **more)
+            assert (again.status_code, again.content) == (live[i].status_code, live[i].content)
+            assert again.headers.get("content-range") == live[i].headers.get("content-range")
+        assert http.get(f"{url}/api/v1/file", headers={"range": "bytes=1-2"}).content == b"0123456789"
+    assert [answer.content for answer in live] == [b"01234", b"56789", b"0123456789"]
