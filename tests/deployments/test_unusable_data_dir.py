@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from tests.docs.generate import command_line, parameters
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import cli
-from tinkerflow.deployments.commands import one_line
+from tinkerflow.deployments.commands import one_line, paths_of
 from tinkerflow.deployments.data_dir import make_data_dir
 from tinkerflow.deployments.options import existing, writing
 from tinkerflow.deployments.parts import open_journal
@@ -79,6 +80,36 @@ def test_a_data_dir_that_does_not_exist(command: str, tmp_path: Path, monkeypatc
     assert not missing.exists()
 
 
+PATHS = [
+    (path, one)
+    for path, command in command_line().items()
+    for one in parameters(command)
+    if one.name in paths_of(command.callback)
+]
+
+
+@pytest.mark.parametrize(("path", "parameter"), PATHS, ids=lambda value: getattr(value, "name", value))
+def test_every_empty_path_is_refused(
+    path: str, parameter: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `--to "$UNSET"`. Typer reads it as the current folder."""
+    words = path.split()[1:]
+    for one in parameters(command_line()[path]):
+        if one.required or one.name == parameter.name:
+            option = [one.opts[0]] if one.param_type_name == "option" else []
+            words += [*option, "" if one.name == parameter.name else GIVEN.get(one.name, "x")]
+    assert line_of(words, monkeypatch) == "2"
+    place = parameter.opts[-1] + " ''" if parameter.param_type_name == "option" else parameter.name.upper()
+    assert capsys.readouterr().err == f"{path}: {place}: must name a file or a folder; . is the current folder\n"
+
+
+def test_a_path_that_is_too_long_or_not_utf_8_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "path '{0}…' cannot be used (File name too long): give a shorter name"
+    assert line_of(["key", "list", "--data-dir", f"/tmp/{'x' * 300}"], monkeypatch) == line.format(f"/tmp/{'x' * 35}")
+    words = ["receipt", "run-\udcff:train:0"]
+    assert line_of(words, monkeypatch) == r"'run-\udcff:train:0' cannot be used: must be UTF-8"
+
+
 @pytest.mark.parametrize("words", [("--data-dir", ""), ("--data-dir=",)])
 def test_an_empty_data_dir_is_not_the_current_folder(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -118,7 +149,8 @@ def test_error_advice_matches_the_fault(
 ) -> None:
     fault = OSError(number, os.strerror(number), "x")
     line = f"cannot be written ({os.strerror(number)}): {advice}"
-    assert one_line(fault) == f"the file 'x' {line}"
+    either = line.replace("be", "be read or", 1) if number == errno.EACCES else line
+    assert one_line(fault) == f"the file 'x' {either}"
 
     def fails(_: Path) -> None:
         raise fault
