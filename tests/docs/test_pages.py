@@ -73,6 +73,17 @@ def test_named_commands_and_options_exist(page: str) -> None:
 
 
 @of_each_page
+def test_named_programs_have_the_named_options_and_tests(page: str) -> None:
+    for name, arguments in re.findall(r"python -m (tests\.[\w.]+)([^`\n#]*)", PAGES[page]):
+        file = ROOT / Path(*name.split("."))
+        source = file.with_suffix(".py") if not file.is_dir() else file / "__main__.py"
+        text = source.read_text() + (ROOT / "tests" / "benchmarks" / "service.py").read_text()
+        assert [one for one in re.findall(r"--[a-z][\w-]*", arguments) if f'"{one}"' not in text] == [], name
+    for file, test in re.findall(r"pytest [^`\n]*?(tests/\S+\.py) -k (\w+)", PAGES[page]):
+        assert re.search(rf"def test_\w*{test}", (ROOT / file).read_text()), f"{file}: no test is named {test}"
+
+
+@of_each_page
 def test_named_metrics_exist(page: str) -> None:
     assert set(re.findall(r"\btinkerflow_[a-z_]+\b", PAGES[page])) <= {family.name for family in families()}
 
