@@ -181,7 +181,7 @@ def _parameter(parameter: Any) -> tuple[str, str]:
     is_option = parameter.param_type_name == "option"
     name = "`, `".join(parameter.opts) if is_option else parameter.name.upper()
     default = parameter.default
-    if isinstance(default, int | float | str) and not isinstance(default, bool) and "[default:" not in text:
+    if isinstance(default, int | float | str) and not isinstance(default, bool) and default != "":
         text += f" [default: {default}]"
     if is_option and parameter.required:
         text += " [required]"

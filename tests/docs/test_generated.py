@@ -54,7 +54,7 @@ def test_every_setting_is_documented_with_a_sentence() -> None:
 
 def test_every_command_and_option_is_documented() -> None:
     page = BLOCKS["commands"]()
-    assert len(command_line()) > 10
+    assert len(command_line()) > 10 and "[default: ]" not in page
     for path, command in command_line().items():
         assert f"## `{path}`\n" in page
         assert command.help, f"{path} has no help"
