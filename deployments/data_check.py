@@ -232,10 +232,9 @@ def _compare(
     exact = sum(overlap.exact is not None for overlap, _ in found)
     bad = sum(overlap.contaminated for overlap, _ in found)
     console.print(f"{against} was trained on {trained} different rows", highlight=False, soft_wrap=True)
-    text = (
-        f"{exact} of {len(rows)} rows are identical to one of them; of {bad - exact} others, {CONTAMINATED:.0%} or more"
-    )
-    console.print(Text(f"{text} of the tokens are in {NGRAM}-grams of them", "red" if bad else ""), soft_wrap=True)
+    text = f"{exact} of {len(rows)} rows are identical to one of them; {bad - exact} others have at least"
+    text += f" {CONTAMINATED:.0%} of their tokens in {NGRAM}-grams of them"
+    console.print(Text(text, "red" if bad else ""), soft_wrap=True)
     if any(overlap.nearest for overlap, _ in found):
         table = Table("row", "tokens trained on", "in step:row")
         for overlap, place in found[:most]:

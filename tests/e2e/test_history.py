@@ -232,10 +232,10 @@ def test_trained_rows_are_found_in_other_data(command: Any, service: Any, server
     words = ("data", "check", str(file), "--format", "text", "--show", "0", "--against")
     said, status = command(*words, later.model_id)
     assert status == 1 and "was trained on 2 different rows" in said
-    assert "2 of 3 rows are identical to one of them; of 0 others" in said
+    assert "2 of 3 rows are identical to one of them; 0 others" in said
     assert f"1:0 of {later.model_id}" in said and f"1:0 of {first.model_id}" in said
     said, status = command(*words, f"tinker://{first.model_id}/weights/@1")
-    assert "was trained on 1 different rows" in said and "1 of 3 rows are identical to one of them; of 1 others" in said
+    assert "was trained on 1 different rows" in said and "1 of 3 rows are identical to one of them; 1 others" in said
     file.write_text(json.dumps({"text": "Something else."}))
     said, status = command(*words, path)
     assert status == 0 and "0 of 1 rows are identical to one of them" in said
