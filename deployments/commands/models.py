@@ -25,7 +25,9 @@ def make_tiny_model(folder: Annotated[Path, typer.Argument(help="folder to write
 @app.command("fetch")
 def fetch_models(
     base_model: Annotated[list[str] | None, setting("base_models", "may be repeated")] = None,
-    weights: Annotated[bool, typer.Option(help="with the weights; the API needs only the tokenizer")] = True,
+    weights: Annotated[
+        bool, typer.Option(help="with the weights (default), or with only the tokenizer, for the API")
+    ] = True,
     data_dir: DataDir = None,
 ) -> None:
     """Make or download base models on this host, and print their folders.

@@ -168,7 +168,7 @@ def commands() -> str:
     parts = []
     for path, command in command_line().items():
         shown = parameters(command)
-        words = [one.name.upper() for one in shown if one.param_type_name == "argument"]
+        words = [_usage(one) for one in shown if one.param_type_name == "argument"]
         usage = " ".join([path, *words, *(["[OPTIONS]"] if len(words) < len(shown) else [])])
         parts += [f"## `{path}`", cell(command.help or ""), f"    {usage}"]
         if shown:
@@ -176,10 +176,16 @@ def commands() -> str:
     return "\n\n".join(parts)
 
 
+def _usage(argument: Any) -> str:
+    """An argument in the line of usage: `NAME`, `NAME...` for several values, in brackets if it may be left out."""
+    word = argument.name.upper() + ("..." if argument.nargs == -1 else "")
+    return word if argument.required else f"[{word}]"
+
+
 def _parameter(parameter: Any) -> tuple[str, str]:
     text = str(getattr(parameter, "help", None) or "")
     is_option = parameter.param_type_name == "option"
-    name = "`, `".join(parameter.opts) if is_option else parameter.name.upper()
+    name = "`, `".join([*parameter.opts, *parameter.secondary_opts]) if is_option else parameter.name.upper()
     default = parameter.default
     if isinstance(default, int | float | str) and not isinstance(default, bool) and default != "":
         text += f" [default: {default}]"

@@ -58,8 +58,10 @@ def test_every_command_and_option_is_documented() -> None:
     for path, command in command_line().items():
         assert f"## `{path}`\n" in page
         assert command.help, f"{path} has no help"
-        for option in (name for one in parameters(command) for name in one.opts):
+        for option in (name for one in parameters(command) for name in (*one.opts, *one.secondary_opts)):
             assert option.upper() in page.upper()
+    for usage in ("plan [MODEL] [OPTIONS]", "verify [PATHS...] [OPTIONS]", "set PROJECT LIMITS... [OPTIONS]"):
+        assert f" {usage}\n" in page
 
 
 def test_every_metric_is_documented() -> None:

@@ -68,7 +68,8 @@ def test_named_commands_and_options_exist(page: str) -> None:
         if path not in known and rest:
             path += f" {rest[0]}"
             assert path in known, f"tinkerflow {words}"
-        options = {name for one in parameters(known[path]) for name in one.opts} if path in known else set()
+        shown = parameters(known[path]) if path in known else []
+        options = {name for one in shown for name in (*one.opts, *one.secondary_opts)}
         assert set(re.findall(r"(?<!\S)--[\w-]+", words)) <= options or path not in known, f"tinkerflow {words}"
 
 
