@@ -53,13 +53,19 @@ class Connection(HttpToolsProtocol):
         self.address = address_group(self.client[0]) if self.client else ""
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes, and close the connection if the headers or an unread body are too long."""
-        self._size += len(data)
-        super().data_received(data)
-        if self._in_headers and self._size > HEADER_BYTES:
-            self._refuse(431, "the request's headers are too long")
-        elif self._in_body and self._size > _UNREAD_BYTES and self.cycle.response_complete:
-            self.transport.close()
+        """Count the bytes, and close the connection if the headers or an unread body are too long.
+
+        The parser gets headers in pieces of at most HEADER_BYTES + 1, so that it cannot complete longer ones.
+        """
+        while data and not self.transport.is_closing():
+            room = len(data) if self._in_body else HEADER_BYTES + 1 - self._size
+            piece, data = data[:room], data[room:]
+            self._size += len(piece)
+            super().data_received(piece)
+            if not self._in_body and self._size > HEADER_BYTES:  # headers, or empty lines before them
+                self._refuse(431, "the request's headers are too long")
+            elif self._in_body and self._size > _UNREAD_BYTES and self.cycle.response_complete:
+                self.transport.close()
 
     def on_message_begin(self) -> None:
         """Start waiting for headers."""

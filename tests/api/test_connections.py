@@ -71,12 +71,20 @@ def end_of(connection: socket.socket) -> bytes:
         (HEAD + "Content-Length: 100\r\n\r\nhalf", b"408"),
         (HEAD + "Transfer-Encoding: chunked\r\n\r\n5\r\nhalf.\r\n", b"408"),
         ("GET / HTTP/1.1\r\nX: " + "x" * 2**17, b"431"),
+        ("GET / HTTP/1.1\r\nHost: localhost\r\nX: " + "x" * 2**16 + "\r\n\r\n", b"431"),
         ("x", b""),
     ],
-    ids=["nothing", "half a line", "half the headers", "half a body", "a chunk", "long headers", "no HTTP"],
+    ids=["nothing", "half a line", "half the headers", "half a body", "a chunk", "long headers", "all of long headers", "no HTTP"],
 )
 def test_unfinished_request_times_out(connect: Connect, sent: str, answer: bytes) -> None:
     assert answer in end_of(connect(sent)).split(b"\r\n")[0]
+
+
+def test_empty_lines_between_requests_are_limited(connect: Connect) -> None:
+    client = connect("GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b"200 OK" in answer_of(client)
+    client.sendall(b"\r\n" * 2**16)
+    assert end_of(client) == b""
 
 
 def test_answered_request_ends_although_its_body_goes_on(connect: Connect) -> None:
