@@ -74,7 +74,16 @@ def end_of(connection: socket.socket) -> bytes:
         ("GET / HTTP/1.1\r\nHost: localhost\r\nX: " + "x" * 2**16 + "\r\n\r\n", b"431"),
         ("x", b""),
     ],
-    ids=["nothing", "half a line", "half the headers", "half a body", "a chunk", "long headers", "all of long headers", "no HTTP"],
+    ids=[
+        "nothing",
+        "half a line",
+        "half the headers",
+        "half a body",
+        "a chunk",
+        "long headers",
+        "all of it",
+        "no HTTP",
+    ],
 )
 def test_unfinished_request_times_out(connect: Connect, sent: str, answer: bytes) -> None:
     assert answer in end_of(connect(sent)).split(b"\r\n")[0]

@@ -74,6 +74,18 @@ def programs() -> tuple[Row, list[Row]]:
     return head, rows
 
 
+def long_sequence() -> str:
+    """The compilers' figures for one long sequence, split over eight GPUs and on one GPU."""
+    eight, one = (_figures()[f"4B h100:{number} forward_backward 1x131072"] for number in (8, 1))
+    return (
+        f"For 131,072 tokens of Qwen3-4B on eight H100, the compiler plans {eight['temporaries'] / 1e9:.1f} GB of "
+        f"temporaries on each\ndevice, compared with {one['temporaries'] / 1e9:.1f} GB on a single H100. The roofline "
+        f"time is {eight['seconds']:.1f} s instead of {one['seconds']:.1f} s,\nnot counting the "
+        f"{eight['sent'] / 1e9:.0f} GB that each device sends ([figures](accelerators.md#what-is-checked)). This has "
+        "not been measured on a device."
+    )
+
+
 def kernels() -> tuple[Row, list[Row]]:
     """Our kernels, and XLA's that have a fault, in the programs whose kernels have a budget."""
     found, rows = _figures(), []

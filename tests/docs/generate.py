@@ -359,6 +359,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "accelerator-kernels": lambda: table(*accelerators.kernels()),
     "accelerator-efficiencies": lambda: table(*accelerators.efficiencies()),
     "accelerator-parts": lambda: table(*accelerators.parts()),
+    "sizing-long-sequence": accelerators.long_sequence,
     "sizing-needs": sizing.needs,
     "sizing-fits": lambda: sizing.fits("full"),
     "sizing-fits-int8": lambda: sizing.fits("int8"),
