@@ -19,7 +19,7 @@ from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.log_levels import logging_at
 from tinkerflow.backend.settings import Settings
 from tinkerflow.tasks.pipelines.render import Renderer
-from tinkerflow.tasks.pipelines.server_address import offered_name, server_from_environment
+from tinkerflow.tasks.pipelines.server_address import offered_name, sendable_key, server_from_environment
 
 if TYPE_CHECKING:
     import tinker
@@ -129,7 +129,7 @@ def address(block: str = "") -> tuple[str, str]:
     """URL and key of the server that `connect` would use, for callers that do not await."""
     if block:
         loaded: Any = run_coro_as_sync(TinkerflowConnection.aload(block))
-        return str(loaded.base_url), str(loaded.api_key.get_secret_value())
+        return str(loaded.base_url), sendable_key(loaded.api_key.get_secret_value(), f"api_key of block {block!r}")
     return server_from_environment(Settings())
 
 
@@ -145,7 +145,8 @@ async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> A
 
     if block:
         loaded: TinkerflowConnection = await TinkerflowConnection.aload(block)
-        url, key = loaded.base_url, loaded.api_key.get_secret_value()
+        key = sendable_key(loaded.api_key.get_secret_value(), f"api_key of block {block!r}")
+        url = loaded.base_url
     else:
         url, key = address()
     service = tinker.ServiceClient(base_url=url, api_key=key)

@@ -17,10 +17,21 @@ def server_from_environment(settings: Settings, server: str = "") -> tuple[str, 
     """URL and key from TINKER_BASE_URL and TINKER_API_KEY, or from the service of the data dir.
 
     server: a URL that replaces TINKER_BASE_URL. UserError: no service of the data dir is running, and the API at the
-    settings' host and port belongs to another service.
+    settings' host and port belongs to another service; or the key cannot be sent.
     """
     url = server or os.environ.get("TINKER_BASE_URL") or _own_service(settings)
-    return url, os.environ.get("TINKER_API_KEY") or API_KEY
+    return url, sendable_key(os.environ.get("TINKER_API_KEY", ""), "TINKER_API_KEY") or API_KEY
+
+
+def sendable_key(key: str, source: str) -> str:
+    """`key` without the white space around it. UserError: no header can contain it, so the SDK would retry forever.
+
+    source: the name of the key's variable or block, for the error, which does not show the key.
+    """
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{source}: must be one line of ASCII characters")
+    return key
 
 
 def _own_service(settings: Settings) -> str:

@@ -58,3 +58,14 @@ def test_server_address_falls_back_to_the_settings(tmp_path: Path) -> None:
     assert server_from_environment(Settings(data_dir=tmp_path, port=idle))[0] == f"http://127.0.0.1:{idle}"
     on_ipv6 = Settings(data_dir=tmp_path, host="::1", port=idle)
     assert server_from_environment(on_ipv6)[0] == f"http://[::1]:{idle}"
+
+
+def test_key_that_no_header_can_contain_is_refused_without_being_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-mine\r\n")  # from a file with the line ends of Windows
+    assert server_from_environment(Settings(data_dir=tmp_path))[1] == "tml-mine"
+    monkeypatch.setenv("TINKER_API_KEY", "tml-mine\ntml-other")
+    with pytest.raises(UserError, match=r"^TINKER_API_KEY: must be one line of ASCII characters$"):
+        server_from_environment(Settings(data_dir=tmp_path))
