@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tinkerflow.deployments.options import DataDir, export_data_dir, plain_console, setting, settings_with
-from tinkerflow.deployments.overview import PIPELINES, STOPPED, TERMINATED
+from tinkerflow.deployments.overview import PIPELINES, STOPPED
 
 app = typer.Typer()
 
@@ -72,7 +72,7 @@ def run(
 
 
 def _end(work: Callable[[], bool]) -> None:
-    """Do the work, and end this process at once: with status 0 if the work was good, else 1, or that of a signal.
+    """Do the work, and end this process at once, with status 0 if the work was good, 1 if not, or that of a signal.
 
     The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0).
     """
@@ -80,8 +80,8 @@ def _end(work: Callable[[], bool]) -> None:
         status = 0 if work() else 1
     except KeyboardInterrupt:
         status = STOPPED
-    except SystemExit:
-        status = TERMINATED
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
     sys.stdout.flush()
     os._exit(status)
 

@@ -40,7 +40,7 @@ def test_flows_work_in_the_data_dir_of_the_command(
 
     monkeypatch.setattr("tinkerflow.deployments.serve.serve", look)
     monkeypatch.setattr("tinkerflow.deployments.run.run", look)
-    monkeypatch.setattr("tinkerflow.deployments.commands.pipelines._exit", lambda good: None)
+    monkeypatch.setattr("tinkerflow.deployments.commands.pipelines._end", lambda work: work())
     done = CliRunner().invoke(command_line("pipelines"), [*command, "--data-dir", str(tmp_path)])
     assert (done.exit_code, found) == (0, [f"file://{tmp_path}/pipelines"])
 
