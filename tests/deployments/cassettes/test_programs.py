@@ -175,7 +175,10 @@ def interrupted(*_):
 signal.signal(signal.SIGINT, interrupted)
 """
     code = PROGRAM.replace("answer =", save + "answer =", 1)
-    command = [sys.executable, "-m", "tinkerflow", "cassette", "record", "-o", "a.cassette", "--server", service, "--"]
+    # Otherwise the recorder ignores SIGINT if a shell started us with &.
+    reset = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"{reset}; from tinkerflow.deployments.cli import main; main()"
+    command = [sys.executable, "-c", start, "cassette", "record", "-o", "a.cassette", "--server", service, "--"]
     with subprocess.Popen(
         [*command, sys.executable, "-S", "-c", code, "0.1", "wait"],
         cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True,
