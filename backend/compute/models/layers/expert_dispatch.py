@@ -179,7 +179,7 @@ def _local(
         share_M1 = _chosen(1, given.shares_BTk.reshape(-1, 1), rows).astype(y_BTD.dtype)
         (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
         if "down" in biases:  # added on one device, because the results are summed over `inner`
-            here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
+            here = not inner or jax.lax.axis_index(inner) == 0
             down_MD = down_MD + jnp.where(mine_M1 & here, given.biases["down"][groups.expert_M] * share_M1, 0)
         summed_BTD: jax.Array = _summed(k, down_MD, rows).reshape(B, T, D)
         return summed_BTD
