@@ -171,10 +171,10 @@ def test_streams_go_on_after_an_outage(
 ) -> None:
     """The outage fails their heartbeats, and the cancellation of the stream whose client leaves."""
     monkeypatch.setattr(sse, "_COMMENT_SECONDS", 0.05)
+    server.app.state.services.samplers.beat_seconds = 0.05
     decoder, readers = Decoder(server.journal), listening(server, 2)
     decoder.take(2)
     hear(readers, decoder, (8,))
-    server.app.state.services.samplers.beat_seconds = 0.05
     with outage():
         wait_for(lambda: "no heartbeat for session" in caplog.text)
         readers[0].last = ""
