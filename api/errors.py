@@ -163,8 +163,19 @@ def message_of(error: Exception) -> str:
     return str(error) if isinstance(error, TinkerflowError) else "the service's database is unavailable: try again"
 
 
+def cause_of(error: Exception) -> BaseException:
+    """The driver's own error, for logs. error: one of our errors or one of AWAY."""
+    cause: BaseException = getattr(error, "orig", error)
+    return cause
+
+
+def log_failure(request: Request, error: Exception) -> None:
+    """Log that the request failed because the database is unavailable. error: one of AWAY."""
+    log.error("%s %s failed: %s", request.method, request.url.path, cause_of(error))
+
+
 async def _away(request: Request, error: Exception) -> JSONResponse:
-    log.error("%s %s failed: %s", request.method, request.url.path, getattr(error, "orig", error))
+    log_failure(request, error)
     await asyncio.sleep(_AWAY_SECONDS)
     return error_response(request.url.path, 503, message_of(error), error=error)
 

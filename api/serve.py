@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Services
 from tinkerflow.api.connections import Connection, watch
+from tinkerflow.api.errors import cause_of
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import every_second
 from tinkerflow.backend.core.errors import ServerError
@@ -90,7 +91,7 @@ async def _opened(settings: Settings) -> Journal:
             return await asyncio.to_thread(Journal.open, settings.journal_url)
         except (ServerError, *AWAY) as e:
             if not waiting:
-                log.info("waiting for the journal's database: %s", getattr(e, "orig", e))
+                log.info("waiting for the journal's database: %s", cause_of(e))
                 waiting = True
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
@@ -103,7 +104,7 @@ async def _base_model_registered(journal: Journal) -> None:
                 return
             why = "the engine to register a base model"
         except AWAY as e:
-            why = f"the journal's database: {getattr(e, 'orig', e)}"
+            why = f"the journal's database: {cause_of(e)}"
         if why != waiting:
             log.info("waiting for %s", why)
             waiting = why

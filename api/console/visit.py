@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,15 +25,13 @@ from fastapi.routing import APIRoute
 from tinkerflow.api.call import Call, Services
 from tinkerflow.api.connections import accept, peer_of
 from tinkerflow.api.console.render import render
-from tinkerflow.api.errors import message_of, status_of
+from tinkerflow.api.errors import log_failure, message_of, status_of
 from tinkerflow.api.hosts import same_site
 from tinkerflow.api.identity import LOCAL, Identity
 from tinkerflow.api.links import base_url
 from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.core.ids import KEY_PREFIX
 from tinkerflow.backend.journal import AWAY, AuditedEvent, Journal, actor_of_key
-
-log = logging.getLogger(__name__)
 
 COOKIE = "tinkerflow"
 SIGNED_IN = timedelta(hours=12)
@@ -189,7 +186,7 @@ class PageRoute(APIRoute):
             except TinkerflowError as error:
                 response = _error_page(request, status_of(error), str(error))
             except AWAY as error:
-                log.error("%s %s failed: %s", request.method, request.url.path, getattr(error, "orig", error))
+                log_failure(request, error)
                 response = _error_page(request, 503, message_of(error))
             for name, value in _HEADERS.items():
                 response.headers.setdefault(name, value)

@@ -129,8 +129,12 @@ def address(block: str = "") -> tuple[str, str]:
     """URL and key of the server that `connect` would use, for callers that do not await."""
     if block:
         loaded: Any = run_coro_as_sync(TinkerflowConnection.aload(block))
-        return str(loaded.base_url), sendable_key(loaded.api_key.get_secret_value(), f"api_key of block {block!r}")
+        return _address_in(loaded, block)
     return server_from_environment(Settings())
+
+
+def _address_in(loaded: TinkerflowConnection, block: str) -> tuple[str, str]:
+    return str(loaded.base_url), sendable_key(loaded.api_key.get_secret_value(), f"api_key of block {block!r}")
 
 
 @asynccontextmanager
@@ -143,12 +147,7 @@ async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> A
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
 
-    if block:
-        loaded: TinkerflowConnection = await TinkerflowConnection.aload(block)
-        key = sendable_key(loaded.api_key.get_secret_value(), f"api_key of block {block!r}")
-        url = loaded.base_url
-    else:
-        url, key = address()
+    url, key = _address_in(await TinkerflowConnection.aload(block), block) if block else address()
     service = tinker.ServiceClient(base_url=url, api_key=key)
     try:
         yield ServerClients(service, tinker.RestClient(base_url=url, api_key=key), url, key)

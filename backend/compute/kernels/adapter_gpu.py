@@ -25,10 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.grouped_gpu import LastStep, Tile, by_matrix, dot, side
-from tinkerflow.backend.compute.kernels.matmul import OfLayer
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls
 from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPROCESSORS, triton_call
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.compute.platforms import RANK_COLUMNS
+from tinkerflow.backend.compute.weights.quantized import Weight
 
 _ROWS, _OUTS, _BYTES_IN = 32, 128, 256  # maxima of a tile; _BYTES_IN: of one of its rows
 _PARTS = 512  # maximum rows of partial sums that a program of `adapter_update` adds; every program reads all of them
@@ -96,10 +97,13 @@ class Updates(Sequence[jax.Array]):
         self._shape, self._dtype, self._interpret = x_BTi.shape[:2], x_BTi.dtype, interpret
         self._stacks = [pair.stack.B for pair in pairs]
         layers = tuple(jnp.reshape(pair.layer, 1) for pair in pairs)
-        index = () if part is None else (jnp.reshape(part.number, 1),)
-        of_inputs, of_outputs = (index, ()) if part and part.of_inputs else ((), index)
-        self._where = *layers, *tables, *of_outputs
-        self._outs = [stack.shape[2] // (part.devices if part and of_outputs else 1) for stack in self._stacks]
+        outs = [stack.shape[2] for stack in self._stacks]
+        of_inputs, of_outputs = list[jax.Array](), list[jax.Array]()
+        if part is not None and part.of_inputs:
+            of_inputs = [jnp.reshape(part.number, 1)]
+        elif part is not None:
+            of_outputs, outs = [jnp.reshape(part.number, 1)], [o // part.devices for o in outs]
+        self._outs, self._where = outs, (*layers, *tables, *of_outputs)
         stacks = [pair.stack.A for pair in pairs]
         where = *layers, *tables[:2], *of_inputs
         self._low_PMK = _low(x_BTi.reshape(-1, x_BTi.shape[-1]), stacks, where, interpret)
@@ -265,3 +269,10 @@ def _add_columns(
 
     # Triton loads the operands of counted loops ahead, into shared memory, for which the parts are too large.
     return jax.lax.while_loop(lambda state: state[0] > 0, add, (count_ref[0], sums_rn))[1]
+
+
+def adapted_products(x: jax.Array, weights: Sequence[Weight | OfLayer], updates: Updates) -> tuple[jax.Array, ...]:
+    """`matmuls` of x with the weights, each plus its update. If possible, one kernel computes all of the sums."""
+    if in_one_kernel(x, *weights):
+        return matmuls(x, *weights, last=updates.last_step())
+    return tuple(y + update for y, update in zip(matmuls(x, *weights), updates, strict=True))

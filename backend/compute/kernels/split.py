@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from tinkerflow.backend.compute.kernels.adapter_gpu import DevicePart, UpdateInPlace
-from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, OfLayer, in_one_kernel, matmuls
+from tinkerflow.backend.compute.kernels.adapter_gpu import DevicePart, UpdateInPlace, adapted_products
+from tinkerflow.backend.compute.kernels.matmul import IN_PLACE, OfLayer, matmuls
 from tinkerflow.backend.compute.mesh import WEIGHTS
 from tinkerflow.backend.compute.weights.quantized import Weight
 
@@ -38,24 +38,20 @@ def split_products(
     place = len(axes) - 1
     ours = [weight for weight in weights if isinstance(weight, OfLayer)]
     sizes = [leaf.shape[place] for weight in ours for leaf in jax.tree.leaves(weight) if place < leaf.ndim]
-    alike = len(ours) == len(weights) and len(pairs) in (0, len(weights))
-    if not alike or math.prod(x.shape[:-1]) > IN_PLACE or any(size % parts for size in sizes):
-        return None
-    if not all(isinstance(pair, OfLayer) for pair in pairs):
+    stacked = len(ours) == len(weights) and all(isinstance(pair, OfLayer) for pair in pairs)
+    few = math.prod(x.shape[:-1]) <= IN_PLACE
+    if not (stacked and few and len(pairs) in (0, len(ours))) or any(size % parts for size in sizes):
         return None
 
     def specs(weight: OfLayer) -> OfLayer:
         return OfLayer(jax.tree.map(lambda leaf: PartitionSpec(*axes[: leaf.ndim]), weight.stack), whole)
 
     def local(x: jax.Array, weights: Sequence[OfLayer], pairs: Sequence[OfLayer]) -> tuple[jax.Array, ...]:
-        if not pairs:
-            products = matmuls(x, *weights)
+        if pairs:
+            part = DevicePart(jax.lax.axis_index(WEIGHTS), parts, sums_inputs)
+            products = adapted_products(x, weights, update(x, pairs, part))
         else:
-            updates = update(x, pairs, DevicePart(jax.lax.axis_index(WEIGHTS), parts, sums_inputs))
-            if in_one_kernel(x, *weights):
-                products = matmuls(x, *weights, last=updates.last_step())
-            else:
-                products = tuple(y + more for y, more in zip(matmuls(x, *weights), updates, strict=True))
+            products = matmuls(x, *weights)
         return tuple(jax.lax.psum(y, WEIGHTS) for y in products) if sums_inputs else products
 
     found: tuple[jax.Array, ...] = jax.shard_map(

@@ -131,8 +131,19 @@ def run_layers(
             )
         mixers, input_SQP = Mixers(attend, delta_rule, latent_attend), input_of_layer(inputs_LSQP, number)
         routing = None if chosen_LSQk is None else Routing()
-        more: Any = {"routing": routing, "owners": owners, "updates_in_place": parts}
-        x_SQD = layer(LayerStep(one, weights, pairs, rope, mixers, apply, input_SQP, **more), x_SQD)
+        step = LayerStep(
+            one,
+            weights,
+            pairs,
+            rope,
+            mixers,
+            apply,
+            input_SQP,
+            routing=routing,
+            owners=owners,
+            updates_in_place=parts,
+        )
+        x_SQD = layer(step, x_SQD)
         if chosen_LSQk is not None and routing is not None and routing.own_BTk is not None:
             chosen_LSQk = chosen_LSQk.at[number].set(routing.own_BTk.astype(chosen_LSQk.dtype))
         x_SQD = x_SQD if images is None else add_deep_features(images, place, x_SQD)
@@ -158,7 +169,7 @@ def _in_place(cfg: ModelConfig, params: Params) -> frozenset[str]:
     On GPUs, all matrices are used in place. On TPUs, only the matrices of experts are.
     """
     stacks = params.layers
-    if platform() is TPU or not platform().kernels:
+    if platform().kernels != "triton":
         return experts_in_place(cfg, params)
     assert not isinstance(stacks, tuple)  # only CPUs use weights by layer
     # `latent_attention` multiplies by `kv_b` head by head.

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.kernels.adapter_gpu import UpdateInPlace, Updates
-from tinkerflow.backend.compute.kernels.matmul import OfLayer, in_one_kernel, matmuls, own_matrix
+from tinkerflow.backend.compute.kernels.adapter_gpu import UpdateInPlace, Updates, adapted_products
+from tinkerflow.backend.compute.kernels.matmul import OfLayer, matmuls, own_matrix
 from tinkerflow.backend.compute.kernels.split import split_products
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, expert_axes, row_parts
 from tinkerflow.backend.compute.models.layers.matrices import Projection
@@ -181,8 +181,8 @@ class LayerStep:
                 return found
             weights = [own_matrix(weight) for weight in weights]
         updates = self.lora_apply(x, pairs)
-        if isinstance(updates, Updates) and len(updates) == len(linears) and in_one_kernel(x, *weights):
-            return matmuls(x, *weights, last=updates.last_step())
+        if isinstance(updates, Updates) and len(updates) == len(linears):
+            return adapted_products(x, weights, updates)
         rest, plain = iter(updates), matmuls(x, *weights)
         return [y if linear.pair is None else y + next(rest) for linear, y in zip(linears, plain, strict=True)]
 
