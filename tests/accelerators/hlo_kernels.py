@@ -116,6 +116,11 @@ def _states(operands: list[Shape], _: str) -> int:
     return 2 * rows * pool.nbytes // (pool.dims[0] * pool.dims[1]) + sum(one.nbytes for one in tokens)
 
 
+def _chunks(state: Shape, readers: Shape, reads: Shape) -> int:
+    """Flops of three products with the state [B, H, k, v], and of one with the changes of a chunk's tokens."""
+    return 2 * (3 * readers.size + reads.size) * state.dims[3]
+
+
 _OF_A_LAYER = ("layer_product", "grouped_product", "adapter_low", "adapter_update")  # rows times matrices of stacks
 
 # Bytes read, and written in place, by kernels that get the stack of all layers and use one layer.
@@ -135,6 +140,9 @@ LOGITS = {"softmax_totals": True, "softmax_again": True}  # kernels that multipl
 # Flops of kernels that state no cost: Triton kernels cannot, and JAX's splash attention does not. Attention has
 # [B, T, H, d] on GPUs and [B, H, T, d] on TPUs. The backward pass recomputes the scores, on GPUs in both loops.
 KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
+    "delta_chunks_backward": lambda operands, _: _chunks(operands[0], *operands[3:5]),
+    "delta_chunk_states": lambda operands, _: 4 * operands[3].size * operands[0].dims[3],
+    "delta_chunks": lambda operands, _: _chunks(operands[0], *operands[4:6]),
     "delta_step": lambda operands, result: 8 * result.size * operands[0].dims[3],
     "tree_attention_forward": _attention(2, 1),  # trees with branches have fewer
     "tree_attention_dq": _attention(3, 1),

@@ -58,7 +58,7 @@ ENTRY %main (x.1: bf16[4096,2560], w.1: bf16[36,2560,2560]) -> bf16[4096,2560] {
 
 def one(operation: str, shapes: str, *, before: str = "", **options: bool) -> Counts:
     """The counts of a program with one operation on parameters %a, %b, ... of these shapes."""
-    named = enumerate(zip("abcdefg", shapes.split(), strict=False))
+    named = enumerate(zip("abcdefgh", shapes.split(), strict=False))
     parameters = "\n".join(f"  %{name} = {shape} parameter({place})" for place, (name, shape) in named)
     text = f"HloModule m\n\n{before}\nENTRY %main (a: f32[1]) -> f32[1] {{\n{parameters}\n  ROOT %r = {operation}\n}}\n"
     return count(text, options.get("tpu", False))
@@ -368,6 +368,23 @@ def test_kernel_that_updates_states_in_place_counts_only_its_rows() -> None:
     )
     assert counts.bytes == 4 * 4 * 32 * (2 * 128 * 128 + 3 * 128)
     assert counts.flops == 8 * 4 * 32 * 128 * 128
+
+
+def test_flops_of_linear_attention_in_chunks() -> None:
+    state, keys, of_head, square, decay = (
+        f"f32[{','.join(map(str, dims))}]{{0}}"
+        for dims in ((4, 32, 128, 96), (16, 4, 16, 64, 128), (16, 4, 32, 64, 128), (16, 4, 32, 64, 64), (16, 4, 32, 64))
+    )
+    values, tokens = "f32[16,4,32,64,96]{0}", 16 * 4 * 32 * 64
+    for name, operands, each in (
+        ("delta_chunks", (state, keys, keys, values, of_head, square, decay, decay), 3 * 128 + 64),
+        ("delta_chunk_states", (state, keys, values, of_head, decay, decay), 2 * 128),
+        ("delta_chunks_backward", (state, keys, keys, of_head, square, decay, decay, values), 3 * 128 + 64),
+    ):
+        names = ", ".join(f"%{letter}" for letter, _ in zip("abcdefgh", operands, strict=False))
+        call = f'{values} custom-call({names}), custom_call_target="x"'
+        text = f'{call}, metadata={{op_name="jit(f)/{name}/pallas_call"}}'
+        assert one(text, " ".join(operands)).flops == 2 * tokens * each * 96
 
 
 def test_a_scatter_within_a_fusion_writes_its_updates() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from tests.compute.closeness import close
 from transformers.models import qwen3_next  # a test loads its code, which takes seconds
 
+from tinkerflow.backend.compute.kernels import delta_chunks_gpu
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.layers import DeltaRuleWeights, GatedDeltaNet
 from tinkerflow.backend.compute.models.layers.delta_rule import (
@@ -181,13 +184,17 @@ def test_prefill_in_pieces_is_equal_and_bitwise_repeatable():
             assert platform.prefill_tokens[0] % chunk_tokens() == 0
 
 
-def test_chunk_size_does_not_change_results_or_gradients():
-    """GPUs and TPUs use larger chunks than CPUs, and keep more of their values for the backward pass."""
+@pytest.mark.parametrize("target", [CUDA, TPU], ids=["GPU", "TPU"])
+def test_chunk_size_does_not_change_results_or_gradients(target, monkeypatch: pytest.MonkeyPatch):
+    """GPUs and TPUs use larger chunks than CPUs and other backward passes, and GPUs use kernels."""
     parts, segments = inputs(1, 256), np.repeat([[1, 2, 3]], [100, 90, 66], axis=1).astype(np.int32)
     expected = _packed(parts, segments, segments == 2)
-    with compiling_for(CUDA):
+    kernel = Mock(wraps=partial(delta_chunks_gpu.mix_chunks, interpret=True))
+    monkeypatch.setattr(delta_chunks_gpu, "mix_chunks", kernel)
+    with compiling_for(target):
         assert chunk_tokens() == 64
-        found = _packed(parts, segments, segments == 2)
+        found = _packed.__wrapped__(parts, segments, segments == 2)
+    assert kernel.called == (target is CUDA)
     jax.tree.map(lambda one, other: close(one, other, ulps=4096), found, expected)
 
 

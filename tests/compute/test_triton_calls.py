@@ -14,6 +14,7 @@ from tests.compiled import lower_for
 
 from tinkerflow.backend.compute.kernels import (
     adapter_gpu,
+    delta_chunks_gpu,
     delta_gpu,
     grouped_gpu,
     paged_gpu,
@@ -21,6 +22,7 @@ from tinkerflow.backend.compute.kernels import (
     tree_gpu,
     triton_calls,
 )
+from tinkerflow.backend.compute.kernels.delta_chunks_gpu import ChunkParts
 from tinkerflow.backend.compute.kernels.matmul import OfLayer, matmuls
 from tinkerflow.backend.compute.kernels.softmax import Product, Totals
 from tinkerflow.backend.compute.kernels.tree import How, TreeRows
@@ -93,6 +95,21 @@ def states() -> Case:
     return delta_gpu.step, (pool, array("int32"), array("int32", 64), *of_heads, *numbers)
 
 
+def chunks() -> Case:
+    n, B, c, k, v = 512, 16, 64, 128, 128
+    of_keys = (array("float32", n, B, 16, c, k),) * 2
+    of_heads = (array("float32", n, B, 32, c, size) for size in (v, k, c))
+    decays = (array("float32", n, B, 32, c),) * 2
+
+    def both(S: Any, *parts: Any) -> Any:
+        o, pull = jax.vjp(
+            lambda S, parts: delta_chunks_gpu.mix_chunks(S, parts, None, "bfloat16"), S, ChunkParts(*parts)
+        )
+        return o, pull(o)
+
+    return both, (array("float32", B, 32, k, v), *of_keys, *of_heads, *decays)
+
+
 def attention() -> Case:
     how = How(scale=0.1, window=None, interpret=False)
 
@@ -133,6 +150,7 @@ CASES = {
     "bfloat16 pages": (pages("bfloat16"), {"paged_attention"}),
     "adapters": (adapters(), {"adapter_low", "adapter_update", "layer_product_adapted"}),
     "states": (states(), {"delta_step"}),
+    "chunks": (chunks(), {"delta_chunks", "delta_chunk_states", "delta_chunks_backward"}),
     "attention": (attention(), {"tree_attention_forward", "tree_attention_dq", "tree_attention_dkv"}),
     "vocabulary": (vocabulary(), {"softmax_totals", "softmax_slopes_by_adapter"}),
 }

@@ -5,6 +5,7 @@ Models call the functions of `NAME.py`, which choose between its kernels in `NAM
 
 __all__ = [
     "adapter_gpu",
+    "delta_chunks_gpu",
     "delta_gpu",
     "delta_tpu",
     "flash",

@@ -26,6 +26,7 @@ from tinkerflow.backend.compute.kernels import (
     paged_gpu,
     paged_tpu,
 )
+from tinkerflow.backend.compute.kernels.delta_chunks_gpu import ChunkParts, mix_chunks
 from tinkerflow.backend.compute.kernels.flash import flash_attention
 from tinkerflow.backend.compute.kernels.matmul import OfLayer
 from tinkerflow.backend.compute.mesh import make_mesh
@@ -48,7 +49,11 @@ def measure(run: Run) -> None:
         for group in (kernels.limits, kernels.attention, kernels.trees, kernels.loss, kernels.decode, kernels.prefill):
             with run.attempt(f"{platform.name} {group.__name__}"), compiling_for(platform):
                 group()
-        for group in (kernels.experts, kernels.delta, *((kernels.matrices,) if platform is CUDA else ())):
+        for group in (
+            kernels.experts,
+            kernels.delta,
+            *((kernels.chunks, kernels.matrices) if platform is CUDA else ()),
+        ):
             with run.attempt(f"{platform.name} {group.__name__}"):
                 group()
 
@@ -289,6 +294,38 @@ class _Kernels:
             limit=_EXACT,
             moved=2 * B * H * k * v * 4,
             pick=lambda found: (found[0], found[1][1, np.asarray(places)]),
+        )
+
+    def chunks(self) -> None:
+        """Linear attention in training, chunk by chunk, and its gradients."""
+        n, B, h, H, c, k, v = (3, 1, 1, 2, 16, 24, 40) if self._tiny else (16, 4, 16, 32, 64, 128, 128)
+        shapes = (h, c, k), (h, c, k), (H, c, v), (H, c, k), (H, c, c), (H, c), (H, c)
+        *tokens, last, kept = (draw(i, n, B, *each, dtype=jnp.float32, scale=0.1) for i, each in enumerate(shapes))
+        parts = ChunkParts._make([*tokens, jax.nn.sigmoid(last), jax.nn.sigmoid(kept)])
+        S_BHkv = draw(7, B, H, k, v, dtype=jnp.float32)
+
+        def by_kernel(S: jax.Array, parts: ChunkParts) -> Any:
+            return mix_chunks(S, parts, None, jnp.float32, interpret=self._tiny)
+
+        def one_by_one(S: jax.Array, parts: ChunkParts) -> Any:
+            found = []
+            for i in range(n):
+                q, key, values, readers, reads, last, kept = (part[i] for part in parts)
+                q, key = (jnp.repeat(x, H // h, axis=1) for x in (q, key))
+                change = values - readers @ S
+                found.append(q @ S * kept[..., None] + reads @ change)
+                S = S * kept[..., -1:, None] + key.mT @ (last[..., None] * change)
+            return jnp.concatenate(found, axis=2).swapaxes(1, 2), S
+
+        def differentiated(mix: Any) -> Any:
+            found, pull = jax.vjp(mix, S_BHkv, parts)
+            return found, pull(found)
+
+        self._case(
+            f"linear attention, {B} x {n * c} tokens",
+            partial(jax.jit(differentiated, static_argnums=0), by_kernel),
+            partial(differentiated, one_by_one),
+            flops=6 * n * B * H * c * (3 * k + c) * v,
         )
 
     def matrices(self) -> None:

@@ -31,7 +31,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from tinkerflow.backend.compute.kernels import delta_gpu, delta_tpu
+from tinkerflow.backend.compute.kernels import delta_chunks_gpu, delta_gpu, delta_tpu
+from tinkerflow.backend.compute.kernels.delta_chunks_gpu import ChunkBranches, ChunkParts
 from tinkerflow.backend.compute.mesh import ROWS, TENSOR, Array, sharding
 from tinkerflow.backend.compute.models.layers.gated_deltanet import DeltaRuleWeights, GatedDeltaNet
 from tinkerflow.backend.compute.models.layers.step import DeltaRuleFn
@@ -154,7 +155,7 @@ def mix(
     heads = TENSOR if shape.key_heads % mesh.shape[TENSOR] == 0 else None
     tokens, each = PartitionSpec(rows, None, heads), PartitionSpec(rows)
     held: Any = PartitionSpec(rows, heads)
-    mixed: Callable[..., tuple[jax.Array, Any]] = _step if T == 1 else _chunks
+    mixed: Callable[..., tuple[jax.Array, Any]] = _step if T == 1 else partial(_chunks, dtype=qkv_BTC.dtype)
     if isinstance(state.S, Pooled):
         held = Pooled(PartitionSpec(None, rows, heads), PartitionSpec(), each, each)  # type: ignore[arg-type]
         mixed = _step_in_pool
@@ -246,8 +247,13 @@ def _chunks(
     g_BTH: jax.Array,
     beta_BTH: jax.Array,
     places: tuple[jax.Array, jax.Array | None],
+    *,
+    dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """All tokens, chunk by chunk, in float32. places: segments_BT, and `Branches.entries_Bn` if rows share tokens."""
+    """All tokens, chunk by chunk, in float32.
+
+    places: segments_BT, and `Branches.entries_Bn` if rows share tokens. dtype: of the values that kernels return.
+    """
     B, T, h, k = k_BThk.shape
     (H, v), c = v_BTHv.shape[2:], chunk_tokens()
     r, n = H // h, -(-T // c)
@@ -277,10 +283,29 @@ def _chunks(
 
     alike = jnp.einsum("nbhck,nbhsk->nbhcs", k_, k_)[:, :, :, None]
     system = jnp.tril(alike * decay * beta[..., None], -1)
-    # The values, and the keys that read S.
-    wanted = jnp.concatenate([v_ * beta[..., None], k_[:, :, :, None] * (beta * kept)[..., None]], axis=-1)
-    solved = _inverse(system) @ wanted
+    wanted, readers = v_ * beta[..., None], k_[:, :, :, None] * (beta * kept)[..., None]
     reads = jnp.einsum("nbhck,nbhsk->nbhcs", q, k_)[:, :, :, None] * decay
+    turns = None
+    if entries_Bn is not None:
+        branches_Bn = (entries_Bn >= 0) & (entries_Bn != c * jnp.arange(n) - 1)
+        saved_by_Bnm = branches_Bn[..., None] & (entries_Bn[..., None] == c * jnp.arange(1, n + 1) - 1)
+        turns = branches_Bn.T, saved_by_Bnm.any(axis=1).T
+    mixed = partial(_by_kernel, dtype=dtype) if platform().kernels == "triton" else _in_loop
+    parts = q, k_, (_inverse if on_cpu() else _solved)(system), wanted, readers, reads, decay[..., -1, :], kept
+    o_BTHv, S = mixed(S_BHkv.reshape(B, h, r, k, v), parts, turns)
+    return o_BTHv[:, :T], S.reshape(B, H, k, v)
+
+
+def _in_loop(S: jax.Array, parts: tuple[jax.Array, ...], turns: tuple[jax.Array, jax.Array] | None) -> Any:
+    """The values that tokens read, [B, n c, H, v], and the last state: one chunk after the other.
+
+    parts: queries and keys [n, B, h, c, k], inverses of the systems [n, B, h, r, c, c], wanted values [n, B, h, r, c,
+    v], keys that read S [n, B, h, r, c, k], the weights of earlier tokens' changes [n, B, h, r, c, s], the decay to the
+    chunk's end and the share of S that each token sees [n, B, h, r, c]. turns: which chunks of rows with branches start
+    from the saved state, and after which chunks the state is saved, [n, B].
+    """
+    q, k_, inverse, wanted, readers, reads, last, kept = parts
+    (n, B, h, r, c, v), solved = wanted.shape, inverse @ jnp.concatenate([wanted, readers], axis=-1)
 
     def chunk(S: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k_, solved, reads, last, kept = parts
@@ -296,18 +321,28 @@ def _chunks(
         S, o = chunk(jnp.where(branches_B[:, None, None, None, None], saved, S), plain)
         return (S, jnp.where(saves_B[:, None, None, None, None], S, saved)), o
 
-    S = S_BHkv.reshape(B, h, r, k, v)
-    parts = (q, k_, solved, reads, decay[..., -1, :], kept)
-    by_chunk_kept: Callable[..., Any] = jax.checkpoint if on_cpu() else lambda body: body
-    if entries_Bn is None:
-        S, o = jax.lax.scan(by_chunk_kept(chunk), S, parts)
+    by_chunk: Callable[..., Any] = jax.checkpoint if on_cpu() else lambda body: body
+    each = q, k_, solved, reads, last, kept
+    if turns is None:
+        S, o = jax.lax.scan(by_chunk(chunk), S, each)
     else:
-        branches_Bn = (entries_Bn >= 0) & (entries_Bn != c * jnp.arange(n) - 1)
-        saved_by_Bnm = branches_Bn[..., None] & (entries_Bn[..., None] == c * jnp.arange(1, n + 1) - 1)
-        turns = branches_Bn.T, saved_by_Bnm.any(axis=1).T
-        (S, _), o = jax.lax.scan(by_chunk_kept(branching_chunk), (S, jnp.zeros_like(S)), (parts, *turns))
-    o_BTHv = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(B, n * c, H, v)[:, :T]
-    return o_BTHv, S.reshape(B, H, k, v)
+        (S, _), o = jax.lax.scan(by_chunk(branching_chunk), (S, jnp.zeros_like(S)), (each, *turns))
+    return jnp.moveaxis(o, (0, 4), (1, 2)).reshape(B, n * c, h * r, v), S
+
+
+def _by_kernel(
+    S: jax.Array, parts: tuple[jax.Array, ...], turns: tuple[jax.Array, jax.Array] | None, *, dtype: Any
+) -> Any:
+    """Like `_in_loop`, but the loop is in a kernel, and the values are in `dtype`."""
+    q, k_, inverse, wanted, readers, reads, last, kept = parts
+    n, B, h, r, *_ = wanted.shape
+
+    def by_head(x: jax.Array) -> jax.Array:
+        return x.reshape(n, B, h * r, *x.shape[4:])
+
+    factors = ChunkParts(q, k_, *map(by_head, (inverse @ wanted, inverse @ readers, reads, last, kept)))
+    numbers = turns and ChunkBranches(*(turn.astype(jnp.int32) for turn in turns))
+    return delta_chunks_gpu.mix_chunks(S.reshape(B, h * r, *S.shape[3:]), factors, numbers, dtype)
 
 
 _exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)  # a rounded inverse would be useless
@@ -333,3 +368,21 @@ def _inverse(below: jax.Array) -> jax.Array:
         )
         size *= 2
     return inverse[..., 0, :, :]
+
+
+@jax.custom_vjp
+def _solved(below: jax.Array) -> jax.Array:
+    """`_inverse`, whose backward pass is two products instead of products for each size of blocks."""
+    return _inverse(below)
+
+
+def _solved_forward(below: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = _inverse(below)
+    return inverse, inverse
+
+
+def _solved_backward(inverse: jax.Array, slopes: jax.Array) -> tuple[jax.Array]:
+    return (jnp.tril(-_exact(_exact(inverse.mT, slopes), inverse.mT), -1),)
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
