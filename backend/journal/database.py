@@ -35,6 +35,7 @@ _UNWRITABLE = {  # by SQLSTATE; a server is read-only after a failover, for exam
     "25P03": "ended a transaction that paused for too long",
     "25P04": "ended a transaction that took too long",
 }
+_PROGRAM_LIMIT = "54"  # class of SQLSTATEs: an index's value is too long, for example
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -234,7 +235,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """Open a read-only transaction. It never waits for a writer."""
-        with self.engine.begin() as connection:
+        with _faults_apart(), self.engine.begin() as connection:
             if self._sqlite:
                 _driver(connection).execute("BEGIN")
             yield connection
@@ -248,7 +249,7 @@ class Database:
         JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS, its disk fails, or Postgres takes no
         writes.
         """
-        with self._turn, self.engine.begin() as connection:
+        with _faults_apart(), self._turn, self.engine.begin() as connection:
             if self._sqlite:
                 _begin_to_write(connection)
             if fenced and self.epoch is not None:
@@ -293,6 +294,22 @@ def check_lease(connection: sa.Connection, epoch: int) -> None:
     """FencedError unless `epoch` still holds the engine's lease. No engine can take it until the transaction ends."""
     if connection.execute(_LEASE).scalar() != epoch:
         raise FencedError(f"another engine has taken over this journal: epoch {epoch} has ended and may not write")
+
+
+@contextmanager
+def _faults_apart() -> Iterator[None]:
+    """Replace an OperationalError about a wrong statement, such as one that names no table, because it is not AWAY.
+
+    Postgres raises ProgrammingError for most of these. SQLite reports them all like a full disk.
+    """
+    try:
+        yield
+    except sa.exc.OperationalError as error:
+        is_fault = getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+        if not is_fault and not (getattr(error.orig, "sqlstate", None) or "").startswith(_PROGRAM_LIMIT):
+            raise
+        assert error.orig is not None
+        raise sa.exc.ProgrammingError(error.statement, error.params, error.orig) from error
 
 
 def _leave_unwritable(context: sa.engine.ExceptionContext) -> JournalBusyError | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from tests.api.conftest import KEY, Running
+from tests.waiting import wait_for
 
 from tinkerflow.api.errors import openai_error
 
@@ -46,3 +48,12 @@ def test_times_in_bodies_have_a_time_zone(server: Running) -> None:
         refused = server.post(f"{endpoint}/search", {"cursor": {"last_created_at": "2026-01-31T12:00:00", last: "x"}})
         rule = "must be a time with a time zone, such as 2026-01-31T12:00:00Z"
         assert refused.json() == {"detail": f"cursor.last_created_at is '2026-01-31T12:00:00': {rule}"}
+
+
+def test_a_fault_in_our_statements_is_no_outage(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """SQLite reports a missing table like a full disk."""
+    with server.journal.models._write() as connection:
+        connection.execute(sa.text("ALTER TABLE model RENAME TO renamed"))
+    answer = httpx.get(f"{server.url}/api/v1/training_runs", headers={"X-API-Key": KEY})
+    assert (answer.status_code, answer.json()) == (500, {"detail": "the service failed: ProgrammingError"})
+    wait_for(lambda: any("no such table" in (record.exc_text or "") for record in caplog.records))  # with a traceback

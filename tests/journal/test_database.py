@@ -160,6 +160,26 @@ def test_a_server_that_became_read_only_is_away_until_the_next_connection(scene,
     assert scene.journal.sessions.get(scene.session(), None).state == "active"
 
 
+@pytest.mark.parametrize("sql", ["SELECT * FROM missing", "SELECT missing FROM session", "SELECTT 1"])
+def test_a_wrong_statement_is_no_outage(url, sql):
+    opened = Database(url)
+    for transaction in (opened.read, opened.write):
+        with pytest.raises(sa.exc.ProgrammingError) as raised, transaction() as connection:
+            connection.execute(sa.text(sql))
+        assert not isinstance(raised.value, AWAY)
+    opened.close()
+
+
+@pytest.mark.parametrize("url", ["postgres"], indirect=True)
+def test_a_value_that_no_index_can_hold_is_no_outage(url):
+    opened = Database(url)
+    with pytest.raises(sa.exc.ProgrammingError, match="index row"), opened.write() as connection:
+        connection.execute(sa.text("CREATE TEMP TABLE long (text text PRIMARY KEY) ON COMMIT DROP"))
+        random = "(SELECT string_agg(md5(n::text), '') FROM generate_series(1, 500) n)"
+        connection.execute(sa.text(f"INSERT INTO long VALUES ({random})"))
+    opened.close()
+
+
 def test_readers_do_not_wait_for_a_writer(scene, url):
     session = scene.session()
     holder = Database(url)
