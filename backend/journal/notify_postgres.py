@@ -39,8 +39,8 @@ class PostgresTransport:
                 self._notify(f"{self._own_name}\n{message.decode()}")
 
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
-        """Connect, LISTEN, and read in a thread that reconnects whenever the connection breaks."""
-        connection = self._connect_listening()
+        """Connect, LISTEN, and read in a thread. It reconnects while the connection is broken, from the start on."""
+        connection = self._try_to_listen(logging.WARNING)
         self._thread = threading.Thread(target=self._receive, args=(connection, deliver), name="notifier", daemon=True)
         self._thread.start()
 
@@ -80,8 +80,19 @@ class PostgresTransport:
             raise
         return connection
 
-    def _receive(self, connection: psycopg.Connection, deliver: Callable[[tuple[str, ...]], None]) -> None:
+    def _try_to_listen(self, level: int = logging.DEBUG) -> psycopg.Connection | None:
+        try:
+            return self._connect_listening()
+        except psycopg.Error as error:
+            log.log(level, "notifications: cannot listen through Postgres yet: %s", error)
+            return None
+
+    def _receive(self, connection: psycopg.Connection | None, deliver: Callable[[tuple[str, ...]], None]) -> None:
         while not self._stop.is_set():
+            if connection is None:
+                if not self._stop.wait(_RECONNECT_SECONDS):
+                    connection = self._try_to_listen()
+                continue
             try:
                 for notification in connection.notifies(timeout=_STOP_CHECK_SECONDS):
                     sender, *topics = unpack_topics(notification.payload.encode())
@@ -90,13 +101,6 @@ class PostgresTransport:
             except psycopg.Error as error:
                 log.warning("notifications: lost the listening connection to Postgres; reconnecting: %s", error)
                 connection.close()
-                connection = self._reconnect(connection)
-        connection.close()
-
-    def _reconnect(self, broken: psycopg.Connection) -> psycopg.Connection:
-        while not self._stop.wait(_RECONNECT_SECONDS):
-            try:
-                return self._connect_listening()
-            except psycopg.Error as error:
-                log.debug("notifications: Postgres cannot be reached yet: %s", error)
-        return broken
+                connection = None
+        if connection is not None:
+            connection.close()

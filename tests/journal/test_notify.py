@@ -212,6 +212,28 @@ async def test_a_broken_postgres_connection_is_opened_again(notifier, url, monke
         other.close()
 
 
+@pytest.mark.parametrize("url", ["postgres"], indirect=True)
+async def test_an_outage_at_the_start_only_delays_notifications(notifier, url, monkeypatch):
+    connect, failures = psycopg.connect, [psycopg.OperationalError("connection refused") for _ in range(2)]
+
+    def refused_first(*to, **how):
+        if failures:
+            raise failures.pop()
+        return connect(*to, **how)
+
+    monkeypatch.setattr(psycopg, "connect", refused_first)
+    async with notifier.subscribe() as topics, asyncio.timeout(20):
+        assert len(failures) == 1
+        other, heard = Notifier(url), asyncio.create_task(anext(topics))
+        while failures:  # noqa: ASYNC110  another thread connects
+            await asyncio.sleep(0.01)
+        while not heard.done():
+            other.publish("model:b")
+            await asyncio.sleep(0.1)
+        assert heard.result() == "model:b"
+        other.close()
+
+
 def test_a_standby_server_of_postgres_only_loses_notifications(monkeypatch):
     monkeypatch.setattr(psycopg, "connect", lambda *to, **how: Standby())
     notifier = Notifier("postgresql://host/database")
