@@ -41,7 +41,7 @@ def serve(
     """Serve until SIGTERM or SIGINT, then return within a few seconds. Held polls are answered `try_again`.
 
     First waits until the engine has migrated the journal's database and registered a base model. The process may open
-    as many connections as the system allows.
+    as many connections as the system allows. UserError: the database's server refuses its URL.
     on_ready: called once requests are accepted. on_turn: called every second while the event loop is alive.
     """
     allow_open_files()

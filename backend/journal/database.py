@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,6 +36,10 @@ _UNWRITABLE = {  # by SQLSTATE; a server is read-only after a failover, for exam
     "25P03": "ended a transaction that paused for too long",
     "25P04": "ended a transaction that took too long",
 }
+_REFUSAL = re.compile(  # of Postgres and its client library, which give no SQLSTATE for a failed connection
+    r"(password authentication failed|no password supplied|\w[^:\n]*pg_hba\.conf|permission denied for database"
+    r"|(database|role) \"[^\n]*\" (does not exist|is not permitted))[^\n]*"
+)
 _PROGRAM_LIMIT = "54"  # class of SQLSTATEs: an index's value is too long, for example
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -294,6 +299,31 @@ def check_lease(connection: sa.Connection, epoch: int) -> None:
     """FencedError unless `epoch` still holds the engine's lease. No engine can take it until the transaction ends."""
     if connection.execute(_LEASE).scalar() != epoch:
         raise FencedError(f"another engine has taken over this journal: epoch {epoch} has ended and may not write")
+
+
+@contextmanager
+def connecting_first() -> Iterator[None]:
+    """Wrap the first use of a database. UserError: it refuses the user, the password or the name of its URL.
+
+    Later, the caller waits for such a database, too. Its administrator may be changing the password.
+    """
+    try:
+        yield
+    except sa.exc.OperationalError as error:
+        if (why := refusal(str(error.orig))) is None:
+            raise
+        fix = "correct the user, the password or the name of the database in TINKERFLOW_DATABASE_URL"
+        raise UserError(f"database_url: the server refuses the connection ({why}): {fix}") from error
+
+
+def refusal(message: str) -> str | None:
+    """Why a Postgres server refuses the URL of its database, from the message of its driver; None for an outage.
+
+    If there were several attempts, such as one for each address of the host, the server must have refused all.
+    """
+    first, *attempts = message.split("\n- ")
+    found = [_REFUSAL.search(attempt) for attempt in attempts or [first]]
+    return found[0][0] if found[0] is not None and None not in found else None
 
 
 @contextmanager

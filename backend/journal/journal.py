@@ -94,7 +94,8 @@ class Journal:
     def open(cls, url: str, *, clock: Clock | None = None) -> Self:
         """Open the migrated database `url`.
 
-        ServerError: the database is not at the newest schema. NoTablesError: the database has no tables.
+        ServerError: the database is not at the newest schema. NoTablesError: the database has no tables. UserError: the
+        server refuses the URL.
         """
         database = Database(url)
         try:

@@ -16,7 +16,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tinkerflow.backend.core.errors import ServerError
-from tinkerflow.backend.journal.database import Database
+from tinkerflow.backend.journal.database import Database, connecting_first
 
 _LOCK = 0x74696E6B  # any number, the same in every process
 
@@ -28,9 +28,10 @@ class NoTablesError(ServerError):
 def migrate(url: str, revision: str = "head") -> None:
     """Upgrade the database to the newest schema (or to `revision`). Creates a missing SQLite file.
 
-    Several processes may call this concurrently. One migrates in a transaction, and the others wait for it.
+    Several processes may call this concurrently. One migrates in a transaction, and the others wait for it. UserError:
+    the server refuses the URL.
     """
-    with closing(Database(url)) as database, database.write() as connection:
+    with closing(Database(url)) as database, connecting_first(), database.write() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
         config = _config()
@@ -39,10 +40,13 @@ def migrate(url: str, revision: str = "head") -> None:
 
 
 def check_revision(database: Database) -> None:
-    """Raise ServerError unless the database has the newest schema, and NoTablesError if it is empty."""
+    """Raise ServerError unless the database has the newest schema, and NoTablesError if it is empty.
+
+    UserError: the server refuses the database's URL.
+    """
     scripts = ScriptDirectory.from_config(_config())
     newest = scripts.get_current_head()
-    with database.read() as connection:
+    with connecting_first(), database.read() as connection:
         found = MigrationContext.configure(connection).get_current_revision()
     if found != newest:
         name = sa.make_url(database.url).render_as_string(hide_password=True)

@@ -23,8 +23,9 @@ from tests.api.test_serve import CODE, healthy
 from tests.api.test_streaming import Decoder, hear, hear_all, listening
 from tests.waiting import wait_for
 
-from tinkerflow.api import errors
+from tinkerflow.api import errors, serve
 from tinkerflow.api.endpoints import generation, sse
+from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import Journal, Kind, migrate
 from tinkerflow.backend.journal.database import AWAY, Table
 from tinkerflow.backend.journal.results import Results
@@ -160,6 +161,12 @@ def test_an_api_that_starts_during_an_outage_waits(
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_api_does_not_wait_for_a_database_that_does_not_exist(database: str, settings_for: Any) -> None:
+    settings = settings_for(database_url=database.replace("/outages?", "/missing?"))
+    with pytest.raises(UserError, match=r'^database_url: .*database "missing" does not exist'):
+        serve(settings)
 
 
 @pytest.mark.usefixtures("lettered")

@@ -20,9 +20,9 @@ from sqlalchemy.engine import make_url
 from tests.journal.conftest import checkpoint
 
 from tinkerflow.backend.core.disk import sqlite_url
-from tinkerflow.backend.core.errors import JournalBusyError, ServerError
-from tinkerflow.backend.journal import AWAY, Journal, ModelState, NewSession, Retention, database
-from tinkerflow.backend.journal.database import Database, driver_url
+from tinkerflow.backend.core.errors import JournalBusyError, ServerError, UserError
+from tinkerflow.backend.journal import AWAY, Journal, ModelState, NewSession, Retention, database, migrate
+from tinkerflow.backend.journal.database import Database, driver_url, refusal
 from tinkerflow.backend.journal.notify_postgres import PostgresTransport
 
 WRITER = """
@@ -178,6 +178,35 @@ def test_a_value_that_no_index_can_hold_is_no_outage(url):
         random = "(SELECT string_agg(md5(n::text), '') FROM generate_series(1, 500) n)"
         connection.execute(sa.text(f"INSERT INTO long VALUES ({random})"))
     opened.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda url: url.set(database="missing"), r'\(database "missing" does not exist\)'),
+        (lambda url: url.set(username="nobody"), r'\(role "nobody" does not exist\)'),
+    ],
+)
+def test_a_url_that_the_server_refuses_names_its_setting(postgres_bare, change, why):
+    url = change(make_url(postgres_bare)).render_as_string(hide_password=False)
+    for use in (Journal.open, migrate):
+        with pytest.raises(UserError, match=f"^database_url: the server refuses .*{why}: correct the user, .*_URL$"):
+            use(url)
+
+
+def test_refusals_of_a_url_are_told_from_outages():
+    to = 'connection failed: connection to server at "::1", port 5432 failed: '
+    password = 'FATAL:  password authentication failed for user "me"'
+    hba = 'FATAL:  no pg_hba.conf entry for host "::1", user "me", database "x", no encryption'
+    both = f"{to}{password}\nMultiple connection attempts failed. All failures were:\n- host: 'a': {to}{{}}\n- 'b': "
+    assert refusal(to + password) == 'password authentication failed for user "me"'
+    assert refusal(f"{to}fe_sendauth: no password supplied") == "no password supplied"
+    assert refusal(to + hba) == hba.removeprefix("FATAL:  ")
+    assert refusal(both.format(password) + to + password) == 'password authentication failed for user "me"'
+    assert refusal(both.format("Connection refused") + to + password) is None
+    assert refusal(f"{to}Connection refused\n\tIs the server running on that host?") is None
+    assert refusal(f'{to}FATAL:  database "x" is not currently accepting connections') is None
+    assert refusal(f'{to}FATAL:  too many connections for role "me"') is None
 
 
 def test_readers_do_not_wait_for_a_writer(scene, url):
