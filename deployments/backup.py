@@ -96,6 +96,8 @@ def restore_backup(file: Path, data_dir: Path) -> Iterator[str]:
 
     UserError: the file is not a backup, the data dir is not empty, or another command restores into it.
     """
+    if file.exists() and not file.is_file():  # a pipe may never end, and cannot be read twice
+        raise UserError(f"backup {file}: must be a regular file")
     with _restoring(data_dir):
         try:
             manifest = _unpack(file, data_dir)

@@ -251,6 +251,8 @@ def test_moved_service_uses_the_embedded_model_of_its_data_dir(tmp_path: Path) -
 def test_foreign_or_malicious_backup_file_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "other.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("x"))
+    with pytest.raises(UserError, match=r"^backup /dev/zero: must be a regular file$"):
+        list(restore_backup(Path("/dev/zero"), tmp_path / "new"))
     with pytest.raises(UserError, match="was not written by `tinkerflow backup`"):
         list(restore_backup(tmp_path / "other.tar", tmp_path / "new"))
     with tarfile.open(tmp_path / "evil.tar", "w") as tar:
