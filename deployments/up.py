@@ -320,4 +320,6 @@ def _refuse_used(host: str, port: int) -> None:
                 number = error.errno or 0  # negative after a failed lookup, which `create_server` raises as an OSError
                 why = os.strerror(number) if number > 0 else str(error.strerror).partition(" (while")[0]
                 raise UserError(f"port {port} of {host}: {why.lower()}; {fix}") from error
+        except TypeError as error:  # the name is not UTF-8, or contains NUL
+            raise UserError(f"host is {host!r}: must be a name or an address ({error})") from error
         time.sleep(0.1)

@@ -274,6 +274,7 @@ COMMANDS: list[tuple[list[str], dict[str, str], str]] = [
     ),
     (["up", "--processes", "0"], {}, "processes: 0: Input should be greater than or equal to 1"),
     (["up", "--port", "1", "--host", "203.0.113.7"], {}, "port 1 of 203.0.113.7: "),
+    (["up", "--host", "\udcff"], {}, r"host is '\udcff': must be a name or an address"),
     (["up", "--group", "nowhere"], {}, "group: 'nowhere' must be HOST:PORT"),
     (["worker", "--group", "127.0.0.1"], {}, "--group '127.0.0.1' must be HOST:PORT"),
     (["worker", "--group", "127.0.0.1:7000"], {}, "group.secret'): copy the file from the driver's host"),
