@@ -76,7 +76,7 @@ def create_app(
     app.add_middleware(Counted, metrics=metrics)  # added last, so it is the outermost
     errors.install(app)
     openapi.serve_document(app)
-    app.add_api_route(f"{API}/healthz", _healthz, methods=["GET"])
+    app.add_api_route(f"{API}/healthz", healthz, methods=["GET"])
     # Every module of `routes` defines a `router`, and some a `link_router` with routes that need a signed link, not a
     # key.
     modules = [import_module(f"{routes.__name__}.{module.name}") for module in pkgutil.iter_modules(routes.__path__)]
@@ -98,5 +98,5 @@ class Healthy(Wire):
     status: Literal["ok"] = "ok"
 
 
-async def _healthz() -> Healthy:
+async def healthz() -> Healthy:
     return Healthy()

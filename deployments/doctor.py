@@ -226,7 +226,7 @@ def check_prefect(settings: Settings) -> str:
     server = server_for_clients(settings.data_dir, os.environ)
     if server is None:
         if read_owner(settings.data_dir) is not None:
-            return "restarting: it starts with the engine"
+            return "starts with the engine"
         return "not running; `tinkerflow up` starts it"
     url = f"{server.api_url.removesuffix('/')}/health"
     try:

@@ -77,7 +77,8 @@ def run_track_part(settings: Settings, parent: int, *, once: bool) -> None:
         raise UserError(f"track: the settings {names} are empty; docs/trackers.md lists the trackers")
     _begin(parent)
     keep_stdout()  # libraries of trackers print
-    say(READY)
+    if not once:
+        say(READY)
     stop = threading.Event()
 
     async def run() -> None:

@@ -80,8 +80,10 @@ def test_requests_are_counted_by_operation_and_status(server: Any) -> None:
     assert server.post("get_info", {"model_id": "nobody"}).status_code == 404
     assert server.get("sessions", key="wrong").status_code == 401
     assert server.get("no/such/endpoint").status_code == 404
+    assert server.get("healthz").status_code == 200
     seen = counts(server, "tinkerflow_requests", "tinkerflow_requests_total")
     expected = {("create_session", "200"), ("get_info", "404"), ("sessions", "401"), ("none", "404")}
+    expected.add(("healthz", "200"))
     assert expected <= seen.keys() and all(seen[one] == 1 for one in expected)
     timed = counts(server, "tinkerflow_request_seconds", "tinkerflow_request_seconds_count")
     assert timed["create_session",] == 1

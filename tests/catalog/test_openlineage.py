@@ -262,7 +262,7 @@ def test_the_command_sends_the_events_of_a_service(service: Service) -> None:
     own = {"TINKERFLOW_DATA_DIR": str(service.folder), "TINKERFLOW_OPENLINEAGE_URL": service.file.as_uri()}
     words = [sys.executable, "-m", "tinkerflow", "track", "--once"]
     done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert [one["run"]["runId"] for one in service.events()] == [run_uuid(run)]
 
 

@@ -181,7 +181,7 @@ def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch
     idle = Settings(data_dir=tmp_path, prefect_port=port)  # another program listens on this port
     assert doctor.check_prefect(idle) == "not running; `tinkerflow up` starts it"
     with owned(tmp_path, "http://127.0.0.1:8000"):
-        assert doctor.check_prefect(idle) == "restarting: it starts with the engine"
+        assert doctor.check_prefect(idle) == "starts with the engine"
     make_credential(tmp_path)
     record_server(tmp_path, port, os.getpid())
     assert f"{port}/api/health" in doctor.check_prefect(idle)
