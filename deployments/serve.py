@@ -9,6 +9,8 @@ the file names.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
 import io
 import logging
 import os
@@ -28,7 +30,7 @@ import httpx
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tinkerflow.backend.core.disk import folder_of_url
+from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_private
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.prefect_access import TRAINING_FLOW, PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
@@ -152,8 +154,9 @@ def _code(values: object) -> Iterator[str]:
 def serve(file: Path, settings: Settings, *, limit: int) -> None:
     """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at the same time, each in its own process.
 
-    At the end, flow runs are cancelled, and the schedules are paused until the deployments are served again. The
-    Prefect server is the one at PREFECT_API_URL, or else the data dir's. `start_deadline` bounds the wait for it.
+    At the end, flow runs are cancelled, and the schedules are paused until the deployments are served again. If another
+    `serve` of the file has not ended yet, this one waits until it has. The Prefect server is the one at
+    PREFECT_API_URL, or else the data dir's. `start_deadline` bounds the wait for it.
 
     When the data dir's server moves to another address, or Prefect's runner gives up because no server answers, this
     process restarts its command, which waits for a server. ServerError: no server answers within `start_deadline`, or
@@ -171,10 +174,29 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS", PLAIN_LOG)
     warnings.filterwarnings("ignore", r"coroutine 'Runner\..* was never awaited")  # a task that cannot start
     os.umask(0o077)  # results and records of runs are for the owner only
-    if asyncio.run(_serve(served, settings, prefect, limit)):
+    with alone(file, prefect.api_url, settings.data_dir):
+        has_stopped = asyncio.run(_serve(served, settings, prefect, limit))
+    if has_stopped:
         print("stopped", flush=True)
     else:
         os.execve(sys.executable, [sys.executable, "-m", "tinkerflow", *sys.argv[1:]], before)
+
+
+@contextmanager
+def alone(file: Path, api_url: str, data_dir: Path) -> Iterator[None]:
+    """Wait until no other process is in this block, with the same file and Prefect server.
+
+    A process that stops pauses its schedules last, so also those that the next process has just started.
+    """
+    name = hashlib.sha256(f"{file.resolve()} {api_url}".encode()).hexdigest()[:16]
+    make_folder(data_dir)
+    with open_private(data_dir / f"serve-{name}.lock", "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another `tinkerflow serve` of {file} has not ended: waiting for its end", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 async def _serve(content: ServedFile, settings: Settings, prefect: PrefectAccess, limit: int) -> bool:

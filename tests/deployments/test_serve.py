@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import cloudpickle
@@ -26,6 +27,7 @@ from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import (
     PLAIN_LOG,
     Deployment,
+    alone,
     check_parameters,
     make_deployment,
     make_deployments,
@@ -276,6 +278,27 @@ async def _deploy(server: Any, name: str, **more: object) -> str:
         await _ask(server, "work_pools/", name=more["work_pool_name"], type="process")
     flow = await _ask(server, "flows/", name=f"of-{name}")
     return str((await _ask(server, "deployments/", name=name, flow_id=flow["id"], **more))["id"])
+
+
+def test_serve_waits_for_the_end_of_another_serve_of_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the other one would pause the schedules that this one has just started."""
+    file, url, entered = tmp_path / "prefect.yaml", "http://127.0.0.1:4200/api", Event()
+
+    def enter() -> None:
+        with alone(file, url, tmp_path):
+            entered.set()
+
+    shown = ""
+    with alone(file, url, tmp_path), alone(file, f"{url}/other", tmp_path), alone(tmp_path / "other", url, tmp_path):
+        other = Thread(target=enter)
+        other.start()
+        while "waiting" not in shown:
+            shown += capsys.readouterr().out
+        assert not entered.is_set()
+    other.join()
+    assert shown == f"another `tinkerflow serve` of {file} has not ended: waiting for its end\n"
 
 
 async def test_serve_follows_the_prefect_server_of_its_data_dir_only(
