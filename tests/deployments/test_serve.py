@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import cloudpickle
 import httpx
 import pytest
+from prefect.settings.models.flows import FlowsSettings
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
@@ -28,6 +30,7 @@ from tinkerflow.deployments.serve import (
     PLAIN_LOG,
     Deployment,
     alone,
+    automations,
     check_parameters,
     make_deployment,
     make_deployments,
@@ -222,6 +225,13 @@ def test_allowed_code_is_a_list_of_import_paths(tmp_path: Path, listed: str) -> 
     (tmp_path / "prefect.yaml").write_text(f"deployments: []\nallowed_code: {listed}\n")
     with pytest.raises(UserError, match=r"must be a list of import paths, package\.module:name"):
         read_file(tmp_path / "prefect.yaml")
+
+
+def test_flows_with_the_usual_heartbeats_do_not_count_as_silent() -> None:
+    """Prefect's server may be shared with flows of `tinkerflow run` and of others."""
+    (silent,) = [one for one in automations() if "heartbeat" in one.name]
+    usual = FlowsSettings.model_fields["heartbeat_frequency"].default
+    assert silent.trigger.within > timedelta(seconds=2 * usual), "one lost event is no crash"  # type: ignore[union-attr]
 
 
 def test_flows_are_sent_to_their_processes_whole() -> None:
