@@ -1,4 +1,4 @@
-"""Profiles of the platforms: CPUs, NVIDIA GPUs, older NVIDIA GPUs without our kernels, and TPUs."""
+"""Profiles of the platforms: CPUs, NVIDIA GPUs (also with little shared memory, or too old for our kernels), TPUs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Platform:
     compilers: the shared libraries that parse the flags, as "package/file". They end the process when a flag is
     unknown.
     shares_memory: whether a process takes only a part of a device's memory.
+    shared_memory: bytes of a multiprocessor's shared memory that one block of a kernel can take, on GPUs with kernels.
     host_decides: whether the host chooses branches and the number of iterations of loops. On GPUs, the thread that
     starts a program would otherwise wait at each branch and iteration until the device has decided. On other devices
     the host does not wait.
@@ -54,6 +55,7 @@ class Platform:
     kernels: Literal["triton", "mosaic"] | None = None
     compilers: tuple[str, ...] = ()
     shares_memory: bool = False
+    shared_memory: int = 0
     host_decides: bool = False
     few_shapes: bool = True
     attention_tokens: int = 8192
@@ -87,13 +89,16 @@ CUDA = Platform(
         "jax_plugins.xla_cuda12/xla_cuda_plugin.so",
     ),
     shares_memory=True,
+    shared_memory=163 * 1024,  # of an A100; an H100 has 227 KiB
     host_decides=True,
 )
+SMALL_CUDA = replace(CUDA, shared_memory=99 * 1024)
+_SMALL = ("8.6", "8.9", "12.0", "12.1")  # their compute capabilities: A10, L4, L40S, RTX 30, 40 and 50, for example
 # XLA compiles Triton's kernels only for Ampere and newer (jax-ml/jax, issue 26799). Turing's tensor cores support
 # float16 but not bfloat16, so XLA would widen the operands of each product to float32. Weights and activations stay in
 # bfloat16, because the activations of models trained in bfloat16 exceed the range of float16. `matmul.product` scales
 # the operands instead.
-TURING = replace(CUDA, kernels=None)
+TURING = replace(CUDA, kernels=None, shared_memory=0)
 _AMPERE = 8  # major number of the compute capability
 TPU = Platform(
     "tpu",
@@ -117,8 +122,11 @@ def platform() -> Platform:
 
 def _of_devices() -> Platform:
     profile = _BY_BACKEND[jax.default_backend()]
-    major = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")[0]  # of NVIDIA GPUs
-    return TURING if profile is CUDA and major.isdigit() and int(major) < _AMPERE else profile
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # of NVIDIA GPUs
+    major = capability.partition(".")[0]
+    if profile is CUDA and major.isdigit() and int(major) < _AMPERE:
+        return TURING
+    return SMALL_CUDA if profile is CUDA and capability in _SMALL else profile
 
 
 def on_cpu() -> bool:

@@ -16,7 +16,7 @@ from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.models.families import load_config
 from tinkerflow.backend.compute.models.lora_weights import init_lora
 from tinkerflow.backend.compute.models.params import load_params
-from tinkerflow.backend.compute.platforms import CPU, CUDA, TURING, compiling_for
+from tinkerflow.backend.compute.platforms import CPU, CUDA, SMALL_CUDA, TURING, compiling_for
 from tinkerflow.backend.compute.sampler import kv_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.training.budget import Budget
@@ -26,7 +26,13 @@ from tinkerflow.backend.spec.commands import LoraSpec
 from tinkerflow.backend.spec.losses import packed_inputs
 
 
-@pytest.mark.parametrize(("capability", "expected"), [("7.5", TURING), ("8.0", CUDA), ("12.1", CUDA), ("gfx942", CUDA)])
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        *(("7.5", TURING), ("8.0", CUDA), ("8.9", SMALL_CUDA), ("9.0", CUDA), ("10.0", CUDA), ("12.1", SMALL_CUDA)),
+        ("gfx942", CUDA),
+    ],
+)
 def test_the_compute_capability_chooses_the_profile(
     capability: str, expected: platforms.Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:

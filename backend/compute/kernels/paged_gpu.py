@@ -26,9 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.triton_calls import LEAST_SIDE, MULTIPROCESSORS, triton_call
+from tinkerflow.backend.compute.platforms import platform
 
 _MOST_QUERIES, _POSITIONS = 64, 64  # of a tile of two-byte numbers; half of that in float32, to fit in shared memory
 _WIDE = 256  # dimensions of a value; with more, tiles have fewer queries and positions
+_ENOUGH = 128 * 1024  # bytes of shared memory in which whole tiles of _WIDE dimensions fit
 _PROGRAMS = 2 * MULTIPROCESSORS
 _MASKED = -1e30
 
@@ -68,7 +70,7 @@ def attend(
     D = min(pl.next_power_of_2(pl.cdiv(_PROGRAMS, S * G * blocks)), W)
     cut = _Cut(
         M=M, P=P, W=W, D=D, r=r, m=m, u=u, v=v,
-        t=max(LEAST_SIDE, min(each * _POSITIONS // 2 // less, P & -P)),
+        t=max(LEAST_SIDE, min(each * _positions(u) // 2 // less, P & -P)),
         separate_values=separate_values,
         parts=((0, d),) if separate_values or v == d else ((0, v), (v, d - v)),
         window=window,
@@ -95,6 +97,11 @@ def attend(
     plain = D == 1 and sinks_H is None
     whole: jax.Array = o[0] if plain else jnp.sum(o * shares[..., None], axis=0).astype(q.dtype)
     return whole.reshape(S, G, Q, r, v).transpose(0, 2, 1, 3, 4).reshape(S, Q, H, v)
+
+
+def _positions(u: int) -> int:
+    """The positions of a tile of two-byte numbers. u: dimensions of its values."""
+    return _POSITIONS // 2 if u == _WIDE and platform().shared_memory < _ENOUGH else _POSITIONS
 
 
 @dataclass(frozen=True)

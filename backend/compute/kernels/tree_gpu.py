@@ -19,8 +19,12 @@ from jax.experimental.pallas import triton
 
 from tinkerflow.backend.compute.kernels.tree import How, Kernels, TreeRows, listed, sees
 from tinkerflow.backend.compute.kernels.triton_calls import triton_call
+from tinkerflow.backend.compute.platforms import platform
 
-_QUERIES, _KEYS, _BACKWARD = 128, 64, 64  # tokens of a block; half of that in float32, to fit in shared memory
+# Tokens of a block. To fit in shared memory, blocks in float32 have half as many, and so have blocks of large heads on
+# GPUs with little of it.
+_QUERIES, _KEYS, _BACKWARD = 128, 64, 64
+_LARGE, _ENOUGH = 128, 128 * 1024  # the largest other head dimension; bytes of shared memory that large heads need
 _WARPS = 8
 _STAGES = 2
 
@@ -184,5 +188,7 @@ def _scores(how: How, q_nd: jax.Array, k_md: jax.Array, tree_refs: Any, first_qu
 
 
 def _block(most: int, q_BTHd: jax.Array) -> int:
-    """The tokens of a block: at most `most` for two-byte numbers, and half of that for float32."""
+    """The tokens of a block: at most `most` for two-byte numbers."""
+    if q_BTHd.shape[-1] > _LARGE and platform().shared_memory < _ENOUGH:
+        most //= 2
     return math.gcd(2 * most // q_BTHd.dtype.itemsize, q_BTHd.shape[1])

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from tinkerflow.backend.compute.platforms import CUDA, MEMORY_SHARE, TPU, TURING, Platform
+from tinkerflow.backend.compute.platforms import CUDA, MEMORY_SHARE, SMALL_CUDA, TPU, TURING, Platform
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.suggest import did_you_mean
 
@@ -52,7 +52,7 @@ DEVICES = {
         Device("h100", CUDA, 989e12, 84942979072, 3352e9, 450e9, _NVIDIA + "h100"),
         Device("h200", CUDA, 989e12, 151397597184, 4800e9, 450e9, _NVIDIA + "h200"),
         Device("b200", CUDA, 2250e12, 180 * 2**30, 8000e9, 900e9, _NVIDIA + "dgx-b200"),
-        Device("l40s", CUDA, 362e12, 48 * 10**9, 864e9, 32e9, _NVIDIA + "l40s"),
+        Device("l40s", SMALL_CUDA, 362e12, 48 * 10**9, 864e9, 32e9, _NVIDIA + "l40s"),
         # PyTorch finds this memory on a T4. The NVIDIA page says 16 GB.
         Device(
             "t4",
@@ -65,16 +65,32 @@ DEVICES = {
             float8=False,
             float32_flops=8.1e12,
         ),
-        Device("l4", CUDA, 121e12, 24 * 10**9, 300e9, 32e9, _NVIDIA + "l4"),
+        Device("l4", SMALL_CUDA, 121e12, 24 * 10**9, 300e9, 32e9, _NVIDIA + "l4"),
         Device("a100-40gb", CUDA, 312e12, 40 * 2**30, 1555e9, 300e9, _NVIDIA + "a100", float8=False),
-        Device("a10", CUDA, 125e12, 24 * 10**9, 600e9, 32e9, _NVIDIA + "products/a10-gpu", float8=False),
-        Device("a6000", CUDA, 154.8e12, 48 * 10**9, 768e9, 32e9, _RTX + "design-visualization/rtx-a6000", float8=False),
+        Device("a10", SMALL_CUDA, 125e12, 24 * 10**9, 600e9, 32e9, _NVIDIA + "products/a10-gpu", float8=False),
+        Device(
+            "a6000",
+            SMALL_CUDA,
+            154.8e12,
+            48 * 10**9,
+            768e9,
+            32e9,
+            _RTX + "design-visualization/rtx-a6000",
+            float8=False,
+        ),
         # GeForce cards add products of bfloat16 in float32 at half of the advertised rate.
         Device(
-            "rtx3090", CUDA, 71e12, 24 * 10**9, 936e9, 32e9, _RTX + "geforce/graphics-cards/30-series", float8=False
+            "rtx3090",
+            SMALL_CUDA,
+            71e12,
+            24 * 10**9,
+            936e9,
+            32e9,
+            _RTX + "geforce/graphics-cards/30-series",
+            float8=False,
         ),
-        Device("rtx4090", CUDA, 165.2e12, 24 * 10**9, 1008e9, 32e9, _RTX + "geforce/graphics-cards/40-series"),
-        Device("rtx5090", CUDA, 209.5e12, 32 * 10**9, 1792e9, 64e9, _RTX + "geforce/graphics-cards/50-series"),
+        Device("rtx4090", SMALL_CUDA, 165.2e12, 24 * 10**9, 1008e9, 32e9, _RTX + "geforce/graphics-cards/40-series"),
+        Device("rtx5090", SMALL_CUDA, 209.5e12, 32 * 10**9, 1792e9, 64e9, _RTX + "geforce/graphics-cards/50-series"),
     )
 }
 _NAMES = {name.replace("-", "").removeprefix("rtx"): name for name in DEVICES}  # rtx-3090 and 3090 are rtx3090
