@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.compute.platforms import CUDA, TURING, platform
+from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.weights import mxfp4
 
 BLOCK = 64  # inputs that share a scale in NF4
@@ -89,8 +89,9 @@ class FourBit:
         pairs = self.packed.reshape(*before, blocks, -1, 1, *after)
         shifts = jnp.arange(0, 8, 4, dtype=jnp.uint8).reshape(2, *(1 for _ in after))
         codes = (pairs >> shifts) & 15
-        # There, XLA would keep a constant matrix for each number of a selection: 26 GB for Qwen3-30B-A3B.
-        if platform() is TURING or (of_experts and platform() is CUDA):
+        # XLA:GPU would keep a constant matrix for each number of a selection from experts, or in a loop over several
+        # layers: 26 GB for Qwen3-30B-A3B, and 10 GB for Gemma-3-12B.
+        if platform().name == CUDA.name:
             numbers = jnp.asarray(TABLES[self.table]).at[codes].get(mode="promise_in_bounds")
         else:
             numbers = numbers_of(codes, self.table)
@@ -104,8 +105,8 @@ Weight = jax.Array | Int8 | FourBit
 def numbers_of(codes: jax.Array, table: str) -> jax.Array:
     """The numbers that `codes` (integers from 0 to 15) stand for, float32.
 
-    They are found by selections, which vectorize, and fuse except as in `FourBit.dense`. TPUs would gather the numbers
-    one by one.
+    They are found by selections, which vectorize, and fuse except on GPUs (`FourBit.dense`). TPUs would gather the
+    numbers one by one.
     """
     codes, found = codes.astype(jnp.int32), list(TABLES[table])
     for bit in range(4):
