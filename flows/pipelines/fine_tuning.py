@@ -149,7 +149,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe, watch: OutlierWatch
                 await _show(run.artifacts, segments, lineage)
             if control.stopping:
                 control.stopped(_what_is_saved(segments))
-        weights = await _export(trainer, training.steps)
+        weights = await _export(trainer, segments[-1])
     await _show(run.artifacts, segments, lineage, weights)
     steps = [step for segment in segments for step in segment.steps]
     tenth = max(1, len(steps) // 10)
@@ -217,10 +217,16 @@ def _mean(steps: Sequence[StepMetrics], names: Iterable[str]) -> dict[str, float
     return {name: sum(step.values.get(name, 0.0) for step in steps) / len(steps) for name in found}
 
 
-async def _export(trainer: Trainer, step: int) -> str:
-    """Save the weights to sample from. Returns their path. Resuming a finished run saves them once more."""
-    client = await trainer.at(step)
-    saved = await client.save_weights_for_sampler("final", user_metadata=trainer.lineage.metadata(step))
+async def _export(trainer: Trainer, last: SegmentRecord) -> str:
+    """Save the weights to sample from, and keep them and the last state. Returns the path of the weights.
+
+    Weights that a killed process saved expire. Resuming a finished run saves them once more.
+    """
+    client, lifetime = await trainer.at(last.last_step), trainer.training.state_days * 24 * 3600
+    origin = trainer.lineage.metadata(last.last_step)
+    saved = await client.save_weights_for_sampler("final", ttl_seconds=lifetime, user_metadata=origin)
+    for path in (last.state, str(saved.path)):
+        await trainer.run.server.rest.set_checkpoint_ttl_from_tinker_path(path, None)
     return str(saved.path)
 
 

@@ -332,11 +332,10 @@ async def make_steps(
 
 
 async def _save(trainer: Trainer, client: tinker.TrainingClient, step: int) -> str:
-    """Save a state to resume from. Returns its path. The state after the last step is kept; earlier ones expire."""
-    last = step == trainer.training.steps
+    """Save a state to resume from, which expires unless its run is finished. Returns its path."""
     saved = await client.save_state(
         f"step-{step:08d}",
-        ttl_seconds=None if last else trainer.training.state_days * 24 * 3600,
+        ttl_seconds=trainer.training.state_days * 24 * 3600,
         user_metadata=trainer.lineage.metadata(step),
     )
     return str(saved.path)

@@ -63,6 +63,8 @@ async def test_sft_lowers_the_loss_and_writes_its_artifacts(pipelines, tmp_path,
     rest = pipelines.server.rest()
     info = rest.get_weights_info_by_tinker_path(trained.state).result()
     assert info.lora_rank == 8
+    saved = rest.list_checkpoints(trained.training_run).result().checkpoints
+    assert {one.tinker_path for one in saved if one.expires_at is None} == {trained.state, trained.weights}
     async with get_client() as client:  # one version for each key, despite many updates
         every = await client.read_artifacts(limit=200)
     assert sum(one.key == "sft-shown-curves" for one in every) == 1

@@ -12,9 +12,10 @@ from tinker import RequestFailedError
 from tinker.types import RequestErrorCategory
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.flows.pipelines.fine_tuning import _export
 from tinkerflow.flows.pipelines.sft import SftParameters
 from tinkerflow.tasks.pipelines.control import Control
-from tinkerflow.tasks.pipelines.progress import RunProgress, StepMetrics
+from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.trainer import Lineage, Trainer, data_name, train_segment
 from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError
 
@@ -29,6 +30,10 @@ class Client:
     async def save_state(self, name: str, ttl_seconds: int | None, user_metadata: Mapping[str, str]) -> Any:
         self.saved.append((name, ttl_seconds))
         assert user_metadata["step"] == str(int(name.removeprefix("step-")))
+        return SimpleNamespace(path=f"tinker://{name}")
+
+    async def save_weights_for_sampler(self, name: str, ttl_seconds: int, user_metadata: Mapping[str, str]) -> Any:
+        self.saved.append((name, ttl_seconds))
         return SimpleNamespace(path=f"tinker://{name}")
 
 
@@ -120,7 +125,7 @@ async def test_segments_are_made_recorded_and_continued_by_another_process(work:
     client: Any = await second.at(3)
     assert client.origin == "tinker://step-00000003"
     await train_segment.fn(second, 4, 6, Control(), shown.append)
-    assert client.saved == [("step-00000006", None)]  # the last state does not expire
+    assert client.saved == [("step-00000006", 7 * 24 * 3600)]
     assert [(one.first_step, one.last_step) for one in second.progress.segments()] == [(1, 3), (4, 6)]
 
 
@@ -175,6 +180,34 @@ async def test_failed_measurement_fails_the_segment(work: str) -> None:
     with pytest.raises(UserError, match="reward a:b: no"):
         await train_segment.fn(trainer(work, recipe), 1, 3, Control(), lambda _: None)
     assert trainer(work, Recipe()).progress.segments() == []
+
+
+async def test_last_checkpoints_expire_unless_their_run_is_finished(work: str) -> None:
+    """A process that is killed before the record, or during the export, leaves checkpoints that no one knows."""
+    failing, week = trainer(work, Recipe()), 7 * 24 * 3600
+    lifetimes: dict[str, int | None] = {}
+
+    def killed(segment: SegmentRecord) -> None:
+        raise UserError("the process was killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failing.progress, "add", killed)
+        live: Any = await failing.at(0)
+        with pytest.raises(UserError, match="the process was killed"):
+            await train_segment.fn(failing, 1, 6, Control(), lambda _: None)
+    assert live.saved == [("step-00000006", week)]
+
+    async def set_ttl(path: str, seconds: int | None) -> None:
+        lifetimes[path] = seconds
+
+    finished = trainer(work, Recipe())
+    server: Any = finished.run.server
+    server.rest = SimpleNamespace(set_checkpoint_ttl_from_tinker_path=set_ttl)
+    segment = await train_segment.fn(finished, 1, 6, Control(), lambda _: None)
+    assert segment is not None and await _export(finished, segment) == "tinker://final"
+    live = await finished.at(6)
+    assert live.saved == [("step-00000006", week), ("final", week)]
+    assert lifetimes == {segment.state: None, "tinker://final": None}
 
 
 async def test_failure_leaves_neither_record_nor_live_model(work: str) -> None:
