@@ -168,7 +168,7 @@ def test_buttons_and_kill_9_do_not_change_the_result_of_a_served_run(pipelines, 
     assert mine.keys() == other.keys() and all(np.array_equal(mine[name], other[name]) for name in mine)
 
 
-async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(pipelines):
+async def test_automation_marks_a_silent_run_as_crashed_but_not_one_that_waits(pipelines):
     name = "tinkerflow: test of silence"
     (wanted,) = [one for one in automations() if "heartbeat" in one.name]
     trigger = wanted.trigger.model_copy(update={"within": timedelta(seconds=10)})
@@ -177,7 +177,8 @@ async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(
     assert await ensure_automations([wanted]) == []  # it exists already
     async with get_client() as client:
         try:
-            held, silent = [await client.create_flow_run(sft, name=name, state=Running()) for _ in range(2)]
+            runs = [await client.create_flow_run(sft, name=name, state=Running()) for _ in range(3)]
+            held, delayed, silent = runs
 
             async def say(run: FlowRun, what: str) -> None:
                 resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.name": name}
@@ -186,13 +187,15 @@ async def test_automation_marks_a_silent_run_as_crashed_but_not_a_suspended_one(
             async with asyncio.timeout(600), PrefectEventsClient() as events:
                 for turn in itertools.count():
                     if turn % 120 == 0:  # repeated, because a busy server may lose an event
-                        await say(held, "heartbeat")
-                        await say(silent, "heartbeat")
+                        for run in runs:
+                            await say(run, "heartbeat")
                     if (found := await client.read_flow_run(silent.id)).state.is_crashed():
                         break
                     await say(held, "Suspended")  # repeated, because events that arrive together have no order
+                    await say(delayed, "AwaitingRetry")
                     await asyncio.sleep(0.5)
-            assert (await client.read_flow_run(held.id)).state.is_running()
+            for run in (held, delayed):
+                assert (await client.read_flow_run(run.id)).state.is_running()
         finally:
             (made,) = await client.read_automations_by_name(name)
             await client.delete_automation(made.id)
