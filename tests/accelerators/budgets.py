@@ -315,8 +315,8 @@ BUDGETS = (
     # Heads of 256 dimensions on GPUs whose blocks have only 99 KiB of shared memory.
     Budget(_case("Gemma-3-12B l4:1 tree_attention 1x4096"), FAULTS, 0),
     *(
-        Budget(_case(f"Gemma-3-12B l4:1 {program}", base_weights="nf4"), MEMORY, 100)
-        for program in ("forward_backward 1x1024", "prefill 1x512x2048")
+        Budget(_case(f"Gemma-3-12B l4:1 {program}", base_weights="nf4"), TEMPORARIES, most)
+        for program, most in (("forward_backward 1x1024", 4), ("prefill 1x512x2048", 3))
     ),
     *(  # a GPU with 16 GB and without bfloat16, which Triton does not support
         Budget(_case(f"4B t4:1 {program}", unknown_trips=CHUNK, base_weights="nf4"), *rest)
