@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -292,8 +292,14 @@ async def test_runs_that_an_earlier_engine_left_get_their_states_in_the_journal(
 
 
 async def test_work_continues_without_prefect_and_is_tracked_again_after(
-    tmp_path: Path, context: Any, client: Any, caplog: pytest.LogCaptureFixture, until: Any
+    tmp_path: Path,
+    context: Any,
+    client: Any,
+    caplog: pytest.LogCaptureFixture,
+    until: Any,
+    prefect_database: Callable[[Path], None],
 ) -> None:
+    prefect_database(tmp_path)
     settings = Settings(data_dir=tmp_path, prefect_port=free_port())
     async with open_prefect(settings, print) as connection:
         watching = asyncio.create_task(connection.watch())
@@ -385,7 +391,8 @@ def dispatcher_of(context: Any, client: Any, pool: Any, mirror: Mirror, tmp_path
     return Dispatcher(Settings(data_dir=tmp_path), client.journal, mirror, [served])
 
 
-async def test_stopped_server_is_noticed(tmp_path: Path) -> None:
+async def test_stopped_server_is_noticed(tmp_path: Path, prefect_database: Callable[[Path], None]) -> None:
+    prefect_database(tmp_path)
     listener = await listen(0)
     server = await start_server(tmp_path, listener)
     try:
