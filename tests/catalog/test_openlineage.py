@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from tests.manual_clock import ManualClock
 
 from tinkerflow.backend.catalog.openlineage import LineageMirror, run_uuid
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal, Kind, ModelState, NewRequest, migrate
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal, Kind, ModelState, NewRequest
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.tracking.journal_runs import alone
 from tinkerflow.backend.tracking.mirror import TrackerError
@@ -81,16 +82,9 @@ class Service:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def migrated(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("lineage") / "journal.db"
-    migrate(f"sqlite:///{path}")
-    return path.read_bytes()
-
-
 @pytest.fixture
-def service(tmp_path: Path, migrated: bytes) -> Iterator[Service]:
-    (tmp_path / "journal.db").write_bytes(migrated)
+def service(tmp_path: Path, journal_template: Path) -> Iterator[Service]:
+    shutil.copy(journal_template, tmp_path / "journal.db")
     clock = ManualClock()
     journal = Journal.open(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
     yield Service(tmp_path, journal, clock, Store.open((tmp_path / "store").as_uri()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -28,7 +29,6 @@ from tinkerflow.backend.journal import (
     NewSession,
     Result,
     ResultSubscriptions,
-    migrate,
 )
 from tinkerflow.backend.pool import GroupLost
 from tinkerflow.backend.spec.commands import Command, GroupConfig, GroupInfo, Reply
@@ -264,10 +264,9 @@ class Client:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path / 'journal.db'}"
-    migrate(url)
-    return url
+def url(tmp_path: Path, journal_template: Path) -> str:
+    shutil.copy(journal_template, tmp_path / "journal.db")
+    return f"sqlite:///{tmp_path / 'journal.db'}"
 
 
 @pytest.fixture

@@ -34,13 +34,6 @@ OWNER = "local"
 
 
 @pytest.fixture(scope="session")
-def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("journal") / "template.db"
-    migrate(f"sqlite:///{path}")
-    return path
-
-
-@pytest.fixture(scope="session")
 def postgres_migrated(postgres_database: Callable[[str], str]) -> str:
     """The URL of a migrated database. Tests empty it, because creating a database takes seconds."""
     url = postgres_database("migrated")
@@ -69,7 +62,7 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a migrated database without rows."""
     if request.param == "sqlite":
-        shutil.copy(request.getfixturevalue("sqlite_template"), tmp_path / "journal.db")
+        shutil.copy(request.getfixturevalue("journal_template"), tmp_path / "journal.db")
         return f"sqlite:///{tmp_path / 'journal.db'}"
     url: str = request.getfixturevalue("postgres_migrated")
     with psycopg.connect(url, autocommit=True) as connection:

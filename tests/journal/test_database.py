@@ -133,9 +133,9 @@ def test_acknowledged_submits_survive_sigkill(scene, url):
     again.close()
 
 
-def test_writer_without_a_turn_raises_an_error(sqlite_template, monkeypatch, tmp_path):
+def test_writer_without_a_turn_raises_an_error(journal_template, monkeypatch, tmp_path):
     path = tmp_path / "busy.db"
-    path.write_bytes(Path(sqlite_template).read_bytes())
+    path.write_bytes(journal_template.read_bytes())
     monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
     holder, waiter = Database(f"sqlite:///{path}"), Journal.open(f"sqlite:///{path}")
     with holder.write(), pytest.raises(ServerError, match=r"no write lock within 0.05 s"):

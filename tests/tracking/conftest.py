@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from tests.journal.conftest import Scene
 
-from tinkerflow.backend.journal import Journal, LossMeasured, StepMeasured, migrate
+from tinkerflow.backend.journal import Journal, LossMeasured, StepMeasured
 
 Points = dict[str, list[list[float]]]
 
@@ -44,16 +45,9 @@ class GrowingRuns:
                 self.journal.results.finish([pending.done(b"", "proto", made)])
 
 
-@pytest.fixture(scope="session")
-def migrated(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("tracked") / "journal.db"
-    migrate(f"sqlite:///{path}")
-    return path.read_bytes()
-
-
 @pytest.fixture
-def runs(tmp_path: Path, migrated: bytes) -> Iterator[GrowingRuns]:
-    (tmp_path / "journal.db").write_bytes(migrated)
+def runs(tmp_path: Path, journal_template: Path) -> Iterator[GrowingRuns]:
+    shutil.copy(journal_template, tmp_path / "journal.db")
     journal = Journal.open(f"sqlite:///{tmp_path / 'journal.db'}")
     yield GrowingRuns(tmp_path, journal)
     journal.close()
