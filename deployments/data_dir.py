@@ -25,8 +25,8 @@ OF_DISK = "lost+found"  # an entry of each new disk
 RESTORING = ".restoring"  # a file in the data dir while `tinkerflow restore` unpacks a backup, or after it was killed
 # Beginnings of the names of all entries of a data dir.
 OWN_ENTRIES = (
-    *(LOCK, "group.secret", "jax-cache", "journal.db", "logs", "models", "pipelines", "prefect", "store", "tracking"),
-    OF_DISK,
+    *(LOCK, "group.secret", "jax-cache", "journal.db", "logs", "models", "pipelines", "prefect", "serve-", "store"),
+    *("tracking", OF_DISK),
 )
 
 
