@@ -303,11 +303,21 @@ def _accepts(host: str, port: int) -> bool:
     return True
 
 
+def _is_name(host: str) -> bool:
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
+
+
 def _refuse_used(host: str, port: int) -> None:
     """Raise UserError if the port cannot be bound.
 
     Retries for a moment, because a service that has just ended may keep the port, unless one accepts connections.
     """
+    if "\0" in host or not (host.isascii() or _is_name(host)):  # `create_server` would leave a socket open
+        raise UserError(f"host is {host!r}: must be a name or an address")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + PORT_SECONDS
     while True:
@@ -320,6 +330,4 @@ def _refuse_used(host: str, port: int) -> None:
                 number = error.errno or 0  # negative after a failed lookup, which `create_server` raises as an OSError
                 why = os.strerror(number) if number > 0 else str(error.strerror).partition(" (while")[0]
                 raise UserError(f"port {port} of {host}: {why.lower()}; {fix}") from error
-        except TypeError as error:  # the name is not UTF-8, or contains NUL
-            raise UserError(f"host is {host!r}: must be a name or an address ({error})") from error
         time.sleep(0.1)
