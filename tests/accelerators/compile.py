@@ -70,6 +70,7 @@ def record(case: Case, cache: str) -> Record:
         "kernels": {name: asdict(kernel) for name, kernel in figures.kernels.items()},
         "triton": figures.triton,
         "short_offsets": {name: arrays for name, arrays in figures.short_offsets.items() if arrays},
+        **({"planned": _planned(programs)} if case.program == "forward_backward" else {}),
         **(
             {
                 "step": _step(counts, case.unknown_trips),
@@ -93,6 +94,11 @@ def check_flops(counts: Counts, useful: float) -> None:
     if counts.flops < useful:
         text = f"{counts.flops / 1e12:.2f} TFLOP were counted, but {useful / 1e12:.2f} are useful"
         raise MissingFlopsError(f"{text}: `hlo_kernels.KERNELS` has too few flops for a kernel")
+
+
+def _planned(programs: Programs) -> int:
+    """Bytes that the memory plan reserves on each device for a training step, besides weights and adapters."""
+    return programs.plan.uses.temporaries + programs.plan.uses.activations
 
 
 def _step(counts: Counts, steps: int) -> float:

@@ -20,7 +20,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora, gathered, shardings
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.planning.memory_plan import plan_memory
+from tinkerflow.backend.compute.planning.memory_plan import MemoryPlan, plan_memory
 from tinkerflow.backend.compute.planning.topologies import parse_topology
 from tinkerflow.backend.compute.platforms import compiling_for, platform
 from tinkerflow.backend.compute.sampler.decode import decided, decode, empty_rows
@@ -91,14 +91,20 @@ class Programs:
         return self.memory * 10**9 or parse_topology(self.target).device.limit
 
     @cached_property
-    def steps(self) -> Steps:
-        """The jitted functions, which keep as much for the backward pass as the memory budget allows."""
+    def plan(self) -> MemoryPlan:
+        """The memory plan of a worker with the default settings."""
         fsdp, longest = self.mesh.shape[FSDP], min(DEFAULT_MAX_CONTEXT, self.cfg.max_positions)
         name, sizes = self.cfg.architecture, (fsdp, self.tensor, longest, 0, _SLOTS, _CHUNK)
         config = GroupConfig(name, "bfloat16", *sizes, "", self.base_weights, expert=self.expert)
         with self.compiling():
-            plan = plan_memory(self.cfg, config, self.limit)
-            return make_steps(self.cfg, self.mesh, plan.budget)
+            return plan_memory(self.cfg, config, self.limit)
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The jitted functions, which keep as much for the backward pass as the memory budget allows."""
+        budget = self.plan.budget
+        with self.compiling():
+            return make_steps(self.cfg, self.mesh, budget)
 
     @property
     def _plain(self) -> tuple[str, bool]:
