@@ -35,7 +35,8 @@ class Platform:
     compilers: the shared libraries that parse the flags, as "package/file". They end the process when a flag is
     unknown.
     shares_memory: whether a process takes only a part of a device's memory.
-    shared_memory: bytes of a multiprocessor's shared memory that one block of a kernel can take, on GPUs with kernels.
+    little_shared_memory: whether a block can take only 99 KiB of a multiprocessor's shared memory. On an A100 it can
+    take 163 KiB, and on an H100 227.
     host_decides: whether the host chooses branches and the number of iterations of loops. On GPUs, the thread that
     starts a program would otherwise wait at each branch and iteration until the device has decided. On other devices
     the host does not wait.
@@ -55,7 +56,7 @@ class Platform:
     kernels: Literal["triton", "mosaic"] | None = None
     compilers: tuple[str, ...] = ()
     shares_memory: bool = False
-    shared_memory: int = 0
+    little_shared_memory: bool = False
     host_decides: bool = False
     few_shapes: bool = True
     attention_tokens: int = 8192
@@ -89,16 +90,15 @@ CUDA = Platform(
         "jax_plugins.xla_cuda12/xla_cuda_plugin.so",
     ),
     shares_memory=True,
-    shared_memory=163 * 1024,  # of an A100; an H100 has 227 KiB
     host_decides=True,
 )
-SMALL_CUDA = replace(CUDA, shared_memory=99 * 1024)
+SMALL_CUDA = replace(CUDA, little_shared_memory=True)
 _SMALL = ("8.6", "8.9", "12.0", "12.1")  # their compute capabilities: A10, L4, L40S, RTX 30, 40 and 50, for example
 # XLA compiles Triton's kernels only for Ampere and newer (jax-ml/jax, issue 26799). Turing's tensor cores support
 # float16 but not bfloat16, so XLA would widen the operands of each product to float32. Weights and activations stay in
 # bfloat16, because the activations of models trained in bfloat16 exceed the range of float16. `matmul.product` scales
 # the operands instead.
-TURING = replace(CUDA, kernels=None, shared_memory=0)
+TURING = replace(CUDA, kernels=None)
 _AMPERE = 8  # major number of the compute capability
 TPU = Platform(
     "tpu",
@@ -132,6 +132,11 @@ def _of_devices() -> Platform:
 def on_cpu() -> bool:
     """Whether programs are compiled for CPUs. XLA compiles some operations differently for them."""
     return platform() is CPU
+
+
+def on_nvidia() -> bool:
+    """Whether programs are compiled for NVIDIA GPUs of any kind."""
+    return platform().name == CUDA.name
 
 
 def may_be_unrolled(iterations: int) -> bool:

@@ -30,7 +30,6 @@ from tinkerflow.backend.compute.platforms import platform
 
 _MOST_QUERIES, _POSITIONS = 64, 64  # of a tile of two-byte numbers; half of that in float32, to fit in shared memory
 _WIDE = 256  # dimensions of a value; with more, tiles have fewer queries and positions
-_ENOUGH = 128 * 1024  # bytes of shared memory in which whole tiles of _WIDE dimensions fit
 _PROGRAMS = 2 * MULTIPROCESSORS
 _MASKED = -1e30
 
@@ -101,7 +100,7 @@ def attend(
 
 def _positions(u: int) -> int:
     """The positions of a tile of two-byte numbers. u: dimensions of its values."""
-    return _POSITIONS // 2 if u == _WIDE and platform().shared_memory < _ENOUGH else _POSITIONS
+    return _POSITIONS // 2 if u == _WIDE and platform().little_shared_memory else _POSITIONS
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.platforms import platform
 # Tokens of a block. To fit in shared memory, blocks in float32 have half as many, and so have blocks of large heads on
 # GPUs with little of it.
 _QUERIES, _KEYS, _BACKWARD = 128, 64, 64
-_LARGE, _ENOUGH = 128, 128 * 1024  # the largest other head dimension; bytes of shared memory that large heads need
+_LARGE = 128  # the largest dimension of other heads
 _WARPS = 8
 _STAGES = 2
 
@@ -189,6 +189,6 @@ def _scores(how: How, q_nd: jax.Array, k_md: jax.Array, tree_refs: Any, first_qu
 
 def _block(most: int, q_BTHd: jax.Array) -> int:
     """The tokens of a block: at most `most` for two-byte numbers."""
-    if q_BTHd.shape[-1] > _LARGE and platform().shared_memory < _ENOUGH:
+    if q_BTHd.shape[-1] > _LARGE and platform().little_shared_memory:
         most //= 2
     return math.gcd(2 * most // q_BTHd.dtype.itemsize, q_BTHd.shape[1])

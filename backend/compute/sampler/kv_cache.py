@@ -34,7 +34,7 @@ from tinkerflow.backend.compute.models.families import layers_with
 from tinkerflow.backend.compute.models.layers import ATTENTION, GLOBAL, Attention
 from tinkerflow.backend.compute.models.layers.delta_rule import DeltaState
 from tinkerflow.backend.compute.models.transformer import Params
-from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, on_cpu, platform
+from tinkerflow.backend.compute.platforms import CPU, TPU, on_cpu, on_nvidia, platform
 from tinkerflow.backend.compute.sampler.pages import PageCopy, PagePool
 from tinkerflow.backend.compute.sampler.states import empty_pool, pool_sharding
 from tinkerflow.backend.spec.commands import CacheFormat
@@ -403,7 +403,7 @@ def _written(
     """The cache with new keys and values from position start_S on in each row. Positions without a page are dropped."""
     k_SQGd, v_SQGd = _stored(k_SQGd, cache.k.dtype), _stored(v_SQGd, cache.k.dtype)
     S, Q = k_SQGd.shape[:2]
-    by_scatter = cache.v is None or platform().name == CUDA.name or (on_cpu() and Q == 1 and S > 1)
+    by_scatter = cache.v is None or on_nvidia() or (on_cpu() and Q == 1 and S > 1)
     if not by_scatter:
         return _written_in_runs(cache, layer, tables_SW, start_S, k_SQGd, v_SQGd)
     P, N = cache.k.shape[2 if cache.v is None else 4], cache.k.shape[1]

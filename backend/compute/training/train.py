@@ -33,7 +33,7 @@ from tinkerflow.backend.compute.models.transformer import (
     experts_in_place,
     forward,
 )
-from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
+from tinkerflow.backend.compute.platforms import TPU, on_nvidia, platform
 from tinkerflow.backend.compute.training.attention import attend_trees
 from tinkerflow.backend.compute.training.budget import Budget, choose_keep, tokens_at_a_time
 from tinkerflow.backend.compute.training.full_parameters import add_head_gradient, in_compute_dtype
@@ -145,7 +145,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, budget: Budget) -> Steps:
         inputs = ForwardInputs(
             tokens_BT=batch.tokens,
             positions_BT=batch.positions,
-            mixers=Mixers(attend, delta_rule, recompute_heads=save_memory and platform().name == CUDA.name),
+            mixers=Mixers(attend, delta_rule, recompute_heads=save_memory and on_nvidia()),
             lora_apply=apply_one,
             images=batch.images,
             constrain=constrain,

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.compute.platforms import CUDA, platform
+from tinkerflow.backend.compute.platforms import on_nvidia
 from tinkerflow.backend.compute.weights import mxfp4
 
 BLOCK = 64  # inputs that share a scale in NF4
@@ -91,7 +91,7 @@ class FourBit:
         codes = (pairs >> shifts) & 15
         # XLA:GPU would keep a constant matrix for each number of a selection from experts, or in a loop over several
         # layers: 26 GB for Qwen3-30B-A3B, and 10 GB for Gemma-3-12B.
-        if platform().name == CUDA.name:
+        if on_nvidia():
             numbers = jnp.asarray(TABLES[self.table]).at[codes].get(mode="promise_in_bounds")
         else:
             numbers = numbers_of(codes, self.table)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tinkerflow.backend.compute.platforms import CUDA, platform
+from tinkerflow.backend.compute.platforms import on_nvidia
 
 _AT_ONCE = 1024  # tokens of each row
 
@@ -32,7 +32,7 @@ def _forward(table_VN: jax.Array, ids_BT: jax.Array) -> Any:
 def _backward(saved: tuple[jax.Array, jax.Array], d_BTN: jax.Array) -> tuple[jax.Array, None]:
     table_VN, ids_BT = saved
     zeros_VN = jnp.zeros(table_VN.shape, jnp.float32)
-    if platform().name != CUDA.name:
+    if not on_nvidia():
         return zeros_VN.at[ids_BT].add(d_BTN.astype(jnp.float32)).astype(table_VN.dtype), None
     (B, T), t = ids_BT.shape, min(ids_BT.shape[1], _AT_ONCE)
     fill = -T % t
