@@ -9,7 +9,6 @@ the file names.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import io
 import logging
@@ -30,7 +29,7 @@ import httpx
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tinkerflow.backend.core.disk import folder_of_url, make_folder, open_private
+from tinkerflow.backend.core.disk import folder_of_url, locked, make_folder
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.prefect_access import TRAINING_FLOW, PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
@@ -190,12 +189,8 @@ def alone(file: Path, api_url: str, data_dir: Path) -> Iterator[None]:
     """
     name = hashlib.sha256(f"{file.resolve()} {api_url}".encode()).hexdigest()[:16]
     make_folder(data_dir)
-    with open_private(data_dir / f"serve-{name}.lock", "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another `tinkerflow serve` of {file} has not ended: waiting for its end", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    waits = f"another `tinkerflow serve` of {file} has not ended: waiting for its end"
+    with locked(data_dir / f"serve-{name}.lock", lambda: print(waits, flush=True)):
         yield
 
 

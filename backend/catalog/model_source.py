@@ -10,20 +10,18 @@ folder here, so weights in use never change.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkerflow.backend.core.disk import flush, folder_of_url, make_folder, open_private
+from tinkerflow.backend.core.disk import flush, folder_of_url, locked, make_folder, open_private
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.core.ids import hub_name
 
@@ -93,7 +91,7 @@ def _from_bucket(url: str, files: Sequence[str]) -> Path:
         if "config.json" not in listed:
             raise UserError(f"base model {url!r}: there is no {url}/config.json")
         make_folder(home)
-        with _alone(home / "lock"):
+        with locked(home / "lock"):
             folder = home / _version(listed)
             missing = {name: stamp for name, stamp in listed.items() if not (folder / name).exists()}
             missing = {name: stamp for name, stamp in missing.items() if _wanted(name, files)}
@@ -111,14 +109,6 @@ def _wanted(name: str, files: Sequence[str]) -> bool:
 def _version(listed: dict[str, Stamp]) -> str:
     text = "\n".join(f"{name} {stamp.size} {stamp.generation}" for name, stamp in sorted(listed.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold the lock for the block. Other processes of this host wait. The kernel frees the lock of a dead process."""
-    with open_private(lock, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _check_room(url: str, home: Path, needed: int) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -68,6 +68,21 @@ def lock_new(held: int, draft: Path) -> None:
         renamed = True
     if renamed:
         raise FileExistsError(errno.EEXIST, "another command is writing it", str(draft))
+
+
+@contextmanager
+def locked(file: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the exclusive lock of `file` for the block. Other processes of this host wait, and call `on_wait` before.
+
+    The kernel frees the lock of a dead process. The file is created if it is missing, and stays.
+    """
+    with open_private(file, "ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:

@@ -234,13 +234,14 @@ class Database:
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, pool_pre_ping=False)
             event.listen(self.engine, "handle_error", _leave_unwritable)
             event.listen(self.engine, "connect", _set_up_postgres)
+        event.listen(self.engine, "handle_error", _name_fault)
         # The threads of a process wait here, because SQLite's busy handler sleeps up to 100 ms between attempts.
         self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """Open a read-only transaction. It never waits for a writer."""
-        with _faults_apart(), self.engine.begin() as connection:
+        with self.engine.begin() as connection:
             if self._sqlite:
                 _driver(connection).execute("BEGIN")
             yield connection
@@ -254,7 +255,7 @@ class Database:
         JournalBusyError: SQLite's write lock was not free within BUSY_SECONDS, its disk fails, or Postgres takes no
         writes.
         """
-        with _faults_apart(), self._turn, self.engine.begin() as connection:
+        with self._turn, self.engine.begin() as connection:
             if self._sqlite:
                 _begin_to_write(connection)
             if fenced and self.epoch is not None:
@@ -326,20 +327,17 @@ def refusal(message: str) -> str | None:
     return found[0][0] if found[0] is not None and None not in found else None
 
 
-@contextmanager
-def _faults_apart() -> Iterator[None]:
+def _name_fault(context: sa.engine.ExceptionContext) -> sa.exc.ProgrammingError | None:
     """Replace an OperationalError about a wrong statement, such as one that names no table, because it is not AWAY.
 
     Postgres raises ProgrammingError for most of these. SQLite reports them all like a full disk.
     """
-    try:
-        yield
-    except sa.exc.OperationalError as error:
-        is_fault = getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
-        if not is_fault and not (getattr(error.orig, "sqlstate", None) or "").startswith(_PROGRAM_LIMIT):
-            raise
-        assert error.orig is not None
-        raise sa.exc.ProgrammingError(error.statement, error.params, error.orig) from error
+    original = context.original_exception
+    is_fault = getattr(original, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+    is_fault = is_fault or (getattr(original, "sqlstate", None) or "").startswith(_PROGRAM_LIMIT)
+    if not is_fault or not isinstance(context.sqlalchemy_exception, sa.exc.OperationalError):
+        return None
+    return sa.exc.ProgrammingError(context.statement, context.parameters, original)
 
 
 def _leave_unwritable(context: sa.engine.ExceptionContext) -> JournalBusyError | None:

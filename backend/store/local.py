@@ -7,7 +7,6 @@ missing, the mark of the folder is therefore compared with the mark that was rea
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from tinkerflow.backend.core.disk import flush, make_folder, make_private, open_private
+from tinkerflow.backend.core.disk import flush, locked, make_folder, make_private, open_private
 
 MARK = "store-id"  # an object with a random text, which distinguishes folders with the same URL
 
@@ -164,8 +163,7 @@ class LocalBlobs:
         """Hold the lock shared by all processes that compare and then change a file. It ends with its process."""
         self._check_mark()
         make_folder(self._root)
-        with open_private(self._root / ".lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self._root / ".lock"):
             yield
 
     @contextmanager

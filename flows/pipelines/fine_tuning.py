@@ -222,7 +222,7 @@ async def _export(trainer: Trainer, last: SegmentRecord) -> str:
 
     Weights that a killed process saved expire. Resuming a finished run saves them once more.
     """
-    client, lifetime = await trainer.at(last.last_step), trainer.training.state_days * 24 * 3600
+    client, lifetime = await trainer.at(last.last_step), trainer.training.state_seconds
     origin = trainer.lineage.metadata(last.last_step)
     saved = await client.save_weights_for_sampler("final", ttl_seconds=lifetime, user_metadata=origin)
     for path in (last.state, str(saved.path)):

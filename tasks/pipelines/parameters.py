@@ -121,6 +121,11 @@ class TrainingParameters(Parameters):
     segment_steps: int = Field(50, ge=1, description="Steps between two saved states; a retry resumes from the last.")
     state_days: int = Field(7, ge=1, le=3650, description="Days for which intermediate saved states are kept.")
 
+    @property
+    def state_seconds(self) -> int:
+        """Seconds for which intermediate saved states are kept."""
+        return self.state_days * 24 * 3600
+
 
 class SampleParameters(Parameters):
     """Samples after each segment, for people to read."""

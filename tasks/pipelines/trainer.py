@@ -335,7 +335,7 @@ async def _save(trainer: Trainer, client: tinker.TrainingClient, step: int) -> s
     """Save a state to resume from, which expires unless its run is finished. Returns its path."""
     saved = await client.save_state(
         f"step-{step:08d}",
-        ttl_seconds=trainer.training.state_days * 24 * 3600,
+        ttl_seconds=trainer.training.state_seconds,
         user_metadata=trainer.lineage.metadata(step),
     )
     return str(saved.path)

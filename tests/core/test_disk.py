@@ -52,7 +52,7 @@ def make_everything(data: Path) -> None:
     assert blobs.remove("runs/a/weights/b/attempt-1/model.safetensors")
     make_secret(data / "secrets" / "group.secret")
     stamp = Stamp(3, "1", hashlib.md5(b"abc", usedforsecurity=False).digest())
-    with model_source._alone(data / "lock"):
+    with disk.locked(data / "lock"):
         model_source._copy("gs://b/m", lambda name, start, length: b"abc", {"config.json": stamp}, data / "models")
     assert {"journal.db", "journal.db-wal", "journal.db-shm"} <= {path.name for path in data.iterdir()}
     journal.close()
