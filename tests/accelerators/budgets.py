@@ -357,5 +357,10 @@ BUDGETS += tuple(
     for case in dict.fromkeys(one.case for one in BUDGETS)
     if case.program == "forward_backward"
 )
+BUDGETS += tuple(  # the largest image that is served
+    Budget(_case(f"Qwen3-VL-8B {target} image 16384"), measure, limit)
+    for target, loops, most in (("h100:1", DECISIONS, 0), ("l4:1", DECISIONS, 0), ("v6e:1x1", UNKNOWN_LOOPS, 0))
+    for measure, limit in ((PLANNED, 1), (loops, most))
+)
 # XLA:TPU dequantizes the layers of a period together.
 BUDGETS += (Budget(_case("Gemma-3-12B v6e:1x1 forward_backward 1x1024", base_weights="nf4"), PLANNED, 1, met=False),)

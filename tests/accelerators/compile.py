@@ -24,11 +24,13 @@ from tests.accelerators.model_programs import Programs
 from tests.accelerators.models import config
 from tests.accelerators.targets import Figures
 
+from tinkerflow.backend.compute.models.vision_tower import most_patches, tower_bytes
 from tinkerflow.backend.compute.planning.array_sizes import held_bytes, read_bytes
 from tinkerflow.backend.compute.planning.memory_plan import state_bytes
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.planning.topologies import Device, parse_topology
 from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype
+from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 
@@ -70,7 +72,7 @@ def record(case: Case, cache: str) -> Record:
         "kernels": {name: asdict(kernel) for name, kernel in figures.kernels.items()},
         "triton": figures.triton,
         "short_offsets": {name: arrays for name, arrays in figures.short_offsets.items() if arrays},
-        **({"planned": _planned(programs)} if case.program == "forward_backward" else {}),
+        **({"planned": _planned(programs, case)} if case.program in ("forward_backward", "image") else {}),
         **(
             {
                 "step": _step(counts, case.unknown_trips),
@@ -96,8 +98,15 @@ def check_flops(counts: Counts, useful: float) -> None:
         raise MissingFlopsError(f"{text}: `hlo_kernels.KERNELS` has too few flops for a kernel")
 
 
-def _planned(programs: Programs) -> int:
-    """Bytes that the memory plan reserves on each device for a training step, besides weights and adapters."""
+def _planned(programs: Programs, case: Case) -> int:
+    """Bytes that the memory plan reserves on each device for an image or for a training step.
+
+    For a training step, these are the bytes besides weights and adapters.
+    """
+    if case.program == "image":
+        vision = programs.cfg.vision
+        assert vision is not None and case.sizes == (most_patches(vision, DEFAULT_MAX_CONTEXT),)
+        return tower_bytes(vision, DEFAULT_MAX_CONTEXT, programs.params.embed_VD.dtype.itemsize)
     return programs.plan.uses.temporaries + programs.plan.uses.activations
 
 

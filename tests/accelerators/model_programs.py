@@ -20,6 +20,7 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.lora import Lora, gathered, shardings
 from tinkerflow.backend.compute.models.params import params_like
 from tinkerflow.backend.compute.models.transformer import Params
+from tinkerflow.backend.compute.models.vision_tower import patches_like, see
 from tinkerflow.backend.compute.planning.memory_plan import MemoryPlan, plan_memory
 from tinkerflow.backend.compute.planning.topologies import parse_topology
 from tinkerflow.backend.compute.platforms import compiling_for, platform
@@ -175,6 +176,14 @@ class Programs:
             array((B, T, heads, one.head_dim), "bfloat16") for heads in (one.heads, *2 * (one.kv_heads,), one.heads)
         )
         return compile_for(self.target, jax.jit(both), *of_heads, *(array((B, T), "int32"),) * 2, **more)
+
+    def image(self, patches: int, **more: Any) -> Figures:
+        """The vectors of an image with this number of padded patches."""
+        assert self.cfg.vision is not None and self.params.tower is not None
+        whole = replicated(self.mesh)
+        scale = jax.ShapeDtypeStruct((2, 3), np.float32, sharding=whole)
+        image = like(patches_like(self.cfg.vision, patches), whole)
+        return compile_for(self.target, see, self.cfg, self.mesh, self.params.tower, scale, image, **more)
 
     def decode(self, S: int, length: int, *, columns: int = 32, chunk: int = _CHUNK, **more: Any) -> Figures:
         """`chunk` tokens of each of S slots with `length` positions. columns: ranks of the adapters in the batch."""

@@ -53,6 +53,23 @@ MODELS = {  # the fields of config.json that determine the computation
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
+    "Qwen3-VL-8B": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "text_config": _qwen3(4096, 36, 32, 12288, model_type="qwen3_vl_text", max_position_embeddings=262144),
+        "vision_config": {
+            "depth": 27,
+            "hidden_size": 1152,
+            "num_heads": 16,
+            "intermediate_size": 4304,
+            "patch_size": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+            "out_hidden_size": 4096,
+            "hidden_act": "gelu_pytorch_tanh",
+            "in_channels": 3,
+        },
+    },
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
         "vocab_size": 201088,
