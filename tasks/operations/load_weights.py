@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointView, Kind, ModelLive, ModelView, Outcome
-from tinkerflow.backend.spec.commands import AdapterState, Done, ImportAdapter
+from tinkerflow.backend.spec.commands import AdapterState, Done, ImportAdapter, LoraSpec
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
 from tinkerflow.tasks.execution.fork import make_fork
@@ -33,8 +33,8 @@ async def execute(execution: Execution) -> Outcome:
             check_readable(context, request.owner, wanted.path, wanted.access),
         )
         spec = spec_of(row)  # checked before the state is read: a full-parameter state is large
-        if not creates and replace(spec, expert_rank=model.expert_rank) != spec_of(model):
-            raise UserError(f"path {wanted.path!r} contains {spec}, but model {model_id} has {spec_of(model)}")
+        if not creates:
+            _check_shape(wanted.path, replace(spec, expert_rank=model.expert_rank), model)
         state = await _load(execution, wanted)
         reply = execution.send(ImportAdapter(execution.adapter_id, _for(model, state, wanted.path)), Done)
     await reply
@@ -46,6 +46,16 @@ async def execute(execution: Execution) -> Outcome:
     await execution.slot.earlier_saves()
     live = ModelLive(model_id, state.step, **asdict(state.spec))  # the row gets the checkpoint's step and shape
     return request.done(encode_loaded(model_id, wanted.path), "json", live, taken)
+
+
+def _check_shape(path: str, spec: LoraSpec, model: ModelView) -> None:
+    """UserError: the checkpoint's shape is not the model's; the message names each field that differs."""
+    wanted = asdict(spec_of(model))
+    wrong = [f"{name} {value}: must be {wanted[name]}" for name, value in asdict(spec).items() if value != wanted[name]]
+    if wrong:
+        raise UserError(
+            f"path {path!r} has {', '.join(wrong)}, as in model {model.id}; create a model from the checkpoint instead"
+        )
 
 
 def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
