@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointView, Kind, ModelLive, ModelView, Outcome
-from tinkerflow.backend.spec.commands import AdapterState, Done, ImportAdapter, LoraSpec
+from tinkerflow.backend.spec.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
 from tinkerflow.tasks.execution.fork import make_fork
@@ -32,9 +32,8 @@ async def execute(execution: Execution) -> Outcome:
             context.read(context.journal.models.get, model_id, None),
             check_readable(context, request.owner, wanted.path, wanted.access),
         )
-        spec = spec_of(row)  # checked before the state is read: a full-parameter state is large
-        if not creates:
-            _check_shape(wanted.path, replace(spec, expert_rank=model.expert_rank), model)
+        if not creates:  # checked before the state is read: a full-parameter state is large
+            _check_shape(model, row, wanted.path)
         state = await _load(execution, wanted)
         reply = execution.send(ImportAdapter(execution.adapter_id, _for(model, state, wanted.path)), Done)
     await reply
@@ -48,10 +47,10 @@ async def execute(execution: Execution) -> Outcome:
     return request.done(encode_loaded(model_id, wanted.path), "json", live, taken)
 
 
-def _check_shape(path: str, spec: LoraSpec, model: ModelView) -> None:
+def _check_shape(model: ModelView, row: CheckpointView, path: str) -> None:
     """UserError: the checkpoint's shape is not the model's; the message names each field that differs."""
-    wanted = asdict(spec_of(model))
-    wrong = [f"{name} {value}: must be {wanted[name]}" for name, value in asdict(spec).items() if value != wanted[name]]
+    found, wanted = asdict(replace(spec_of(row), expert_rank=model.expert_rank)), asdict(spec_of(model))
+    wrong = [f"{name} {value}: must be {wanted[name]}" for name, value in found.items() if value != wanted[name]]
     if wrong:
         raise UserError(
             f"path {path!r} has {', '.join(wrong)}, as in model {model.id}; create a model from the checkpoint instead"

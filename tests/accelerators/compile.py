@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
-from tests.accelerators.budgets import Case, Record
+from tests.accelerators.budgets import PLANNED_PROGRAMS, Case, Record
 from tests.accelerators.hlo_text import PALLAS, Counts, seconds
 from tests.accelerators.model_programs import Programs
 from tests.accelerators.models import config
@@ -30,7 +30,6 @@ from tinkerflow.backend.compute.planning.memory_plan import state_bytes
 from tinkerflow.backend.compute.planning.roofline import useful_flops
 from tinkerflow.backend.compute.planning.topologies import Device, parse_topology
 from tinkerflow.backend.compute.sampler.kv_cache import cache_dtype
-from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 
@@ -72,7 +71,7 @@ def record(case: Case, cache: str) -> Record:
         "kernels": {name: asdict(kernel) for name, kernel in figures.kernels.items()},
         "triton": figures.triton,
         "short_offsets": {name: arrays for name, arrays in figures.short_offsets.items() if arrays},
-        **({"planned": _planned(programs, case)} if case.program in ("forward_backward", "image") else {}),
+        **({"planned": _planned(programs, case)} if case.program in PLANNED_PROGRAMS else {}),
         **(
             {
                 "step": _step(counts, case.unknown_trips),
@@ -104,9 +103,9 @@ def _planned(programs: Programs, case: Case) -> int:
     For a training step, these are the bytes besides weights and adapters.
     """
     if case.program == "image":
-        vision = programs.cfg.vision
-        assert vision is not None and case.sizes == (most_patches(vision, DEFAULT_MAX_CONTEXT),)
-        return tower_bytes(vision, DEFAULT_MAX_CONTEXT, programs.params.embed_VD.dtype.itemsize)
+        vision, context = programs.cfg.vision, programs.max_context
+        assert vision is not None and case.sizes == (most_patches(vision, context),)
+        return tower_bytes(vision, context, programs.params.embed_VD.dtype.itemsize)
     return programs.plan.uses.temporaries + programs.plan.uses.activations
 
 

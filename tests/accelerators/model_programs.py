@@ -91,11 +91,15 @@ class Programs:
         """The memory budget of each device in bytes."""
         return self.memory * 10**9 or parse_topology(self.target).device.limit
 
+    @property
+    def max_context(self) -> int:
+        """The longest sequence of a worker with the default settings, in tokens, before its memory is planned."""
+        return min(DEFAULT_MAX_CONTEXT, self.cfg.max_positions)
+
     @cached_property
     def plan(self) -> MemoryPlan:
         """The memory plan of a worker with the default settings."""
-        fsdp, longest = self.mesh.shape[FSDP], min(DEFAULT_MAX_CONTEXT, self.cfg.max_positions)
-        name, sizes = self.cfg.architecture, (fsdp, self.tensor, longest, 0, _SLOTS, _CHUNK)
+        name, sizes = self.cfg.architecture, (self.mesh.shape[FSDP], self.tensor, self.max_context, 0, _SLOTS, _CHUNK)
         config = GroupConfig(name, "bfloat16", *sizes, "", self.base_weights, expert=self.expert)
         with self.compiling():
             return plan_memory(self.cfg, config, self.limit)
