@@ -123,20 +123,21 @@ class RunReport:
             self._say(f"trained on {self._trained:,} tokens: the budget of {self._budget:,} is spent", logging.WARNING)
             self._tell("tinkerflow.budget.reached", once=str(self._budget), tokens=self._trained, budget=self._budget)
 
-    def _compare(self, made: StepMeasured, loss: float) -> None:
-        """Report a step that leaves the usual range of the run."""
-        if reason := self._usual.unusual(made.grad_norm, loss):
+    def _compare(self, made: StepMeasured, loss: float | None) -> None:
+        """Report a step that leaves the usual range of the run. loss: None if it has no mean."""
+        known = math.nan if loss is None else loss
+        if reason := self._usual.unusual(made.grad_norm, known):
             search = f"`tinkerflow blame {made.model_id} --step {made.step}` finds the rows if the run keeps a history"
             self._say(f"step {made.step}: {reason}; {search}", logging.WARNING)
-            figures = {"grad_norm": str(made.grad_norm), "loss": str(loss)}
+            figures = {"grad_norm": str(made.grad_norm)} | ({} if loss is None else {"loss": str(loss)})
             self._tell("tinkerflow.run.outlier", once=str(made.step), step=made.step, **figures)
-        self._usual.add(made.grad_norm, loss)
+        self._usual.add(made.grad_norm, known)
 
     def _step_made(self, made: StepMeasured) -> None:
         if not self._tokens:
             reason = "no forward_backward has succeeded since the step before"
             self._say(f"step {made.step} has no gradients: {reason}; only momentum moved the weights", logging.WARNING)
-        loss = self._loss / self._weight if self._weight else self._loss
+        loss = self._loss / self._weight if self._weight else None
         self._compare(made, loss)
         figures = {"loss": loss, "gradient norm": made.grad_norm, "learning rate": made.learning_rate}
         text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)

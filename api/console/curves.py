@@ -24,9 +24,10 @@ from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 Axis = Literal["step", "time", "tokens"]
 AXES: dict[Axis, str] = {"step": "step", "time": "hours since the run was created", "tokens": "trained tokens"}
 SMOOTHINGS = (0.0, 0.6, 0.9, 0.97, 0.99)
-_ALWAYS = ("Loss per weight", "Gradient norm")
+_LOSS = "Loss per weight"
+_ALWAYS = (_LOSS, "Gradient norm")
 _FIGURES: dict[str, Callable[[StepFigures], float | None]] = {
-    "Loss per weight": lambda point: point.loss,
+    _LOSS: lambda point: point.loss,
     "Gradient norm": lambda point: point.grad_norm,
     "Learning rate": lambda point: point.learning_rate,
     **{one.title: attrgetter(one.column) for one in DRIFT_FIGURES},
@@ -114,20 +115,25 @@ class RunCurves:
 
 
 def charts(runs: Sequence[RunCurves], view: ChartView) -> list[Markup]:
-    """Charts of the rewards, the loss, the other metrics that clients stored, and all other figures, in this order."""
-    figures = []
+    """Charts of the rewards, the loss, the other metrics that clients stored, and all other figures, in this order.
+
+    A metric `loss` of all runs replaces the measured loss.
+    """
+    figures = dict[str, Markup]()
     for title, value in _FIGURES.items():
         lines = [_line(run, title, value, view) for run in runs]
         if title in _ALWAYS or any(line.known for line in lines):
-            figures.append(_chart(title, lines, view))
-    rewards, others = list[Markup](), list[Markup]()
+            figures[title] = _chart(title, lines, view)
+    rewards, losses, others = list[Markup](), list[Markup](), list[Markup]()
     metrics = [{metric.name: metric.points for metric in run.metrics} for run in runs]
     for name in sorted({name for of_run in metrics for name in of_run}, key=lambda name: (name != REWARD, name)):
         of_runs = zip(runs, metrics, strict=True)
         lines = [Line(run.name, run.placed(of_run.get(name, ()), view.x)) for run, of_run in of_runs]
-        (rewards if REWARD in name else others).append(_chart(name, lines, view))
-    loss, *rest = figures
-    return [*rewards, loss, *others, *rest]
+        (rewards if REWARD in name else losses if name == "loss" else others).append(_chart(name, lines, view))
+    measured = figures.pop(_LOSS)
+    if not all("loss" in of_run for of_run in metrics):
+        losses.insert(0, measured)
+    return [*rewards, *losses, *others, *figures.values()]
 
 
 def steps_by_place(runs: Sequence[RunCurves], view: ChartView) -> str | None:
@@ -147,7 +153,7 @@ def steps_by_place(runs: Sequence[RunCurves], view: ChartView) -> str | None:
 
 def _line(run: RunCurves, title: str, value: Callable[[StepFigures], float | None], view: ChartView) -> Line:
     places, points = run.places(view.x), run.curve.points
-    ranges = title == "Loss per weight" and run.curve.steps > len(points) and not view.smooth
+    ranges = title == _LOSS and run.curve.steps > len(points) and not view.smooth
     band = [(place, point.loss_low, point.loss_high) for place, point in zip(places, points, strict=True)]
     return Line(run.name, list(zip(places, map(value, points), strict=True)), band if ranges else ())
 

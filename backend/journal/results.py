@@ -174,8 +174,9 @@ class Used:
 class LossMeasured:
     """The figures of one forward_backward.
 
-    tokens: the number of tokens. weight: the sum of their weights. loss: the sum over the tokens. The columns of
-    `DRIFT_FIGURES` are means over the tokens; None if not measured.
+    tokens: the number of tokens. weight: the sum of their weights. loss: the sum over the tokens. Both are 0 if a
+    weight is negative, because then their quotient is no mean. The columns of `DRIFT_FIGURES` are means over the
+    tokens; None if not measured.
     """
 
     model_id: str

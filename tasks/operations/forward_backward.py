@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import AsyncExitStack
 
 from tinkerflow.backend.catalog.model_card import image_processor
@@ -88,6 +89,8 @@ async def execute(execution: Execution) -> Outcome:
     tokens = sum(len(example.tokens_T) for example in command.examples)
     effects: list[Effect] = [Used(request.session_id, card.name, UsageKind.TRAINING, tokens)]
     if command.backward:
-        weight = float(sum(example.weights_TK.sum(dtype=float) for example in command.examples))
-        effects.append(LossMeasured(execution.model_id, tokens, weight, result.loss_sum, **means))
+        weight, loss = float(sum(example.weights_TK.sum(dtype=float) for example in command.examples)), result.loss_sum
+        if math.isfinite(loss) and any((example.weights_TK < 0).any() for example in command.examples):
+            weight = loss = 0.0  # over weights of both signs, as of DPO, the loss has no mean
+        effects.append(LossMeasured(execution.model_id, tokens, weight, loss, **means))
     return request.done(answer, "proto", *effects)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 500  # steps in one request
 _REASON = 1000  # characters
 _SECONDS = 10.0  # time limit of one request
-_OWN_CHARTS = ("loss", "grad_norm", "learning_rate")  # figures that the server measures itself
+_OWN_CHARTS = ("grad_norm", "learning_rate")  # figures that the server measures itself
 
 
 class ReportedMetrics:

@@ -97,7 +97,7 @@ def clients(url: str) -> ServerClients:
 
 async def test_pipeline_sends_its_values_and_those_of_the_run_it_continues(server: Any, journal: Any) -> None:
     def made(step: int) -> StepMetrics:
-        return StepMetrics(step=step, values={"loss": 1.0, "reward": step / 4, "kl": float("nan")})
+        return StepMetrics(step=step, values={"loss": 1.0, "grad_norm": 2.0, "reward": step / 4, "kl": float("nan")})
 
     steps = [made(step) for step in (1, 2)]
     segment = SegmentRecord(first_step=1, last_step=2, state="s", steps=steps, held_out={"held_out_reward": 0.5})
@@ -113,8 +113,9 @@ async def test_pipeline_sends_its_values_and_those_of_the_run_it_continues(serve
         show_step(made(4))
         more = {"first_step": 3, "last_step": 4, "steps": [made(3), made(4)]}
         segments.append(segment.model_copy(update=more))
-    held_out, reward = journal.run_metrics.of_run(run, "local")
+    held_out, loss, reward = journal.run_metrics.of_run(run, "local")
     assert held_out.points == ((2, 0.5), (4, 0.5))
+    assert loss.points == ((1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0))
     assert reward.points == ((1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0))
 
 

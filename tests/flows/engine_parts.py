@@ -202,7 +202,9 @@ class Client:
         self.seqs[model] += skip
         return self.journal.requests.submit(self.request(kind, {} if body is None else body, model=model))
 
-    def forward_backward(self, model: str, *targets: Sequence[int], forward_only: bool = False) -> str:
+    def forward_backward(
+        self, model: str, *targets: Sequence[int], weight: float = 1.0, forward_only: bool = False
+    ) -> str:
         kind = Kind.FORWARD if forward_only else Kind.FORWARD_BACKWARD
         message = pb.ForwardBackwardRequest(
             model_id=model, seq_id=self.seqs[model], loss_fn="cross_entropy", forward_only=forward_only
@@ -214,7 +216,7 @@ class Client:
             tensor.dense, tensor.dtype = np.asarray(some, np.int64).tobytes(), pb.DTYPE_INT64
             tensor.shape.append(len(some))
             weights = datum.loss_fn_inputs["weights"]
-            weights.dense, weights.dtype = np.ones(len(some), np.float32).tobytes(), pb.DTYPE_FLOAT32
+            weights.dense, weights.dtype = np.full(len(some), weight, np.float32).tobytes(), pb.DTYPE_FLOAT32
             weights.shape.append(len(some))
         return self.submit(model, kind, message.SerializeToString())
 

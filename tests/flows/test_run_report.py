@@ -225,6 +225,27 @@ def test_an_unusual_step_is_reported() -> None:
     assert warnings[-1].startswith("step 17: the loss is 10, and the median of the steps before is 2; ")
 
 
+async def test_steps_with_negative_weights_have_no_mean_loss(
+    journal: Any, connect: Any, make_runner: Any, running: Any
+) -> None:
+    client = await connect(journal)
+    model, created = client.submit_create()
+    runner = make_runner(model)
+    async with running(runner.serve()), running(client.ring("model:", runner)):
+        assert (await client.result(created)).error is None
+        for weights in ((1.0,), (-1.0,), (1.0, -1.0)):
+            for weight in weights:
+                client.forward_backward(model, [5, 6], weight=weight)
+            await client.result(client.optim_step(model, 0.0))
+    first, second, third = journal.curves.of_run(model, None).points
+    assert first.loss and first.loss > 0 and second.loss is None
+    assert third.loss == first.loss, "the loss of the call with a mean"
+    told = Told()
+    told.answered(LossMeasured(RUN, 4, 0.0, 0.0))
+    told.answered(StepMeasured(RUN, 1, 1, 0.5, 1e-4))
+    assert told.lines[0][1] == "step 1: gradient norm 0.5, learning rate 0.0001, 4 tokens"
+
+
 def test_the_rows_of_examined_steps_are_an_artifact_of_runs_with_a_history(client: Any, context: Any) -> None:
     (run, _), (plain, _) = (client.submit_create(number, history=not number) for number in (0, 1))
 

@@ -52,6 +52,9 @@ def test_rewards_precede_the_loss_and_a_smoothed_line_shows_its_values() -> None
     titles = [str(one).split("<figcaption>")[1].split("<")[0].strip() for one in drawn]
     assert titles == ["reward", "held_out_reward", "Loss per weight", "kl", "Gradient norm"]
     assert (part.reward, run([1]).reward) == (1.0, None)
+    own = run([1, 2], Metric("loss", ((1, 0.7),)))
+    assert [str(one).count("Loss per weight") for one in charts([own], chart_view())] == [0, 0], "its own loss is shown"
+    assert sum("Loss per weight" in str(one) for one in charts([own, part], chart_view())) == 1
     assert 'class="faint line-0"' in drawn[0] and 'class="faint' not in charts([part], chart_view())[0]
 
 
