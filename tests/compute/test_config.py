@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import transformers
@@ -13,21 +12,13 @@ from tests.compute.test_latent import DEEPSEEK_V3, GLM_4_7_FLASH
 from tests.compute.test_rope import FIELDS as ROPE
 from tests.compute.test_rope import LONG
 from tests.compute.test_routed import GLM_4_5_AIR, MINIMAX_M2
+from tests.compute.test_written_configs import FIELDS
 
-from tinkerflow.backend.compute.models.families import load_config, parse_config, registered
+from tinkerflow.backend.compute.models.families import load_config, parse_config
 from tinkerflow.backend.compute.models.layers import Attention, Experts, SoftmaxRouter
-from tinkerflow.backend.compute.models.rope import LinearRope, Llama3Rope, Rope
+from tinkerflow.backend.compute.models.rope import Llama3Rope, Rope
 from tinkerflow.backend.core.errors import UserError
 
-FIELDS: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-}
 STRETCH = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -42,39 +33,6 @@ def test_omitted_config_fields_have_defaults():
     attention = config.decoder_layers[0].attention
     assert attention == Attention(hidden=32, heads=4, kv_heads=4, head_dim=8, rope=Rope(10_000.0, 8))
     assert not config.tied
-
-
-def test_a_gemma_whose_layers_are_all_of_one_type_is_read_as_transformers_writes_it():
-    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
-    shape = FIELDS | {
-        "model_type": "gemma3_text",
-        "layer_types": ["full_attention"] * 2,
-        "head_dim": 8,
-        "num_key_value_heads": 4,
-    }
-    written = transformers.Gemma3TextConfig(**shape, rope_parameters={**ropes}).to_dict()
-    assert written["rope_parameters"].keys() > ropes.keys()
-    assert parse_config(written, name="m").ropes == (Rope(1e6, 8, LinearRope(8.0)),)
-
-
-@pytest.mark.parametrize("family", sorted(registered().keys() - {"mistral3"}))
-def test_a_missing_field_has_the_default_of_transformers(family):
-    """Otherwise the file must have the field. The tensors' shapes show the two fields that are left out here."""
-    whole = transformers.AutoConfig.for_model(family).to_dict()
-    text = whole.get("text_config", whole)
-    text["head_dim"] = text.get("head_dim") or 128  # the default of some families is odd
-    if whole.get("vision_config"):
-        whole["vision_config"]["out_hidden_size"] = text["hidden_size"]
-    expected, required = parse_config(whole, name="m"), 0
-    for field in text.keys() - {"head_dim", "num_key_value_heads", "model_type"}:
-        without = {key: value for key, value in text.items() if key != field}
-        try:
-            found = parse_config(without if text is whole else whole | {"text_config": without}, name="m")
-        except UserError as error:
-            required += "config.json has no field" in error.message or pytest.fail(error.message)
-        else:
-            assert found == expected, field
-    assert required
 
 
 def test_routing_without_groups_in_the_file_is_that_of_transformers():
@@ -157,7 +115,9 @@ def test_rope_is_found_where_either_generation_keeps_it(rope):
         (GLM_4_5_AIR | {"num_experts_per_tok": 129}, "num_experts_per_tok 129 of 128 experts"),
         (GLM_4_5_AIR | {"first_k_dense_replace": 46}, "first_k_dense_replace 46 of 46 layers"),
         (GLM_4_5_AIR | {"mlp_layer_types": ["sparse"]}, "mlp_layer_types .* must be 46 of dense, sparse"),
+        (GLM_4_5_AIR | {"per_layer_config": {"3": {"intermediate_size": 8}}}, "per_layer_config .* is not supported"),
         (GLM_4_5_AIR | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        (FIELDS | {"model_type": "gpt_oss", "swiglu_alpha": 2.0}, "swiglu_alpha 2.0 is not supported; must be 1.702"),
         (MINIMAX_M2 | {"attn_type_list": [0] * 62}, "attn_type_list .* is not supported"),
         (MINIMAX_M2 | {"num_experts_per_tok": 257}, "num_experts_per_tok 257 of 256 experts"),
         (DEEPSEEK_V3 | {"kv_lora_rank": 0}, "kv_lora_rank is 0"),

@@ -15,6 +15,7 @@ from tinkerflow.backend.compute.models.families import (
     projections,
 )
 from tinkerflow.backend.compute.models.layers import GLOBAL
+from tinkerflow.backend.core.errors import UserError
 
 PLAIN = {"model_type": "gemma4_text", "final_logit_softcapping": 30.0, "num_attention_heads": 8, "head_dim": 256}
 NO_INPUTS = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "sliding_window": 1024}
@@ -101,3 +102,37 @@ def test_last_layers_share_keys_and_values_with_an_earlier_layer_of_their_kind()
     assert [layer.shares for layer in cfg.decoder_layers[15:]] == [13, 13, 13, 13, 14] * 4
     assert cfg.place(14) == cfg.place(34) == len(cfg.numbers(GLOBAL)) - 1 == 2
     assert layers_with(cfg)["k@global"] == cfg.numbers(GLOBAL)
+
+
+def newer(values: dict[str, Any]) -> dict[str, Any]:
+    """The config as transformers 5.24 writes it: the sizes of layers with full attention in `per_layer_config`."""
+    count, own = values["num_hidden_layers"], {"head_dim": 512}
+    if values.get("attention_k_eq_v"):
+        own["num_key_value_heads"] = values["num_global_key_value_heads"]
+    kinds = values.get("layer_types", types(count, 6))
+    layers = {f"{number:02}": own for number, kind in enumerate(kinds) if kind == "full_attention"}
+    kept = {key: value for key, value in values.items() if key != "num_global_key_value_heads"}
+    return kept | {"layer_types": kinds, "per_layer_config": layers}
+
+
+@pytest.mark.parametrize("values", [E2B, E4B, DENSE_31B, MOE_26B])
+def test_sizes_of_single_layers_are_read_as_newer_transformers_write_them(values: dict[str, Any]) -> None:
+    assert parse_config(newer(values), name="m") == parse_config(values, name="m")
+    narrow = parse_config(values | {"per_layer_config": {}}, name="m")
+    assert {layer.attention.head_dim for layer in narrow.decoder_layers} == {256}
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"04": {"head_dim": 512, "sliding_window": 7}}, "may only change head_dim, in the same way"),
+        ({"04": {"num_key_value_heads": 2}}, "may only change head_dim, in the same way"),
+        ({"34": {"head_dim": 128}}, "in the same way for all layers of full_attention"),
+        ({"00": {"head_dim": 512}}, "in the same way for all layers of full_attention"),
+        ({"00": 7}, "in the same way for all layers of full_attention"),
+    ],
+)
+def test_other_differences_between_layers_are_refused(changed: dict[str, Any], text: str) -> None:
+    values = newer(E2B)
+    with pytest.raises(UserError, match=f"base model 'm': per_layer_config .* is not supported; .*{text}"):
+        parse_config(values | {"per_layer_config": values["per_layer_config"] | changed}, name="m")

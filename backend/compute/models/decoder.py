@@ -25,6 +25,7 @@ def decoder(
     unembedding, if the file does not set it. more: other fields of ModelConfig. UserError: a field is missing or wrong.
     """
     _check_types(fields, layers)
+    fields.refuse_others(per_layer_config={})
     return ModelConfig(
         architecture=fields["model_type"],
         vocab=fields.size("vocab_size"),

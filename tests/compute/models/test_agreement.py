@@ -39,6 +39,7 @@ WITHOUT_EFFECT = {
     *("attention_dropout", "embd_pdrop", "resid_pdrop", "residual_dropout", "router_aux_loss_coef"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "chunk_size_feed_forward"),
     "pretraining_tp",  # transformers 5 does not read it
+    "num_nextn_predict_layers",  # of layers that predict further tokens, which are not loaded
     "max_window_layers",  # only with use_sliding_window, which is refused
     "sliding_window",  # only with use_sliding_window, or layer_types
     "_sliding_window_pattern",  # transformers writes the layer_types that follow from it

@@ -95,7 +95,7 @@ class MLPBesideExperts:
 
 def gemma4(fields: ConfigFields) -> ModelConfig:
     """The config of the text model. UserError: a field is missing or not supported."""
-    fields = fields.with_defaults(**_DEFAULTS)
+    fields = _without_layer_config(fields.with_defaults(**_DEFAULTS))
     fields.refuse_others(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention="vision")
     norm = RMSNorm.read(fields)
     attentions = _attentions(fields, norm)
@@ -129,6 +129,39 @@ def gemma4(fields: ConfigFields) -> ModelConfig:
     )
 
 
+def _layer_types(fields: ConfigFields) -> list[str]:
+    """The type of every layer. The last one is FULL, as in transformers, for any `layer_types`."""
+    usual = [FULL if (layer + 1) % _EVERY == 0 else SLIDING for layer in range(layer_count(fields))]
+    return [*fields.types("layer_types", usual, SLIDING, FULL)[:-1], FULL]
+
+
+def _without_layer_config(fields: ConfigFields) -> ConfigFields:
+    """The fields without `per_layer_config`, in which newer releases of transformers write the sizes of FULL layers.
+
+    UserError: other layers or fields differ from the rest, or FULL layers differ from each other.
+    """
+    if fields.get("per_layer_config") is None:
+        return fields
+    usual = {name: fields[name] for name in ("head_dim", "num_key_value_heads")}
+    differ = ["head_dim", "num_key_value_heads"] if fields.flag("attention_k_eq_v") else ["head_dim"]
+    found = {}
+    for layer, values in fields.inner("per_layer_config").values.items():
+        own = values if isinstance(values, dict) else {"": values}
+        found[layer.lstrip("0") or "0"] = {name: value for name, value in own.items() if usual.get(name) != value}
+    types = _layer_types(fields)
+    full = found.get(str(len(types) - 1), {})
+    expected = {str(layer): full for layer, kind in enumerate(types) if kind == FULL and full}
+    if {layer: own for layer, own in found.items() if own} != expected or not set(full) <= set(differ):
+        raise fields.error(
+            f"per_layer_config {fields['per_layer_config']!r} is not supported; may only change "
+            f"{' and '.join(differ)}, in the same way for all layers of {FULL}"
+        )
+    return fields.without("per_layer_config").with_values(
+        global_head_dim=full.get("head_dim", fields["head_dim"]),
+        num_global_key_value_heads=full.get("num_key_value_heads"),
+    )
+
+
 def _attentions(fields: ConfigFields, norm: RMSNorm) -> list[Attention]:
     """The attention of every layer."""
     local = Attention.read(fields, one_rope=False, qk_norm="each head", norm=norm, value_norm=True)
@@ -153,12 +186,11 @@ def _attentions(fields: ConfigFields, norm: RMSNorm) -> list[Attention]:
         keys_are_values=same,
         pool=GLOBAL,
     )
-    count = layer_count(fields)
-    usual = [FULL if (layer + 1) % _EVERY == 0 else SLIDING for layer in range(count)]
-    types = [*(fields.items("layer_types") or usual)[:-1], FULL]  # as in transformers, for any `layer_types`
+    types = _layer_types(fields)
+    count = len(types)
     layers = [
         replace(local, window=window) if window else wide
-        for window in windows(fields.with_values(layer_types=types), usual)
+        for window in windows(fields.with_values(layer_types=types), types)
     ]
     shared = fields.size("num_kv_shared_layers") if fields.get("num_kv_shared_layers") else 0
     first = count - shared if 0 < shared < count else count

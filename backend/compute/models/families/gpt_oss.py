@@ -18,7 +18,14 @@ from tinkerflow.backend.compute.models.config import ModelConfig
 from tinkerflow.backend.compute.models.decoder import decoder, layer_count, windows
 from tinkerflow.backend.compute.models.family import FP8, MXFP4, TEXT_MODEL, Family, Tensors, check_shape, with_parts
 from tinkerflow.backend.compute.models.fields import ConfigFields
-from tinkerflow.backend.compute.models.layers import Attention, DecoderLayer, Experts, RMSNorm, SoftmaxRouter
+from tinkerflow.backend.compute.models.layers import (
+    SWIGLU_ALPHA,
+    Attention,
+    DecoderLayer,
+    Experts,
+    RMSNorm,
+    SoftmaxRouter,
+)
 from tinkerflow.backend.compute.models.layers.mlp import refuse_other_mlps
 from tinkerflow.backend.compute.models.rope import FULL, SLIDING
 from tinkerflow.backend.compute.weights.files import MadeTensor, Tensor
@@ -43,7 +50,7 @@ _ROPE = {  # transformers' default
 def _gpt_oss(fields: ConfigFields) -> ModelConfig:
     fields = fields if fields.rope else fields.with_values(rope_parameters=_ROPE)
     refuse_other_mlps(fields)
-    fields.refuse_others(attention_bias=True)
+    fields.refuse_others(attention_bias=True, swiglu_alpha=SWIGLU_ALPHA)
     norm, count = RMSNorm.read(fields, eps=1e-5), fields.size("num_local_experts")
     attention = Attention.read(
         fields.without("attention_bias"), rope_theta=150_000.0, biases=("q", "k", "v", "o"), sinks=True

@@ -6,7 +6,7 @@ other modules import JAX inside their computations.
 
 from tinkerflow.backend.compute.models.layers.attention import ATTENTION, GLOBAL, Attention
 from tinkerflow.backend.compute.models.layers.decoder_layer import DecoderLayer
-from tinkerflow.backend.compute.models.layers.experts import EXPERT_MATRICES, Experts
+from tinkerflow.backend.compute.models.layers.experts import EXPERT_MATRICES, SWIGLU_ALPHA, Experts
 from tinkerflow.backend.compute.models.layers.gated_deltanet import DELTA, DeltaRuleWeights, GatedDeltaNet
 from tinkerflow.backend.compute.models.layers.latent_attention import LatentAttention
 from tinkerflow.backend.compute.models.layers.layer_input import LayerInput
@@ -23,6 +23,7 @@ __all__ = [
     "POST_NORM",
     "PRE_NORM",
     "SANDWICH_NORM",
+    "SWIGLU_ALPHA",
     "Attention",
     "DecoderLayer",
     "DeltaRuleWeights",

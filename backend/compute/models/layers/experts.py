@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tinkerflow.backend.compute.models.layers.step import LayerStep, Linear
 
 EXPERT_MATRICES = ("gate", "up", "down")
-_STEEP = 1.702  # the gate's slope in clamped SwiGLU
+SWIGLU_ALPHA = 1.702  # the gate's slope in clamped SwiGLU
 
 
 class ExpertsWeights(NamedTuple):
@@ -152,4 +152,4 @@ class Experts:
         # A value exactly at its bound, which is common in bfloat16, gets the whole slope, as in torch.
         gate_MF = jnp.where(gate_MF > self.clamp, self.clamp, gate_MF)
         up_MF = jnp.where(jnp.abs(up_MF) > self.clamp, jnp.sign(up_MF) * self.clamp, up_MF)
-        return gate_MF * jax.nn.sigmoid(_STEEP * gate_MF) * (up_MF + 1)
+        return gate_MF * jax.nn.sigmoid(SWIGLU_ALPHA * gate_MF) * (up_MF + 1)
