@@ -153,7 +153,9 @@ def test_invalid_entry_points_and_schedules_are_refused_early(tmp_path: Path, mo
         {"cron": "1 3 * * *", "active": "maybe"},
     ]
     for schedule in invalid:
-        with pytest.raises(UserError, match=r"^schedules: .*([Ii]nvalid|Unable to parse|parsed as a boolean).*$"):
+        with pytest.raises(
+            UserError, match=r"^schedules: .*([Ii]nvalid|Unable to parse|parsed as a bool|valid date).*$"
+        ):
             make_deployment(Deployment(name="x", entrypoint=entrypoint, parameters=parameters, schedules=[schedule]))
     for seconds in (0, -5, True, math.inf, math.nan):
         with pytest.raises(UserError, match=r"^schedules: {'interval': "):
