@@ -94,7 +94,7 @@ class Generations:
     """The generations of one pool.
 
     info: the description of the newest generation that became ready.
-    last_error: the error that ended the last generation or prevented its start.
+    last_error: the error that ended a generation or prevented its start, most recently.
     start_failure: why the last start on demand failed; "": no failure.
     losses, notices: see Pool.
     """
@@ -126,6 +126,7 @@ class Generations:
         self._changed = asyncio.Event()
         self._group: Group | None = None
         self._number = 0  # the number of the last generation started
+        self._failed = 0  # the number of the generation of last_error
         self._probation = 0  # how many commands are sent to the next generation one at a time
         self._restarts = Restarts()
         self._keeper: asyncio.Task[None] | None = None
@@ -151,6 +152,12 @@ class Generations:
         """The group that accepts commands, or None."""
         serves = self._state in (PoolState.SERVING, PoolState.DRAINING)
         return self._group if serves and self._group is not None and self._group.is_ready else None
+
+    def error_of(self, generation: int) -> TinkerflowError | None:
+        """The error that ended a generation; None if it has not ended, or if a later generation has ended."""
+        if self._group is not None and self._group.generation == generation:
+            return self._group.failure
+        return self.last_error if self._failed == generation else None
 
     async def wait_for_serving(self) -> Group:
         """Wait until a group serves, and return it. GroupFailedError: the pool was stopped."""
@@ -224,7 +231,8 @@ class Generations:
                 steady = clock() - began > STEADY_SECONDS or not self._group.crashed
                 self._probation = self._group.probation_of_next
                 self.losses.put(GroupLost(self._group.generation, error.message))
-                self.last_error, self._group = error, None
+                self._group = None
+                self._note_error(error)
             while self._group is None:
                 if self._state is not PoolState.RESTING:
                     self._enter(PoolState.PAUSING)
@@ -242,7 +250,7 @@ class Generations:
             return await self._launch()
         except Exception as error:  # for example, an unreadable file of the base model, which may become readable
             log.exception("worker group %d cannot be started", self._number)
-            self.last_error = GroupFailedError(f"worker group {self._number} cannot be started: {error!r}")
+            self._note_error(GroupFailedError(f"worker group {self._number} cannot be started: {error!r}"))
             return False
 
     async def _launch(self) -> bool:
@@ -258,7 +266,7 @@ class Generations:
         try:
             info = await group.launch(slots, plan)
         except TinkerflowError as error:
-            self.last_error = error
+            self._note_error(error)
             log.error("worker group %d did not start: %s", generation, error)
             return False
         self._group = group  # `stop` ends the group from here on
@@ -284,6 +292,9 @@ class Generations:
                 log.exception("on_waiting failed")
             if missing and missing == site.missing(processes):
                 await site.changed()
+
+    def _note_error(self, error: TinkerflowError) -> None:
+        self.last_error, self._failed = error, self._number
 
     def _enter_if_new(self, state: PoolState) -> None:
         if state is not self._state:

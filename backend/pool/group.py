@@ -143,6 +143,11 @@ class Group:
         return self._phase is Phase.READY
 
     @property
+    def failure(self) -> TinkerflowError | None:
+        """The cause of the group's end; None if it has not begun to end."""
+        return self._failure
+
+    @property
     def probation_of_next(self) -> int:
         """The probation of the next generation: in full after an unexplained death, else what remains of this one."""
         return self._config.probation if self.crashed and not self._confessed else self._commands.probation

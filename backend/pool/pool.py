@@ -250,7 +250,7 @@ class Pool:
     def _send(self, generation: int, command: Command, deadline: float, parent: str | None) -> asyncio.Future[Reply]:
         group = self._generations.serving
         if group is None or group.generation != generation:
-            error = self._generations.last_error
+            error = self._generations.error_of(generation)
             raise _NotSentError(f"worker group {generation} no longer serves{'' if error is None else f': {error}'}")
         return group.submit(command, deadline, parent)
 

@@ -373,6 +373,24 @@ async def test_a_command_for_an_ended_generation_is_not_given_to_the_next(start_
     assert await pool.submit(Ping(), generation=first + 1) == Done()
 
 
+async def test_command_for_an_ended_group_names_only_the_error_of_this_group(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await until(lambda: not pool.ready)
+    await pool.serving()
+    pool.release("worker group 2 ended: rank 0 received SIGTERM")
+    await until(lambda: not pool.ready)
+    for has_ended in (lambda: True, lambda: pool.resting):  # at the end of the group, and of its processes
+        await until(has_ended)
+        with pytest.raises(GroupFailedError) as second:
+            await pool.submit(Ping(), generation=2)
+        cause = "worker group 2 ended: rank 0 received SIGTERM"
+        assert second.value.message == f"worker group 2 no longer serves: {cause}"
+        with pytest.raises(GroupFailedError, match="worker group 1 no longer serves") as first:
+            await pool.submit(Ping(), generation=1)
+        assert "worker group 2" not in first.value.message
+
+
 async def test_group_error_names_the_rank_and_the_cause(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Restarts, "pause", lambda restarts, *, steady: 0.0)
     pool = await start_pool(processes=2)
