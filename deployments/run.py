@@ -30,6 +30,7 @@ from tinkerflow.backend.core.prefect_access import PrefectAccess, page_command, 
 from tinkerflow.backend.core.suggest import did_you_mean
 from tinkerflow.backend.service import last_owner, read_owner
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.automations import automations, ensure_automations
 from tinkerflow.deployments.config import import_beside, read_config
 from tinkerflow.deployments.data_check import check_code, check_first_rows, check_server, parameters_of
 from tinkerflow.deployments.options import settings_with
@@ -372,6 +373,11 @@ def _run(
                 next_line = time.monotonic() + LINE_SECONDS
 
         async def state() -> State[BaseModel]:
+            try:
+                await ensure_automations(automations())
+            except httpx.HTTPError as error:  # for example, the account may not create automations
+                why = f"no automation could be created: {str(error).splitlines()[0]}"
+                print_line(console, f"if this run is killed, Prefect may show it as Running, because {why}")
             call: Callable[..., Awaitable[State[BaseModel]]] = pipeline.flow
             return await call(parameters, return_state=True)
 

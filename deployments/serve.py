@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from importlib import resources
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +32,7 @@ from tinkerflow.backend.core.disk import folder_of_url, locked, make_folder
 from tinkerflow.backend.core.errors import ServerError, UserError
 from tinkerflow.backend.core.prefect_access import TRAINING_FLOW, PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.automations import automations, ensure_automations
 from tinkerflow.deployments.config import make_absolute, read_yaml
 from tinkerflow.deployments.data_check import parameters_of
 from tinkerflow.deployments.options import explain
@@ -43,7 +43,6 @@ from tinkerflow.tasks.pipelines.parameters import Matches
 if TYPE_CHECKING:
     from prefect import Flow
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
-    from prefect.events.schemas.automations import AutomationCore
     from prefect.schedules import Schedule
 
 HEARTBEAT_SECONDS = 30
@@ -333,24 +332,6 @@ def outages_in_one_line() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(outage)
-
-
-def automations() -> list[AutomationCore]:
-    from prefect.events.schemas.automations import AutomationCore
-
-    file = resources.files("tinkerflow.deployments") / "automations.yaml"
-    return [AutomationCore.model_validate(one) for one in yaml.safe_load(file.read_text("utf-8"))["automations"]]
-
-
-async def ensure_automations(wanted: Sequence[AutomationCore]) -> list[str]:
-    """Create the automations whose names are new to Prefect. Returns the names of the created ones."""
-    from prefect.client.orchestration import get_client
-
-    async with get_client() as client:
-        missing = [one for one in wanted if not await client.read_automations_by_name(name=one.name)]
-        for one in missing:
-            await client.create_automation(one)
-    return [one.name for one in missing]
 
 
 async def unserved(served: Collection[str], seconds: float = UNPOLLED_SECONDS) -> list[str]:

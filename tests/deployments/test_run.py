@@ -6,15 +6,16 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import httpx
 import pytest
-from prefect.states import Failed
+from prefect.states import Completed, Failed
 from rich.console import Console
 
 from tinkerflow.backend.core.errors import ServerError, UserError
@@ -22,6 +23,7 @@ from tinkerflow.backend.core.prefect_access import PrefectAccess, make_credentia
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.supervise.processes import free_port
 from tinkerflow.deployments import run as module
+from tinkerflow.deployments.automations import automations
 from tinkerflow.deployments.config import read_config, read_yaml
 from tinkerflow.deployments.data_check import parameters_of
 from tinkerflow.deployments.data_dir import owned
@@ -153,6 +155,44 @@ def test_the_prefect_server_is_the_named_one_that_of_the_data_dir_or_a_new_one(
         assert (prefect.api_url, prefect.credential, ends) == ("http://elsewhere/api", "", False)
 
 
+class Finished:
+    """A pipeline that does nothing."""
+
+    name = "sft"
+
+    async def flow(self, parameters: Any, return_state: bool) -> Any:
+        return Completed()
+
+
+def test_killed_run_is_marked_as_crashed_although_nothing_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_database: Callable[[Path], None]
+) -> None:
+    prefect_database(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr(module, "parameters_of", lambda *_: None)
+    with prefect_api(quiet(), Settings(data_dir=tmp_path)) as (prefect, _):
+        for _ in range(2):
+            assert module._run(quiet(), Finished(), {}, prefect).is_completed()  # type: ignore[arg-type]
+        url = f"{prefect.api_url}/automations/filter"
+        found = httpx.post(url, json={}, headers=prefect.headers).raise_for_status().json()
+    by_name = {one["name"]: one for one in found}
+    assert sorted(one["name"] for one in found) == sorted(one.name for one in automations())
+    silent = by_name["tinkerflow: flow runs without a heartbeat have crashed"]
+    assert silent["enabled"] and silent["trigger"]["after"] == ["prefect.flow-run.heartbeat"]
+
+
+def test_run_continues_if_prefect_refuses_automations(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(wanted: object) -> list[str]:
+        raise httpx.HTTPStatusError("403 Forbidden", request=httpx.Request("POST", "http://a"), response=None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "ensure_automations", refused)
+    monkeypatch.setattr(module, "parameters_of", lambda *_: None)
+    console = quiet()
+    access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
+    assert module._run(console, Finished(), {}, access).is_completed()  # type: ignore[arg-type]
+    assert "may show it as Running" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_waiting_for_prefect_times_out() -> None:
     away = PrefectAccess(f"http://127.0.0.1:{free_port()}/api", "", "")
     with pytest.raises(ServerError, match=r"Prefect at .* did not answer within 0 s \(start_deadline\)"):
@@ -234,9 +274,10 @@ def test_results_are_formatted() -> None:
 def test_progress_is_logged_as_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from prefect.states import Completed
-
     from tinkerflow.tasks.pipelines.artifacts import begin_phase, follower
+
+    async def none(wanted: object) -> list[str]:
+        return []
 
     class Fake:
         name = "sft"
@@ -255,6 +296,7 @@ def test_progress_is_logged_as_lines_without_a_terminal(
     assert not lines_of_runs.isEnabledFor(logging.INFO)
     level = logging.getLogger("tinker").level
     monkeypatch.setattr(module, "parameters_of", lambda *_: None)
+    monkeypatch.setattr(module, "ensure_automations", none)
     console = quiet()
     access = PrefectAccess("http://127.0.0.1:5555/api", "a:b", "http://127.0.0.1:5555")
     module._run(console, Fake(), {"resume": "mine"}, access, "tinkerflow run --set resume=")  # type: ignore[arg-type]

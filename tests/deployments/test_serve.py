@@ -24,13 +24,13 @@ from prefect.settings.models.flows import FlowsSettings
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.automations import automations
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import (
     PLAIN_LOG,
     Deployment,
     alone,
-    automations,
     check_parameters,
     make_deployment,
     make_deployments,

@@ -15,8 +15,8 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from serving import serving
 
+from tinkerflow.deployments.automations import automations, ensure_automations
 from tinkerflow.deployments.run import example_file
-from tinkerflow.deployments.serve import automations, ensure_automations
 from tinkerflow.flows.pipelines.evaluate import EvaluateParameters, evaluate
 from tinkerflow.flows.pipelines.nightly import NightlyParameters, NightlyResult, nightly
 from tinkerflow.tasks.pipelines.approval import approval

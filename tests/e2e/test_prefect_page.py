@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 from tinker import types
 from tinker.lib.queue_state_logger import QueueStateLogger
 
-from tinkerflow.deployments.serve import automations, ensure_automations
+from tinkerflow.deployments.automations import automations, ensure_automations
 from tinkerflow.flows.prefect.mirror import short_name
 
 pytestmark = pytest.mark.thorough

@@ -23,9 +23,10 @@ from prefect.states import Running
 from serving import serving
 from tests.waiting import wait_for
 
+from tinkerflow.deployments.automations import automations, ensure_automations
 from tinkerflow.deployments.config import read_config
 from tinkerflow.deployments.run import example_file
-from tinkerflow.deployments.serve import automations, ensure_automations, ensure_tag_limits
+from tinkerflow.deployments.serve import ensure_tag_limits
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
 from tinkerflow.tasks.pipelines.connection import TinkerflowConnection, connect
 from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord
