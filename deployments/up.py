@@ -20,7 +20,7 @@ from typing import Self
 
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.core.errors import ServerError, UserError
-from tinkerflow.backend.core.hosts import url_of
+from tinkerflow.backend.core.hosts import family_of, url_of
 from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.core.retry import Restarts
@@ -318,11 +318,10 @@ def _refuse_used(host: str, port: int) -> None:
     """
     if "\0" in host or not (host.isascii() or _is_name(host)):  # `create_server` would leave a socket open
         raise UserError(f"host is {host!r}: must be a name or an address")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + PORT_SECONDS
     while True:
         try:
-            socket.create_server((host, port), family=family).close()
+            socket.create_server((host, port), family=family_of(host)).close()
             return
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline or _accepts(host, port):

@@ -21,7 +21,7 @@ from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import SystemClock, every_second
 from tinkerflow.backend.core.disk import make_folder
 from tinkerflow.backend.core.errors import StoreError, UserError
-from tinkerflow.backend.core.hosts import url_of
+from tinkerflow.backend.core.hosts import is_loopback, url_of, with_port
 from tinkerflow.backend.core.joining import make_secret, parse_address
 from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
@@ -258,8 +258,9 @@ async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
         hosts = await Hosts.listen(host, port, secret, settings.heartbeat_timeout)
     except OSError as error:
         raise UserError(f"group is {settings.group!r}: cannot listen at this address: {error}") from error
-    if not await _is_joined(hosts, within=_LOCAL_JOIN_SECONDS if host.startswith("127.") else 0):
-        on_progress(f"hosts join at {host}:{hosts.port}: tinkerflow worker --group {host}:{hosts.port}")
+    if not await _is_joined(hosts, within=_LOCAL_JOIN_SECONDS if is_loopback(host) else 0):
+        address = with_port(host, hosts.port)
+        on_progress(f"hosts join at {address}: tinkerflow worker --group {address}")
     return hosts
 
 

@@ -1,9 +1,10 @@
-"""Names of hosts in requests and URLs."""
+"""Names and addresses of hosts in requests, URLs and sockets."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 
@@ -24,6 +25,16 @@ def host_name(authority: str) -> str:
     return "" if match is None else match[1].strip("[]").rstrip(".").lower()
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """The family of a socket that listens at `host`: IPv6 for an IPv6 address, IPv4 for an IPv4 address or a name."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def with_port(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def url_of(host: str, port: int) -> str:
-    """The URL of an HTTP server, with an IPv6 address in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    """The URL of an HTTP server."""
+    return f"http://{with_port(host, port)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import secrets
 from pathlib import Path
 
@@ -10,14 +12,27 @@ from tinkerflow.backend.core.disk import PRIVATE_FILE, make_folder
 from tinkerflow.backend.core.errors import UserError
 
 _LEAST_BYTES = 16
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+)):([0-9]{1,5})")
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """The host (a name or an IPv4 address) and the port of "host:port". ValueError: anything else."""
-    host, _, port = text.rpartition(":")
-    if not host or ":" in host or not (port.isascii() and port.isdigit() and len(port) < 6) or int(port) > 65535:
-        raise ValueError(f"{text!r} must be HOST:PORT, with a name or an IPv4 address and a port of 0 to 65535")
-    return host, int(port)
+    """The host and the port of "host:port" or "[v6]:port". The brackets of an IPv6 address are removed.
+
+    ValueError: anything else.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match[3]) > 65535 or not (match[2] or _is_ipv6(match[1])):
+        rule = "with a name, an IPv4 address or an IPv6 address in brackets, and a port of 0 to 65535"
+        raise ValueError(f"{text!r} must be HOST:PORT, {rule}")
+    return match[1] or match[2], int(match[3])
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read_secret(path: Path) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from tinkerflow.backend.core.errors import TinkerflowError
+from tinkerflow.backend.core.hosts import family_of
 from tinkerflow.backend.pool.config import PoolConfig
 from tinkerflow.backend.pool.host.places import Launch, Site, WorkerSlot
 from tinkerflow.backend.pool.member import Member
@@ -76,8 +77,9 @@ class Rendezvous:
         process's start.
         """
         salt = secrets.token_bytes(32)
+        address = self._site.address
         self._places = tuple(f"rank {rank} on {slot.name}" for rank, slot in enumerate(slots))
-        with socket.create_server((self._site.address, 0)) as listener:
+        with socket.create_server((address, 0), family=family_of(address)) as listener:
             listener.setblocking(False)
             launch = Launch(self._generation, listener.getsockname()[1], salt, plan)
             for rank, slot in enumerate(slots):

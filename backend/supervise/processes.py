@@ -12,6 +12,8 @@ import socket
 import sys
 from pathlib import Path
 
+from tinkerflow.backend.core.hosts import family_of
+
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(20_000, 32_768)
 _TAIL_BYTES = 2**16
@@ -66,7 +68,7 @@ def free_port(address: str = "127.0.0.1") -> int:
     listen there again. OSError: no process can listen at `address`.
     """
     for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe:
+        with socket.socket(family_of(address)) as probe:
             try:
                 probe.bind((address, port))
             except OSError as error:

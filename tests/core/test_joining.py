@@ -13,9 +13,15 @@ from tinkerflow.backend.core.joining import make_secret, parse_address, read_sec
 def test_addresses_are_hosts_with_ports() -> None:
     assert parse_address("node-1.example:7000") == ("node-1.example", 7000)
     assert parse_address("10.0.0.1:0") == ("10.0.0.1", 0)
+    assert parse_address("[::1]:8500") == ("::1", 8500)
+    assert parse_address("[2001:db8::a:1]:7000") == ("2001:db8::a:1", 7000)
 
 
-@pytest.mark.parametrize("text", ["", "7000", ":7000", "host", "host:", "host:x", "host:70000", "::1:7000", "host:²"])
+NO_PORT = ["", "7000", ":7000", "host", "host:", "host:x", "host:70000", "host:²", "[::1]", "[::1]7000", "[::1]:"]
+NO_HOST = ["::1:7000", "[]:7000", "[host]:7000", "[::g]:7000", "[10.0.0.1]:7000", "[fe80::1%eth0]:7000", "[::1:7000"]
+
+
+@pytest.mark.parametrize("text", NO_PORT + NO_HOST)
 def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be HOST:PORT"):
         parse_address(text)

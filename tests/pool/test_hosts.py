@@ -78,7 +78,8 @@ class Bench:
         self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET, **patience: Any
     ) -> asyncio.Task[None]:
         """Start an agent. Its workers log to a folder with its name."""
-        post = HostConfig("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "", **patience)
+        driver = (self.hosts.address, port or self.hosts.port)
+        post = HostConfig(*driver, secret, processes, self.tmp_path / name, "", **patience)
         task = asyncio.create_task(serve_group(post, self.said.append))
         self.agents.append(task)
         return task
@@ -110,7 +111,7 @@ class Bench:
 
     async def drive_again(self) -> None:
         """Drive the hosts after another process."""
-        self.hosts = await Hosts.listen("127.0.0.1", self.hosts.port, SECRET, 3.0)
+        self.hosts = await Hosts.listen(self.hosts.address, self.hosts.port, SECRET, 3.0)
 
     async def close(self) -> None:
         for driver in self.drivers:
@@ -125,9 +126,11 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Bench]:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    made = Bench(await Hosts.listen("127.0.0.1", 0, SECRET, 3.0), tmp_path)
+    made = Bench(await Hosts.listen(getattr(request, "param", "127.0.0.1"), 0, SECRET, 3.0), tmp_path)
     yield made
     await made.close()
     assert not worker_pids()
@@ -165,6 +168,28 @@ async def test_a_group_starts_when_enough_hosts_have_joined(bench: Bench) -> Non
     logs = {path.relative_to(bench.tmp_path).parts for path in bench.tmp_path.glob("*/worker-*.log")}
     assert sorted(name for _, name in logs) == ["worker-0.log", "worker-1.log", "worker-2.log"]
     assert sorted(host for host, _ in logs) == ["one", "two", "two"]
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("bench", ["::1"], indirect=True)
+async def test_group_computes_over_ipv6(bench: Bench) -> None:
+    bench.join("one")
+    bench.join("two")
+    pool = await bench.start(2, "Collective")
+    assert pool.info.parameters == 2  # the executor reports jax.process_count()
+    weights_TK = np.arange(8, dtype=np.float32)[:, None]
+    tokens_T = np.zeros(8, np.int32)
+    over_all = Forward("a", (Example(tokens_T, tokens_T[:, None], weights_TK),), "cross_entropy")
+    assert await pool.submit(over_all) == ForwardResult((), 28.0)
+    assert bench.said[0].startswith(f"joined the group at [::1]:{bench.hosts.port} from ::1 with capacity for 1")
 
 
 async def test_group_without_room_on_any_host_reports_it(bench: Bench) -> None:
@@ -616,10 +641,17 @@ async def test_removed_host_is_replaced_by_another(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("address", "found", "doubtful"),
-    [("10.0.0.9", "127.0.1.1", True), ("10.0.0.9", "10.0.0.9", False), ("127.0.0.1", "127.0.1.1", False)],
+    [
+        ("10.0.0.9", "127.0.1.1", True),
+        ("10.0.0.9", "10.0.0.9", False),
+        ("127.0.0.1", "127.0.1.1", False),
+        ("2001:db8::9", "127.0.1.1", True),
+        ("2001:db8::9", "::1", True),
+        ("2001:db8::9", "2001:db8::9", False),
+    ],
 )
 def test_misleading_host_name_is_reported(
     monkeypatch: pytest.MonkeyPatch, address: str, found: str, doubtful: bool
 ) -> None:
-    monkeypatch.setattr("socket.gethostbyname", lambda name: found)
-    assert ("map vm to 10.0.0.9 in /etc/hosts" in agent.doubt_about_name(address)) == doubtful
+    monkeypatch.setattr("socket.getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (found, 0))])
+    assert (f"map vm to {address} in /etc/hosts" in agent.doubt_about_name(address)) == doubtful

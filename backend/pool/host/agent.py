@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.hosts import is_loopback, with_port
 from tinkerflow.backend.core.retry import Restarts
 from tinkerflow.backend.pool.host.devices import place_in_pod
 from tinkerflow.backend.pool.host.places import LocalWorker, generation_secret
@@ -83,7 +84,7 @@ async def serve_group(config: HostConfig, say: Callable[[str], None]) -> None:
 
     say: called with lines for people. UserError: the driver has a different secret or different software.
     """
-    where = f"{config.driver}:{config.port}"
+    where = with_port(config.driver, config.port)
     processes = HostProcesses(config)
     serving = asyncio.create_task(_serve(config, processes, where, say), name="host")
     try:
@@ -130,10 +131,10 @@ def doubt_about_name(address: str) -> str:
     """A warning if other hosts, which use `address`, probably cannot reach this host's processes; else ""."""
     name = socket.gethostname()
     try:
-        found = socket.gethostbyname(name)
+        found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         found = "nothing"
-    if address.startswith("127.") or not found.startswith(("127.", "nothing")):
+    if is_loopback(address) or not (found == "nothing" or is_loopback(found)):
         return ""
     return (
         f"the name of this host, {name}, resolves to {found} here, so other hosts cannot reach JAX's collectives on "
@@ -254,7 +255,7 @@ class HostProcesses:
             old = self._without_driver()
         await self._end(old)
         spec = self._spec(asked.port, asked.salt, asked.generation, asked.rank)
-        coordinator = f"{self._address}:{free_port(self._address)}"
+        coordinator = with_port(self._address, free_port(self._address))
         child = LocalWorker(spec, coordinator, log_dir=self._config.log_dir, keep=True, platform=self._config.platform)
         worker = _Worker(child, asked.rank, asked.salt, asked.plan, asked.process)
         self._watches[worker] = asyncio.create_task(self._watch(worker))

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Sequence
 from typing import Self
 
+from tinkerflow.backend.core.hosts import family_of, is_loopback
 from tinkerflow.backend.pool.host.places import Launch, WorkerProcess, WorkerSlot, generation_secret
 from tinkerflow.backend.pool.protocol import codec
 from tinkerflow.backend.pool.protocol.conversation import Conversation
@@ -184,7 +185,7 @@ class Hosts:
 
         secret: the group's secret. silence: seconds after which a silent host is lost. OSError: the address is in use.
         """
-        listener = socket.create_server((address, port))
+        listener = socket.create_server((address, port), family=family_of(address))
         listener.setblocking(False)
         return cls(listener, secret, silence)
 
@@ -209,10 +210,11 @@ class Hosts:
         if free < processes:
             joined = ", ".join(map(str, self._in_order())) or "none has joined"
             return f"waiting for hosts: {free} of {processes} processes ({joined})"
-        inside = [host.offer.host for host in self._in_order() if host.offer.address.startswith("127.")]
+        inside = [host.offer for host in self._in_order() if is_loopback(host.offer.address)]
         if inside and len(inside) < len(self._hosts):
+            names = ", ".join(offer.host for offer in inside)
             return (
-                f"waiting for hosts: {', '.join(inside)} joined through 127.0.0.1, where others cannot reach "
+                f"waiting for hosts: {names} joined through {inside[0].address}, where others cannot reach "
                 "its processes: give its worker's --group the address that the other hosts use"
             )
         return ""
