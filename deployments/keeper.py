@@ -48,6 +48,7 @@ class Part:
     process: ChildProcess | None = field(default=None, init=False)
     ready: Future[None] = field(default_factory=_unanswered, init=False)
     _lines: int = field(default=0, init=False)  # number of lines from the current process
+    _log_start: int = field(default=0, init=False)  # size of the log when the current process was started
 
     @property
     def log(self) -> Path:
@@ -58,29 +59,31 @@ class Part:
         """Run the part until cancelled. The pause before a restart grows while processes fail.
 
         A failure is a process that ends soon, before it is ready, or that cannot be started, as when memory is scarce.
-        may_end: whether the deployment has started. Until then, the end of a part raises UserError with the last
-        line of its log if that line is for people, else ServerError with the last lines.
+        may_end: whether the deployment has started. Until then, the end of a part raises UserError with the line of its
+        log that is for people, or else ServerError with the last lines.
         """
         clock, restarts = asyncio.get_running_loop().time, Restarts(1)
         while True:
             began = clock()
             try:
-                how = f"ended with status {await self._run()}"
+                how, why = f"ended with status {await self._run()}", self._reason()
             except OSError as error:
                 if not may_end():
                     raise
-                how = f"could not be started: {error}"
+                how, why = "could not be started", str(error)
             if not may_end():
-                if (line := tail(self.log, 1)).startswith(FOR_PEOPLE):
-                    raise UserError(line.removeprefix(FOR_PEOPLE))
-                raise ServerError(f"{self.name} {how} at the start:\n{tail(self.log)}")
+                if why:
+                    raise UserError(why)
+                raise ServerError(f"{self.name} {how} at the start:\n{tail(self.log, since=self._log_start)}")
             pause = restarts.pause(steady=self.ready.done() or clock() - began > STEADY_SECONDS)
+            how = f"{how}: {why}" if why else how
             self.report(f"{self.name} {how} (its log is {self.log}): started again in {pause:.1f} s")
             await asyncio.sleep(pause)
 
     async def _run(self) -> int | None:
         """Start the process, wait until it ends, and return its exit status. Stops the process when cancelled."""
         self._lines = 0
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
         if self.ready.done():
             self.ready = _unanswered()
         process = ChildProcess(self.command, environment=self.environment, log=self.log, on_line=self._hear)
@@ -95,6 +98,11 @@ class Part:
             if not await process.stop(STOP_SECONDS):
                 self.report(f"{self.name} did not stop in {STOP_SECONDS:.0f} s: killed")
         return process.status
+
+    def _reason(self) -> str:
+        """Why the last process ended, if one of the last lines of its log is for people; else "". srun adds lines."""
+        lines = tail(self.log, 5, self._log_start).splitlines() if self.log.exists() else []
+        return next((line.removeprefix(FOR_PEOPLE) for line in reversed(lines) if line.startswith(FOR_PEOPLE)), "")
 
     def _hear(self, line: str) -> None:
         self._lines += 1

@@ -79,8 +79,11 @@ def free_port(address: str = "127.0.0.1") -> int:
     raise OSError(errno.EADDRINUSE, f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free at {address}")
 
 
-def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log, for a message about the process that wrote the log. A log may have gigabytes."""
+def tail(log: Path, lines: int = 20, since: int = 0) -> str:
+    """The last lines of a log, for a message about the process that wrote the log. A log may have gigabytes.
+
+    since: bytes at the beginning of the log that come from earlier processes.
+    """
     with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        file.seek(max(since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

@@ -77,7 +77,8 @@ def main() -> None:
     try:
         asyncio.run(_hold(Plan.of(settings_with(), os.environ), pulse))
     except UserError as error:
-        sys.exit(f"{FOR_PEOPLE}{error.message}")
+        cause = getattr(error, "cause", error)  # Ray wraps the error of an actor, and shows it with a traceback
+        sys.exit(f"{FOR_PEOPLE}{cause.message}")
 
 
 async def _hold(plan: Plan, pulse: Pulse) -> None:

@@ -25,6 +25,7 @@ PARTS = {
     "well": PULSE + "say(READY); time.sleep(600)",
     "hung": PULSE + "say(READY); p.turns(); time.sleep(600)",
     "broken": "print('I give up', flush=True); exit(3)",
+    "refused": "import sys; sys.exit('tinkerflow: the driver has another version\\nsrun: error: Exited with 1')",
 }
 
 
@@ -111,6 +112,22 @@ async def test_start_failure_shows_only_its_user_message(tmp_path: Path) -> None
     command = (sys.executable, "-c", code)
     part = Part("engine", command, environment=os.environ, log_dir=tmp_path, silence=10.0, report=print)
     with pytest.raises(UserError, match=r"^store x: is away$"):
+        await part.keep(lambda: False)
+
+
+async def test_reason_of_an_end_after_the_start_is_reported(keep: Callable[[str], Part], said: list[str]) -> None:
+    part = keep("refused")
+    await until(lambda: said)
+    assert said[0] == (
+        f"refused ended with status 1: the driver has another version (its log is {part.log}): started again in 0.2 s"
+    )
+
+
+async def test_killed_part_has_no_reason_of_an_earlier_process(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").write_text("tinkerflow: the reason of yesterday\n")
+    command = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    part = Part("engine", command, environment=os.environ, log_dir=tmp_path, silence=10.0, report=print)
+    with pytest.raises(ServerError, match=r"^engine ended with status -9 at the start:\n$"):
         await part.keep(lambda: False)
 
 
