@@ -78,8 +78,7 @@ async def demand(journal_url: str) -> AsyncIterator[Callable[[], Awaitable[bool]
 
         def needed() -> bool:
             try:
-                waiting = journal.queue.pending_models() or journal.queue.waiting_samples()
-                return bool(waiting or journal.recovery.unstored_models())
+                return bool(journal.queue.wanted())
             except AWAY as error:
                 log.warning("cannot query the journal for waiting requests: %s", error)
                 return True

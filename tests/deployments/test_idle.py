@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from tests.journal.conftest import Scene
 from tests.waiting import until
 
-from tinkerflow.backend.journal import migrate
+from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.deployments.idle import demand, keep_while_needed
 
 
@@ -75,6 +78,20 @@ async def test_error_of_a_starting_group_is_raised() -> None:
         await keep_while_needed(kept.keep, kept.rest, kept.needed, 60.0, print, look_seconds=0.01)
 
 
+async def test_requests_of_a_suspended_run_need_no_workers(tmp_path: Path, journal_template: Path) -> None:
+    url = f"sqlite:///{shutil.copy(journal_template, tmp_path / 'journal.db')}"
+    with closing(Journal.open(url)) as journal:
+        scene = Scene(journal)
+        model = scene.model()
+        scene.submit(model, 1)
+        async with demand(url) as needed:
+            assert await needed()
+            journal.models.pause(model, "suspended in Prefect")
+            assert not await needed()
+            journal.models.pause(model, None)
+            assert await needed()
+
+
 async def test_unreachable_journal_ends_no_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"sqlite:///{tmp_path / 'journal.db'}"
     migrate(url)
@@ -84,5 +101,5 @@ async def test_unreachable_journal_ends_no_workers(tmp_path: Path, monkeypatch: 
         def away(_: object) -> list[str]:
             raise sa.exc.OperationalError("SELECT", {}, Exception("the server is away"))
 
-        monkeypatch.setattr("tinkerflow.backend.journal.queue.Queue.pending_models", away)
+        monkeypatch.setattr("tinkerflow.backend.journal.queue.Queue.wanted", away)
         assert await needed()
