@@ -20,7 +20,7 @@ from typing import Self
 
 from tinkerflow.backend.catalog.model_source import find_model
 from tinkerflow.backend.core.errors import ServerError, UserError
-from tinkerflow.backend.core.hosts import family_of, url_of
+from tinkerflow.backend.core.hosts import can_be_looked_up, family_of, url_of
 from tinkerflow.backend.core.ids import EMBEDDED
 from tinkerflow.backend.core.prefect_access import PrefectAccess, find_server, server_for_clients
 from tinkerflow.backend.core.retry import Restarts
@@ -303,20 +303,12 @@ def _accepts(host: str, port: int) -> bool:
     return True
 
 
-def _is_name(host: str) -> bool:
-    try:
-        host.encode("idna")
-    except UnicodeError:
-        return False
-    return True
-
-
 def _refuse_used(host: str, port: int) -> None:
     """Raise UserError if the port cannot be bound.
 
     Retries for a moment, because a service that has just ended may keep the port, unless one accepts connections.
     """
-    if "\0" in host or not (host.isascii() or _is_name(host)):  # `create_server` would leave a socket open
+    if not can_be_looked_up(host):  # `create_server` would leave a socket open
         raise UserError(f"host is {host!r}: must be a name or an address")
     deadline = time.monotonic() + PORT_SECONDS
     while True:

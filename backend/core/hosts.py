@@ -25,6 +25,15 @@ def host_name(authority: str) -> str:
     return "" if match is None else match[1].strip("[]").rstrip(".").lower()
 
 
+def can_be_looked_up(host: str) -> bool:
+    """Whether sockets accept a host's name or address. For others, they raise errors that are no OSError."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return "\0" not in host
+
+
 def family_of(host: str) -> socket.AddressFamily:
     """The family of a socket that listens at `host`: IPv6 for an IPv6 address, IPv4 for an IPv4 address or a name."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

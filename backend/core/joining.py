@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tinkerflow.backend.core.disk import PRIVATE_FILE, make_folder
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.core.hosts import can_be_looked_up
 
 _LEAST_BYTES = 16
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+)):([0-9]{1,5})")
@@ -21,7 +22,7 @@ def parse_address(text: str) -> tuple[str, int]:
     ValueError: anything else.
     """
     match = _ADDRESS.fullmatch(text)
-    if match is None or int(match[3]) > 65535 or not (match[2] or _is_ipv6(match[1])):
+    if match is None or int(match[3]) > 65535 or not (_is_ipv6(match[1]) if match[1] else can_be_looked_up(match[2])):
         rule = "with a name, an IPv4 address or an IPv6 address in brackets, and a port of 0 to 65535"
         raise ValueError(f"{text!r} must be HOST:PORT, {rule}")
     return match[1] or match[2], int(match[3])
