@@ -24,7 +24,14 @@ from tinkerflow.backend.core.prefect_access import server_for_clients
 from tinkerflow.backend.journal import AWAY
 from tinkerflow.backend.journal.leases import PAUSE_SECONDS
 from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
-from tinkerflow.backend.service import last_owner, opened_journal, read_owner, refuse_other_service, service_url
+from tinkerflow.backend.service import (
+    api_answers,
+    last_owner,
+    opened_journal,
+    read_owner,
+    refuse_other_service,
+    service_url,
+)
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.checkpoint import RUNS
 from tinkerflow.backend.spec.commands import CompileStatus
@@ -120,8 +127,8 @@ def check_processes(settings: Settings, clock: Clock | None = None) -> str:
         found = journal.recovery.health()
     now = (clock or SystemClock()).now()
     owner, last = read_owner(settings.data_dir), last_owner(settings.data_dir)
-    if owner is None and last is not None and last.stopped == "":
-        raise UserError(ended(last))
+    if owner is None and last is not None and last.stopped == "" and not api_answers(service_url(settings)):
+        raise UserError(ended(last))  # if the API answers, its parts were started separately
     ages = {part: max(0.0, (now - at).total_seconds()) for part, at in sorted(found.beats.items())}
     if owner is None and ages.get("engine") is None and ages.get("api", 0.0) > PAUSE_SECONDS:
         ages = {}  # the service was stopped, which only the engine's lease shows

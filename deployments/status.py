@@ -37,7 +37,7 @@ def show_status(settings: Settings, console: Console) -> bool:
     if owner:
         served_by = f"process {owner.pid} since {owner.since}"
     else:
-        served_by = "no `tinkerflow up` with this data dir" + (f"; {ended(last)}" if last else "")
+        served_by = "no `tinkerflow up` with this data dir" + (f"; {ended(last)}" if last and problem else "")
     show("served by", served_by)
     show("API", problem or f"{url}: answers", "red" if problem else "green")
     try:

@@ -8,10 +8,13 @@ import multiprocessing
 import os
 import sqlite3
 import tarfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from shutil import copytree
+from threading import Thread
 from typing import Any
 
 import orjson
@@ -102,6 +105,24 @@ def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path) -
     assert service_url(Settings(data_dir=tmp_path, port=81)) == "http://127.0.0.1:81"
 
 
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def serving_health() -> Iterator[str]:
+    """The URL of a server that answers like a healthy API, for the block."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 def test_killed_service_is_unhealthy_and_a_stopped_one_is_healthy(tmp_path: Path) -> None:
     def shown() -> str:
         said = io.StringIO()
@@ -123,6 +144,12 @@ def test_killed_service_is_unhealthy_and_a_stopped_one_is_healthy(tmp_path: Path
     with pytest.raises(UserError, match=f"^{killed}$"):
         check_processes(settings)
     assert killed in shown() and "http://127.0.0.1:1: does not answer" in shown()
+    with serving_health() as url:  # as when the parts are started separately, without `up`
+        parts = Settings(data_dir=tmp_path, port=int(url.rpartition(":")[2]))
+        assert check_processes(parts).startswith("api: last heartbeat")
+        said = io.StringIO()
+        assert show_status(parts, plain_console(file=said, width=200))
+        assert f"{url}: answers" in said.getvalue() and "was killed" not in said.getvalue()
     with owned(tmp_path, "http://127.0.0.1:2"):
         pass
     assert "at http://127.0.0.1:2 stopped 20" in shown() and "http://127.0.0.1:2: does not answer" in shown()
