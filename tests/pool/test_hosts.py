@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -637,6 +638,26 @@ async def test_removed_host_is_replaced_by_another(bench: Bench) -> None:
     bench.agents[0].cancel()
     bench.join("a, restarted")
     await serves(pool, 3)
+
+
+async def test_slow_lookup_of_the_host_name_does_not_lose_the_host(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = threading.Event()
+
+    def lookup(address: str) -> str:
+        looked_up.wait(600)
+        return "the name is misleading"
+
+    monkeypatch.setattr(agent, "doubt_about_name", lookup)
+    try:
+        async with asyncio.timeout(120):
+            bench.join("one")
+            await serves(await bench.start(1), 1)
+        assert len(bench.said) == 1
+    finally:
+        looked_up.set()
+    await until(lambda: bench.said[1:] == ["the name is misleading"])
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,12 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
             reached = steady = False
         else:
             say(f"joined the group at {where} from {link.address} with capacity for {config.processes} process(es)")
-            if doubt := await asyncio.to_thread(doubt_about_name, link.address):
-                say(doubt)
+            doubting = asyncio.create_task(_say_doubt(link.address, say))  # heartbeats do not wait for a slow lookup
             conversation = Conversation(link, silence)
-            why = await processes.serve(conversation, link.address)
+            try:
+                why = await processes.serve(conversation, link.address)
+            finally:
+                doubting.cancel()
             if conversation.closed and processes.leave():
                 kept = f"are kept for its next driver, {config.keep_seconds:g} s"
             else:
@@ -125,6 +127,11 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
             say(f"left the group at {where}: {why}; its processes here {kept}")
             reached, steady = True, clock() - began > silence
         await asyncio.sleep(min(config.longest_pause, restarts.pause(steady=steady)))
+
+
+async def _say_doubt(address: str, say: Callable[[str], None]) -> None:
+    if doubt := await asyncio.to_thread(doubt_about_name, address):
+        say(doubt)
 
 
 def doubt_about_name(address: str) -> str:
