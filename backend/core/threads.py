@@ -16,12 +16,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Work:
-    """A call that waits for a thread. result: the caller's future; if it is cancelled first, the call is never made."""
+    """A call that waits for a thread. result: the caller's future; if it is cancelled first, the call is never made.
+
+    queued: whether the call is still in the queue.
+    """
 
     call: Callable[[], Any]
     result: asyncio.Future[Any]
+    queued: bool = True
 
 
 class FairThreads:
@@ -42,26 +46,33 @@ class FairThreads:
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of `work(...)`, run in a thread for project `owner`. A call that has begun is finished."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.push(owner, _Work(partial(work, *args, **kwargs), result))
+        ticket = self._queue.push(owner, _Work(partial(work, *args, **kwargs), result))
         self._begin_calls()
         try:
             return await result
         finally:
-            del result  # an error's traceback contains this frame; such a cycle would keep the call's arguments
+            if ticket.item.queued:
+                self._queue.withdraw(ticket)
+            del result, ticket  # an error's traceback contains this frame; such a cycle would keep the call's arguments
 
     def close(self) -> None:
         """End the threads, after the calls that have begun."""
         self._threads.shutdown()
 
     def _begin_calls(self) -> None:
-        for ticket in self._queue:
-            if ticket.item.result.cancelled():
+        while self._busy.total() < self._count:
+            ticket = next((one for one in self._queue.firsts() if self._busy[one.owner] < self._most), None)
+            if ticket is None:
+                return
+            work, owner = ticket.item, ticket.owner
+            work.queued = False
+            if work.result.cancelled():  # and its caller has not continued yet
                 self._queue.withdraw(ticket)
-            elif self._busy.total() < self._count and self._busy[ticket.owner] < self._most:
-                work = self._queue.serve(ticket)
-                self._busy[ticket.owner] += 1
-                calling = asyncio.get_running_loop().run_in_executor(self._threads, work.call)
-                calling.add_done_callback(partial(self._end_call, ticket.owner, work.result))
+                continue
+            self._queue.serve(ticket)
+            self._busy[owner] += 1
+            calling = asyncio.get_running_loop().run_in_executor(self._threads, work.call)
+            calling.add_done_callback(partial(self._end_call, owner, work.result))
 
     def _end_call(self, owner: str, result: asyncio.Future[Any], calling: asyncio.Future[Any]) -> None:
         self._busy -= Counter((owner,))  # drops projects whose count is 0

@@ -65,3 +65,47 @@ async def test_arguments_of_failed_work_are_freed_immediately() -> None:
         assert freed() is None
     finally:
         gc.enable()
+
+
+async def test_cost_of_a_call_does_not_depend_on_how_many_wait() -> None:
+    """A flood of calls would otherwise block the event loop, and with it all other projects, for seconds."""
+    looked_up = 0
+
+    class Owner(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            nonlocal looked_up
+            looked_up += 1
+            return super().__hash__()
+
+    threads, flood = FairThreads("test", 4), 400
+    assert await asyncio.gather(*(threads.run(Owner("ann"), abs, -n) for n in range(flood))) == list(range(flood))
+    assert looked_up < 40 * flood
+
+
+async def test_cancelled_call_frees_its_arguments_although_other_calls_still_wait() -> None:
+    class Argument:
+        def use(self) -> None:
+            raise AssertionError("a cancelled call began")
+
+    async def call(argument: Argument) -> None:
+        await threads.run("ann", argument.use)
+
+    threads, release = FairThreads("test", 1), threading.Event()
+    first = asyncio.create_task(threads.run("ann", release.wait, 60))
+    second = asyncio.create_task(threads.run("ann", str))
+    argument = Argument()
+    task = asyncio.create_task(call(argument))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    freed = weakref.ref(argument)
+    del argument, task
+    await asyncio.sleep(0)  # the event loop drops the task
+    gc.collect()
+    try:
+        assert freed() is None
+    finally:
+        release.set()
+    await asyncio.gather(first, second)
