@@ -22,15 +22,18 @@ from sqlmodel import col
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal.checkpoints import exists
 from tinkerflow.backend.journal.database import Aggregate, as_view, owned_by, size_of
+from tinkerflow.backend.journal.quotas import ROW_BYTES
 from tinkerflow.backend.journal.sessions import PROJECT
 from tinkerflow.backend.journal.tables import ApiKey, Checkpoint, Model, Session, UsageBucket, UsageKind
 
 HOUR = timedelta(hours=1)
-MOST_BYTES = 2**26  # text in the rows of one report
+MOST_BYTES = 2**26  # in the rows of one report: their texts, and ROW_BYTES for each row
 
 _KEY_NAME: sa.ColumnElement[str | None] = col(ApiKey.name).label("key_name")
 # A checkpoint's project is the label of its run's session, or the checkpoint's owner if there is none.
 _STORED_PROJECT = sa.func.coalesce(col(Session.project_id), col(Checkpoint.owner))
+# A literal, because Postgres takes two parameters in SELECT and GROUP BY for two different expressions.
+_KEY_ID: sa.ColumnElement[str] = sa.func.coalesce(col(Session.key_id), sa.literal_column("''"))
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,7 @@ class UsageReports(Aggregate):
         size = 0
         with self._read() as connection, connection.execute(statement, execution_options={"yield_per": 1000}) as rows:
             for row in rows:
-                size += size_of(row)
-                if size > MOST_BYTES:
-                    raise UserError(
-                        f"the usage from {start.isoformat()} to {end.isoformat()} has more than {MOST_BYTES} bytes: "
-                        "ask for fewer hours"
-                    )
+                size = _counted(size + ROW_BYTES + size_of(row), start, end)
                 usage.append(as_view(Usage, row))
         return usage
 
@@ -132,22 +130,35 @@ class UsageReports(Aggregate):
         """Byte-hours of checkpoints in each whole hour of [start, end), up to now. One statement.
 
         A checkpoint counts from its save until its deletion or expiry. Another save to its path restarts the time.
+        UserError: the report exceeds MOST_BYTES.
         """
         until = min(end, self._now())
         gone = sa.func.coalesce(col(Checkpoint.deleted_at), until)
         due = sa.func.coalesce(col(Checkpoint.expires_at), until)
-        lived = _checkpoints(owner).where(col(Checkpoint.created_at) < until, gone > start, due > start)
+        columns = (
+            col(Checkpoint.base_model),
+            col(Checkpoint.size_bytes),
+            col(Checkpoint.created_at),
+            col(Checkpoint.deleted_at),
+            col(Checkpoint.expires_at),
+        )
+        whose = (_STORED_PROJECT.label("project"), _KEY_ID.label("key_id"), _KEY_NAME)
+        lived = _of_checkpoints(sa.select(*columns, *whose), owner).where(
+            col(Checkpoint.created_at) < until, gone > start, due > start
+        )
         hours = int((end - start) / HOUR)
         sums: dict[tuple[str, str, str, str | None], npt.NDArray[np.float64]] = defaultdict(lambda: np.zeros(hours))
-        with self._read() as connection:
-            rows = connection.execute(lived).all()
-        for row in rows:
-            last = min(moment for moment in (row.deleted_at, row.expires_at, until) if moment is not None)
-            begin, finish = (max(row.created_at, start) - start) / HOUR, (last - start) / HOUR
-            lived_in = slice(int(begin), math.ceil(finish))
-            hour = np.arange(hours, dtype=np.float64)[lived_in]
-            parts = np.minimum(finish, hour + 1) - np.maximum(begin, hour)  # the part of each hour
-            sums[row.base_model, row.project, row.key_id, row.key_name][lived_in] += parts * row.size_bytes
+        size = 0
+        with self._read() as connection, connection.execute(lived, execution_options={"yield_per": 1000}) as rows:
+            for row in rows:
+                last = min(moment for moment in (row.deleted_at, row.expires_at, until) if moment is not None)
+                begin, finish = (max(row.created_at, start) - start) / HOUR, (last - start) / HOUR
+                lived_in = slice(int(begin), math.ceil(finish))
+                hour = np.arange(hours, dtype=np.float64)[lived_in]
+                parts = np.minimum(finish, hour + 1) - np.maximum(begin, hour)  # the part of each hour
+                by_hour = sums[row.base_model, row.project, row.key_id, row.key_name][lived_in]
+                size = _counted(size + int((by_hour == 0).sum()) * (ROW_BYTES + size_of(row)), start, end)
+                by_hour += parts * row.size_bytes
         found = [
             StoredUsage(start + hour * HOUR, base_model, project, key_id, key_name, byte_hours)
             for (base_model, project, key_id, key_name), by_hour in sums.items()
@@ -163,28 +174,30 @@ class UsageReports(Aggregate):
 
         One statement.
         """
-        sums: dict[tuple[str, str, str | None], tuple[int, int]] = {}
+        size = sa.cast(sa.func.sum(col(Checkpoint.size_bytes)), sa.BigInteger)
+        whose = (_STORED_PROJECT, _KEY_ID, _KEY_NAME)
+        sums = _of_checkpoints(sa.select(*whose, sa.func.count(), size), owner).where(exists(self._now()))
+        if project is not None:
+            sums = sums.where(_STORED_PROJECT.in_([project]))
         with self._read() as connection:
-            rows = connection.execute(_checkpoints(owner).where(exists(self._now()))).all()
-        for row in rows:
-            if project is None or row.project == project:
-                count, size = sums.get((row.project, row.key_id, row.key_name), (0, 0))
-                sums[row.project, row.key_id, row.key_name] = count + 1, size + row.size_bytes
-        return [StoredNow(*whose, count, size) for whose, (count, size) in sorted(sums.items())]
+            rows = connection.execute(sums.group_by(*whose)).all()
+        return sorted((StoredNow(*row) for row in rows), key=lambda one: (one.project, one.key_id))
 
 
-def _checkpoints(owner: str | None) -> sa.Select[Any]:
-    """Select checkpoints, including deleted ones, with their project and key."""
-    columns = (
-        col(Checkpoint.base_model),
-        col(Checkpoint.size_bytes),
-        col(Checkpoint.created_at),
-        col(Checkpoint.deleted_at),
-        col(Checkpoint.expires_at),
-    )
-    key = sa.func.coalesce(col(Session.key_id), "").label("key_id")
+def _counted(size: int, start: datetime, end: datetime) -> int:
+    """The size of a report in bytes. UserError: it exceeds MOST_BYTES."""
+    if size > MOST_BYTES:
+        raise UserError(
+            f"the usage from {start.isoformat()} to {end.isoformat()} has more than {MOST_BYTES} bytes: "
+            "ask for fewer hours"
+        )
+    return size
+
+
+def _of_checkpoints(columns: sa.Select[Any], owner: str | None) -> sa.Select[Any]:
+    """Select columns of checkpoints, including deleted ones, and of their sessions and keys."""
     found = (
-        sa.select(*columns, _STORED_PROJECT.label("project"), key, _KEY_NAME)
+        columns.select_from(Checkpoint)
         .outerjoin(Model, col(Model.id) == col(Checkpoint.run_id))
         .outerjoin(Session, col(Session.id) == col(Model.session_id))
         .outerjoin(ApiKey, col(ApiKey.id) == col(Session.key_id))

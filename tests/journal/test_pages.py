@@ -93,3 +93,16 @@ def test_usage_lists_are_complete(scene, monkeypatch, clock):
     monkeypatch.setattr(usage, "MOST_BYTES", 1000)
     with pytest.raises(UserError, match="has more than 1000 bytes: ask for fewer hours"):
         scene.journal.usage.hourly(*hours)
+
+
+def test_report_of_stored_bytes_is_refused_if_it_is_too_long(scene, save, monkeypatch, clock):
+    """Each label of a project has an event in each hour, so a few thousand labels are millions of events."""
+    start = clock.now().replace(minute=0, second=0, microsecond=0)
+    for n in range(3):
+        save(scene.model(scene.session(project_id=f"label {n}")), "a")
+    clock.advance(24 * 3600)
+    assert len(scene.journal.usage.stored("local", start, start + 24 * usage.HOUR)) == 3 * 24
+    monkeypatch.setattr(usage, "MOST_BYTES", 40 * usage.ROW_BYTES)
+    with pytest.raises(UserError, match="has more than 10240 bytes: ask for fewer hours"):
+        scene.journal.usage.stored("local", start, start + 24 * usage.HOUR)
+    assert len(scene.journal.usage.stored("local", start, start + 2 * usage.HOUR)) == 3 * 2

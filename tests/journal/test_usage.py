@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from datetime import timedelta
 
 import pytest
@@ -105,3 +106,17 @@ def test_totals_are_added_up_by_hour_project_and_kind(scene, clock, as_owner):
     ]
     assert scene.journal.usage.totals("other", start, start + HOUR) == found[1:]
     assert scene.journal.usage.totals(None, start + HOUR, start + 2 * HOUR) == []
+
+
+def test_present_storage_is_added_up_by_project_and_key(scene, as_owner):
+    (key, _), stranger = scene.journal.keys.create("ann", "local"), as_owner("stranger")
+    stored = [(scene, "a", ""), (scene, "a", ""), (scene, "a", key.id), (scene, None, ""), (stranger, None, "")]
+    for owned, label, key_id in stored:
+        model = owned.model(owned.session(project_id=label, key_id=key_id))
+        saved = checkpoint(f"tinker://{model}/weights/a", owner=owned.owner)
+        owned.journal.results.finish([owned.taken(model, 1).done(b"", "json", saved)])
+    mine = [("a", "", None, 2, 200), ("a", key.id, "ann", 1, 100), ("local", "", None, 1, 100)]
+    read = scene.journal.usage.stored_now
+    assert [astuple(row) for row in read("local")] == mine
+    assert [astuple(row) for row in read(None)] == [*mine, ("stranger", "", None, 1, 100)]
+    assert [astuple(row) for row in read(None, "a")] == mine[:2]
