@@ -63,7 +63,6 @@ _POSTGRES = (
     "SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 2"
 )
 _AT_ONCE = 10_000  # SQLite allows 32,766 parameters
-_BATCH = 500  # rows in one read if `matches` filters texts, which SQLite and Postgres compare differently
 PAGE_BYTES = 2**22  # the most text in one page of a list; longer texts mean fewer rows
 MOST_OF_SESSION = 10_000  # models (or samplers) in a session's list
 _ROWS_AT_ONCE = 32  # rows that a page fetches from the database at a time
@@ -446,25 +445,23 @@ def newest_page(
     or None.
     """
     created_at, tie = rows.selected_columns["created_at"], rows.selected_columns[key]
-    ordered = rows.order_by(created_at.desc(), tie.desc())
-    size = limit + 1 if matches is None else _BATCH
+    older = rows.order_by(created_at.desc(), tie.desc())
+    if after is not None:
+        same = sa.and_(created_at == after[0], tie < after[1])
+        # The first condition alone lets SQLite begin at this place of an index.
+        older = older.where(created_at <= after[0], sa.or_(created_at < after[0], same))
+    if matches is None:
+        older = older.limit(limit + 1)
     page: list[Row[Any]] = []
     room = PAGE_BYTES
-    while len(page) <= limit:
-        older = ordered
-        if after is not None:
-            same = sa.and_(created_at == after[0], tie < after[1])
-            older = ordered.where(sa.or_(created_at < after[0], same))
-        batch, cut = fetch_page(connection, older.limit(size))
-        for row in filter(matches, batch):
+    # One statement: many databases would sort all rows again for each part of them.
+    with connection.execute(older, execution_options={"yield_per": _ROWS_AT_ONCE}) as found:
+        for row in filter(matches, found) if matches else found:
             room -= size_of(row)
-            if room < 0 and page:
-                return page[:limit], True
+            if page and (room < 0 or len(page) == limit):
+                return page, True
             page.append(row)
-        if len(batch) < size and not cut:
-            break
-        after = (batch[-1].created_at, getattr(batch[-1], key))
-    return page[:limit], len(page) > limit
+    return page, False
 
 
 def fetch_page(connection: sa.Connection, statement: sa.Select[Any]) -> tuple[list[Row[Any]], bool]:

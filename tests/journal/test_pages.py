@@ -82,6 +82,16 @@ def test_a_row_that_is_longer_than_a_page_comes_alone(long_rows, monkeypatch):
     assert (len(page), more) == (1, True)
 
 
+def test_search_of_texts_reads_all_rows_in_one_statement(scene, statements):
+    """A statement for each part of the rows would sort all rows again, which took a minute for 90,000."""
+    for n in range(510):
+        scene.session(user_metadata={"n": str(n)})
+    with statements() as made:
+        found, more = scene.journal.sessions.search(SessionQuery(user_metadata={"n": "3"}), "local")
+    assert ([one.session.user_metadata for one in found], more) == ([{"n": "3"}], False)
+    assert sum("FROM session" in one and "user_metadata" in one for one in made) == 1
+
+
 def test_usage_lists_are_complete(scene, monkeypatch, clock):
     model = scene.model(scene.session(user_metadata={"words": "x" * 1000}))
     pending = scene.taken(model, 1)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 import sqlalchemy as sa
 
+from tinkerflow.backend.journal import CheckpointQuery, SessionQuery
+
 WAITING_OF_MODEL, WAITING_SAMPLES = "ix_request_pending_of_model", "ix_request_pending_samples"
 WAITING_INTERACTIVE = "ix_request_pending_interactive"
+LAST, FROM_LAST = (datetime(2026, 1, 1, tzinfo=UTC), "x"), "(owner=? AND created_at<?)"
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -23,6 +28,8 @@ WAITING_INTERACTIVE = "ix_request_pending_interactive"
         (lambda journal, model: journal.upkeep.unnoted(), "ix_checkpoint_to_note"),
         (lambda journal, model: journal.upkeep.unpurged(), "ix_checkpoint_to_purge"),
         (lambda journal, model: journal.samples.answers_of(f"tinker://{model}/weights/a", "local"), "(sampler_id=?)"),
+        (lambda journal, model: journal.sessions.search(SessionQuery(after=LAST), "local"), FROM_LAST),
+        (lambda journal, model: journal.checkpoint_search.search(CheckpointQuery(after=LAST), "local"), FROM_LAST),
     ],
     ids=[
         "pending_models",
@@ -35,6 +42,8 @@ WAITING_INTERACTIVE = "ix_request_pending_interactive"
         "unnoted",
         "unpurged",
         "answers_of",
+        "next_page_of_sessions",
+        "next_page_of_checkpoints",
     ],
 )
 def test_the_partial_index_is_used(scene, url, statements, call, index):
