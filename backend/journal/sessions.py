@@ -8,7 +8,7 @@ within an owner. The project of a session is its label, or its owner if it has n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import partial
@@ -205,25 +205,32 @@ class Sessions(Aggregate):
     def expire(self, timeout: float) -> list[str]:
         """End sessions that sent no heartbeat or training request for `timeout` seconds. Returns their ids.
 
-        No session is ended unless clients could reach the API during all of that time.
+        Each ends in its own transaction, because others wait for the write lock, and thousands may expire at once. No
+        session is ended unless clients could reach the API during all of that time.
         """
         before, now = self._ago(timeout), self._now()
-        with self._read() as connection:
-            since = answering_since(connection, now)
-        if since is not None and since > before:
-            return []
         busy = sa.exists().where(col(Model.session_id) == col(Session.id), col(Model.last_request_at) >= before)
         silent = (_IS_ACTIVE, col(Session.last_seen_at) < before, sa.not_(busy))
+        with self._read() as connection:
+            since = answering_since(connection, now)
+            if since is not None and since > before:
+                return []
+            found = list(
+                connection.execute(sa.select(col(Session.id)).where(*silent).order_by(col(Session.id))).scalars()
+            )
         why = f"no heartbeat since {before.isoformat(timespec='seconds')}"
-        topics: list[str] = []
+        return [session_id for session_id in found if self._expire(session_id, silent, why, now)]
+
+    def _expire(self, session_id: str, silent: Sequence[sa.ColumnElement[bool]], why: str, now: datetime) -> bool:
+        """End a session unless its client has sent something since. Returns whether it was ended."""
         with self._write() as connection:
-            expired = locked_ids(connection, Session, *silent)
-            for session_id in expired:
-                failure = what_failed(connection, session_id)
-                said = {"detail": why, "failure": None if failure is None else asdict(failure)}
-                topics += _end(connection, session_id, SessionState.EXPIRED, now, said)
+            if not locked_ids(connection, Session, col(Session.id) == session_id, *silent):
+                return False
+            failure = what_failed(connection, session_id)
+            said = {"detail": why, "failure": None if failure is None else asdict(failure)}
+            topics = _end(connection, session_id, SessionState.EXPIRED, now, said)
         self._publish(*topics)
-        return expired
+        return True
 
     def assign_project(self, session_id: str, owner: str | None, project_id: str, *, key_id: str = "") -> None:
         """Give a session another label within its owner's project. Its usage and storage then count for that label.

@@ -56,6 +56,22 @@ def test_training_requests_keep_a_session_alive_without_heartbeats(scene, clock)
     assert scene.journal.sessions.expire(300) == [session]
 
 
+def test_silent_sessions_end_one_by_one_while_others_write(scene, clock, monkeypatch):
+    """One transaction for 2,000 silent sessions held the write lock for a minute, so that all other writes failed."""
+    first, second = sorted((scene.session(), scene.session()))
+    clock.advance(301)
+    ended = []
+
+    def hear(*topics):
+        ended.extend(topics)
+        scene.journal.sessions.heartbeat(second, "local")
+
+    monkeypatch.setattr(scene.journal.sessions, "_publish", hear)
+    assert scene.journal.sessions.expire(300) == [first]
+    assert ended == [f"session:{first}"]
+    assert scene.journal.sessions.get(second, "local").state is SessionState.ACTIVE
+
+
 def test_samplers_close_with_their_session_and_models_wait_for_their_unload(scene, clock):
     session, other = scene.session(), scene.session()
     model, sampler, foreign = scene.model(session), scene.sampler(session), scene.sampler(other)
