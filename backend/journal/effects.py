@@ -9,13 +9,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from typing import Literal
 
 import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import Category
-from tinkerflow.backend.journal.database import in_id_order
+from tinkerflow.backend.journal.database import CutText, in_chunks, in_id_order, locked_ids
 from tinkerflow.backend.journal.run_events import put_event
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
 from tinkerflow.backend.journal.tables import (
@@ -33,7 +34,9 @@ from tinkerflow.backend.journal.tables import (
     sampler_ended,
 )
 from tinkerflow.backend.journal.topics import answered
+from tinkerflow.backend.spec.history import Kind
 
+_SAMPLER = ":sampler"  # stands for its id in a text
 LET_GO = {
     "replays": False,
     "payload": sa.case((col(Request.dropped_at).is_not(None), b""), else_=col(Request.payload)),
@@ -127,29 +130,37 @@ def end_models(
     return topics
 
 
-def close_samplers(connection: sa.Connection, sampler_ids: Sequence[str], detail: str, now: datetime) -> list[str]:
-    """Close live samplers, and fail the requests that wait for them. Returns the topics."""
-    topics: list[str] = []
-    for sampler_id in sampler_ids:
-        closed = connection.execute(
-            sa.update(SamplerRow)
-            .where(col(SamplerRow.id) == sampler_id, col(SamplerRow.state) == SamplerState.LIVE)
-            .values(state=SamplerState.CLOSED, detail=detail, **NEXT_COMPLETION)
-            .returning(col(SamplerRow.id))
-        ).first()
-        if closed is not None:
-            text, category = sampler_ended(sampler_id, detail)
-            failed = _fail_pending(connection, now, text, category, col(Request.sampler_id) == sampler_id)
-            topics += [*failed, answered(sampler_id)]
-    return [*topics, "sample"] if topics else topics
+def close_samplers(connection: sa.Connection, session_id: str, detail: str, now: datetime) -> list[str]:
+    """Close the session's live samplers, and fail the requests that wait for them. Returns the topics.
+
+    Four statements, because a session may have thousands of samplers.
+    """
+    live = (col(SamplerRow.session_id) == session_id, col(SamplerRow.state) == SamplerState.LIVE)
+    if not locked_ids(connection, SamplerRow, *live):
+        return []
+    closed = sa.update(SamplerRow).where(*live).values(state=SamplerState.CLOSED, detail=detail, **NEXT_COMPLETION)
+    ids = connection.execute(closed.returning(col(SamplerRow.id))).scalars().all()
+    text, category = sampler_ended(_SAMPLER, detail)
+    before, after = text.split(_SAMPLER, 1)
+    error = sa.literal(before, sa.String) + col(Request.sampler_id) + sa.literal(after, CutText())
+    # A condition on sampler_id would make SQLite read the samplers' answered requests, too.
+    waiting = (IS_PENDING, col(Request.session_id) == session_id, col(Request.kind) == Kind.SAMPLE)
+    pending = connection.execute(sa.select(col(Request.id)).where(*waiting)).scalars().all()
+    failed = [_fail_pending(connection, now, error, category, col(Request.id).in_(some)) for some in in_chunks(pending)]
+    return [*chain.from_iterable(failed), *map(answered, ids), "sample"]
 
 
 def _fail_pending(
-    connection: sa.Connection, now: datetime, error: str, category: Category, *where: sa.ColumnElement[bool]
+    connection: sa.Connection,
+    now: datetime,
+    error: str | sa.ColumnElement[str],
+    category: Category,
+    *where: sa.ColumnElement[bool],
 ) -> list[str]:
     """Fail every pending request that matches `where`. Returns the topics. One statement, which locks in id order.
 
-    The caller must already have taken the next completion number of every affected sampler.
+    error: the text, or an expression for it. The caller must already have taken the next completion number of every
+    affected sampler.
     """
     statement = (
         sa.update(Request)

@@ -44,7 +44,6 @@ from tinkerflow.backend.journal.tables import (
     Request,
     RequestState,
     SamplerRow,
-    SamplerState,
     Session,
     SessionState,
     session_over,
@@ -335,9 +334,8 @@ def _end(
     ).first()
     if ended is None:
         return []
-    live = (col(SamplerRow.session_id) == session_id, col(SamplerRow.state) == SamplerState.LIVE)
     why, _ = session_over(session_id, state, said["detail"])
-    topics = close_samplers(connection, locked_ids(connection, SamplerRow, *live), why, now)
+    topics = close_samplers(connection, session_id, why, now)
     return [*topics, f"session:{session_id}"]
 
 

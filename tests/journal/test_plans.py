@@ -10,8 +10,14 @@ import sqlalchemy as sa
 from tinkerflow.backend.journal import CheckpointQuery, SessionQuery
 
 WAITING_OF_MODEL, WAITING_SAMPLES = "ix_request_pending_of_model", "ix_request_pending_samples"
-WAITING_INTERACTIVE = "ix_request_pending_interactive"
+WAITING_INTERACTIVE, OF_OWNER = "ix_request_pending_interactive", "ix_request_pending_of_owner"
+OF_SAMPLER = "(sampler_id=?)"
 LAST, FROM_LAST = (datetime(2026, 1, 1, tzinfo=UTC), "x"), "(owner=? AND created_at<?)"
+
+
+def end_sessions(journal):
+    for session in journal.sessions.ids("local", limit=9, offset=0):
+        journal.sessions.finish(session, "local")
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -27,7 +33,8 @@ LAST, FROM_LAST = (datetime(2026, 1, 1, tzinfo=UTC), "x"), "(owner=? AND created
         (lambda journal, model: journal.results.expire(10), "ix_request_finished_with_bytes"),
         (lambda journal, model: journal.upkeep.unnoted(), "ix_checkpoint_to_note"),
         (lambda journal, model: journal.upkeep.unpurged(), "ix_checkpoint_to_purge"),
-        (lambda journal, model: journal.samples.answers_of(f"tinker://{model}/weights/a", "local"), "(sampler_id=?)"),
+        (lambda journal, model: journal.samples.answers_of(f"tinker://{model}/weights/a", "local"), OF_SAMPLER),
+        (lambda journal, model: end_sessions(journal), OF_OWNER),
         (lambda journal, model: journal.sessions.search(SessionQuery(after=LAST), "local"), FROM_LAST),
         (lambda journal, model: journal.checkpoint_search.search(CheckpointQuery(after=LAST), "local"), FROM_LAST),
     ],
@@ -42,6 +49,7 @@ LAST, FROM_LAST = (datetime(2026, 1, 1, tzinfo=UTC), "x"), "(owner=? AND created
         "unnoted",
         "unpurged",
         "answers_of",
+        "end_of_session",
         "next_page_of_sessions",
         "next_page_of_checkpoints",
     ],
@@ -62,3 +70,4 @@ def test_the_partial_index_is_used(scene, url, statements, call, index):
     assert any(index in line for line in plan), plan
     scans = [line for line in plan if line.startswith("SCAN request")]
     assert all(line.endswith((index, WAITING_SAMPLES, WAITING_INTERACTIVE)) for line in scans), plan
+    assert not any("(sampler_id=?)" in line for line in plan if index != OF_SAMPLER), plan

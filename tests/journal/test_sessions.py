@@ -97,6 +97,24 @@ def test_samplers_close_with_their_session_and_models_wait_for_their_unload(scen
     assert "its session is finished" in scene.journal.results.get(training, "local").error
 
 
+def test_end_of_a_session_takes_as_many_statements_with_many_samplers(scene, statements):
+    """A transaction with some statements for each of thousands of samplers held the write lock for minutes."""
+    made = []
+    for count in (1, 9):
+        session = scene.session()
+        samplers = [scene.sampler(session, n) for n in range(count)]
+        waiting = [scene.sample(sampler, 0) for sampler in samplers]
+        with statements() as each:
+            scene.journal.sessions.finish(session, "local", "done")
+        made.append(len(each))
+        found = [scene.journal.results.get(request, "local").error for request in waiting]
+        why = f"session {session} is finished: done"
+        assert found == [f"sampler {sampler} is closed: {why}" for sampler in samplers]
+        assert {view.state for view in scene.journal.samplers.of_session(session)} == {SamplerState.CLOSED}
+        assert all(number == 1 for number in scene.journal.results.last_completions(samplers).values())
+    assert made[0] == made[1]
+
+
 def test_only_the_owner_finishes_a_session(scene):
     session = scene.session()
     with pytest.raises(NotFoundError):
