@@ -187,9 +187,9 @@ class Recovery(Aggregate):
             col(Model.state).in_(TAKES_WORK), sa.and_(col(Model.state) != ModelState.UNLOADED, in_use.correlate(Model))
         )
         live_model = sa.exists().where(col(Model.id) == ranked.c.model_id, may_live)
-        used = sa.exists().where(
-            col(SamplerRow.snapshot_id) == ranked.c.snapshot_id, col(SamplerRow.state) == SamplerState.LIVE
-        )
+        # Read once. With EXISTS, SQLite reads all live samplers again for each snapshot.
+        sampled = (col(SamplerRow.snapshot_id).is_not(None), col(SamplerRow.state) == SamplerState.LIVE)
+        used = ranked.c.snapshot_id.in_(sa.select(col(SamplerRow.snapshot_id)).where(*sampled))
         of_model = ranked.c.snapshot_id.is_(None)
         needless = sa.or_(
             sa.and_(of_model, sa.or_(ranked.c.age > SNAPSHOTS_KEPT, sa.not_(live_model))),

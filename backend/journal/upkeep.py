@@ -125,9 +125,9 @@ class Upkeep(Aggregate):
 
 
 def _may_go(rule: Retention, now: datetime) -> sa.ColumnElement[bool]:
-    sampled = sa.exists().where(
-        col(SamplerRow.model_path) == col(Checkpoint.path), col(SamplerRow.state) == SamplerState.LIVE
-    )
+    # Read once. With EXISTS, SQLite reads all live samplers again for each checkpoint.
+    live = (col(SamplerRow.model_path).is_not(None), col(SamplerRow.state) == SamplerState.LIVE)
+    sampled = col(Checkpoint.path).in_(sa.select(col(SamplerRow.model_path)).where(*live))
     shared = sa.select(col(WeightsShare.id)).where(is_shared(now)).correlate(Checkpoint).exists()
     may = [col(Checkpoint.public).is_(False), col(Checkpoint.expires_at).is_(None), sa.not_(sampled), sa.not_(shared)]
     return sa.and_(*may, *([col(Checkpoint.step) % rule.every != 0] if rule.every else []))

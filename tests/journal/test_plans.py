@@ -7,12 +7,24 @@ from datetime import UTC, datetime
 import pytest
 import sqlalchemy as sa
 
-from tinkerflow.backend.journal import CheckpointQuery, SessionQuery
+from tinkerflow.backend.journal import CheckpointQuery, Retention, SessionQuery
 
 WAITING_OF_MODEL, WAITING_SAMPLES = "ix_request_pending_of_model", "ix_request_pending_samples"
 WAITING_INTERACTIVE, OF_OWNER = "ix_request_pending_interactive", "ix_request_pending_of_owner"
 OF_SAMPLER = "(sampler_id=?)"
 LAST, FROM_LAST = (datetime(2026, 1, 1, tzinfo=UTC), "x"), "(owner=? AND created_at<?)"
+
+
+def plan_of(statements, url):
+    engine = sa.create_engine(url)
+    with engine.connect() as connection:
+        plan = [
+            row.detail
+            for one in statements
+            for row in connection.exec_driver_sql("EXPLAIN QUERY PLAN " + one, ("2026-01-01",) * one.count("?"))
+        ]
+    engine.dispose()
+    return plan
 
 
 def end_sessions(journal):
@@ -59,15 +71,23 @@ def test_the_partial_index_is_used(scene, url, statements, call, index):
     scene.sample(scene.sampler(scene.session()), 0)
     with statements() as made:
         call(scene.journal, model)
-    engine = sa.create_engine(url)
-    with engine.connect() as connection:
-        plan = [
-            row.detail
-            for one in made
-            for row in connection.exec_driver_sql("EXPLAIN QUERY PLAN " + one, ("2026-01-01",) * one.count("?"))
-        ]
-    engine.dispose()
+    plan = plan_of(made, url)
     assert any(index in line for line in plan), plan
     scans = [line for line in plan if line.startswith("SCAN request")]
     assert all(line.endswith((index, WAITING_SAMPLES, WAITING_INTERACTIVE)) for line in scans), plan
     assert not any("(sampler_id=?)" in line for line in plan if index != OF_SAMPLER), plan
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    "call",
+    [lambda journal: journal.recovery.superfluous(), lambda journal: journal.upkeep.delete_retired(Retention(1))],
+    ids=["superfluous", "delete_retired"],
+)
+def test_live_samplers_are_read_once_and_not_for_each_row(journal, url, statements, call):
+    """A run that samples each step has a live sampler and a snapshot for each: a sweep took minutes at 20,000 steps."""
+    with statements() as made:
+        call(journal)
+    plan = plan_of(made, url)
+    (place,) = (number for number, line in enumerate(plan) if "sampler" in line)
+    assert plan[place - 1].startswith("LIST SUBQUERY"), plan
