@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import accumulate, groupby
 from typing import Any, Protocol
 
 import sqlalchemy as sa
@@ -59,6 +60,7 @@ from tinkerflow.backend.spec.drift import DRIFT_FIGURES
 from tinkerflow.backend.spec.history import Kind
 
 PAGE = 1000
+_DROPPED_BYTES = 2**23
 _BACK_SECONDS = 600.0  # within this time, clients notice that the API is back
 DROPPED, EXPIRED = "the result was dropped", "the result expired"  # errors of results without bytes begin with these
 FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # how many samples an acknowledgement keeps; the most bytes of each
@@ -416,30 +418,28 @@ class Results(Aggregate):
         A request is old if it was last read (or answered, if never read) over `ttl` seconds ago. Reading it afterwards
         returns an error with the reason. The payload of a request that may be replayed is kept. After the API was away,
         nothing expires for a while, because clients could not read their results.
+        A transaction drops only about _DROPPED_BYTES, because SQLite reads every dropped page while others wait.
         """
         before, now = self._ago(ttl), self._now()
+        last_use = sa.func.coalesce(col(Request.read_at), col(Request.finished_at))
+        still = (col(Request.dropped_at).is_(None), last_use < before)
+        is_old = (*still, col(Request.finished_at) < before, sa.not_(col(Request.archives)))
+        old = sa.select(col(Request.id), STORED_SIZE).where(*is_old).order_by(col(Request.finished_at)).limit(limit)
         with self._read() as connection:
             since = answering_since(connection, now)
-        if since is not None and since > self._ago(min(ttl, _BACK_SECONDS)):
-            return 0
-        last_use = sa.func.coalesce(col(Request.read_at), col(Request.finished_at))
-        old = (
-            sa.select(col(Request.id))
-            .where(
-                col(Request.dropped_at).is_(None),
-                col(Request.finished_at) < before,
-                last_use < before,
-                sa.not_(col(Request.archives)),
-            )
-            .order_by(col(Request.finished_at))
-            .limit(limit)
-        )
+            if since is not None and since > self._ago(min(ttl, _BACK_SECONDS)):
+                return 0
+            rows = connection.execute(old).all()
         text = f"{EXPIRED}: it was kept until " + before.isoformat(timespec="seconds") + " and has been dropped"
         payload = sa.case((col(Request.replays), col(Request.payload)), else_=b"")
         values = dropped_values(text, payload=payload, dropped_at=now)
-        with self._write() as connection:
-            chosen = in_id_order(Request, col(Request.id).in_(old), col(Request.dropped_at).is_(None))
-            return connection.execute(sa.update(Request).where(chosen).values(**values)).rowcount
+        ends = accumulate(size for _, size in rows)
+        dropped = 0
+        for _, part in groupby(zip(ends, rows, strict=True), key=lambda one: one[0] // _DROPPED_BYTES):
+            chosen = in_id_order(Request, col(Request.id).in_([row.id for _, row in part]), *still)
+            with self._write() as connection:
+                dropped += connection.execute(sa.update(Request).where(chosen).values(**values)).rowcount
+        return dropped
 
 
 def dropped_values(text: str, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import Kind, ModelState
+from tinkerflow.backend.journal import Kind, ModelState, results
 
 
 def test_pending_then_answered_and_re_readable(scene):
@@ -76,6 +76,38 @@ def test_expiry_is_bounded_per_call(scene, clock):
     clock.advance(10)
     bites = [scene.journal.results.expire(5, limit=4) for _ in range(4)]
     assert bites == [4, 4, 2, 0]
+
+
+def test_results_expire_in_transactions_of_limited_bytes(scene, clock, statements, monkeypatch):
+    """SQLite drops about 100 MB per second, and no one else can write meanwhile."""
+    monkeypatch.setattr(results, "_DROPPED_BYTES", 32)
+    model = scene.model()
+    for seq in range(1, 9):
+        scene.submit(model, seq)  # with its result 15 bytes
+    scene.execute(model)
+    clock.advance(10)
+    with statements() as made:
+        assert scene.journal.results.expire(5) == 9
+    assert sum(one.startswith("UPDATE request") for one in made) == 4
+
+
+def test_result_that_is_read_while_others_expire_is_kept(scene, clock, monkeypatch):
+    model = scene.model()
+    first, second = (scene.submit(model, seq) for seq in (1, 2))
+    scene.execute(model)
+    clock.advance(10)
+    monkeypatch.setattr(results, "_DROPPED_BYTES", 1)
+    begin = scene.journal.results._write
+
+    def write():
+        monkeypatch.setattr(scene.journal.results, "_write", begin)
+        scene.journal.results.get(second, "local")
+        return begin()
+
+    monkeypatch.setattr(scene.journal.results, "_write", write)
+    assert scene.journal.results.expire(5) == 2
+    assert scene.journal.results.get(first, "local").result is None
+    assert scene.journal.results.get(second, "local").result == b"result"
 
 
 def test_finished_returns_the_answered_ids(scene):
