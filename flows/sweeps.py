@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 5.0
 OVER = "its session has ended"
-_EXPIRED_AT_ONCE = 500
+_EXPIRED_AT_ONCE, _EXPIRE_CALLS = 500, 20  # in one sweep; 10,000 requests, more than arrive between two sweeps
 _MOST_SEGMENTS = 4  # segments of each history in one sweep
 
 
@@ -72,7 +72,7 @@ class Sweeps:
         journal.models.forget_ended()
         for gap in journal.queue.gaps(settings.gap_timeout):
             journal.queue.skip_gap(gap)
-        journal.results.expire(settings.result_ttl, _EXPIRED_AT_ONCE)
+        expire_results(journal, settings.result_ttl)
         journal.streams.expire()
         return abandoned
 
@@ -91,6 +91,13 @@ async def drop_from_group(model: ServedModel, snapshot_ids: Sequence[str]) -> No
     """Drop sampling snapshots from the base model's worker group, if the group still serves."""
     with suppress(GroupFailedError):  # the snapshots ended with the group; sweeps never wait for the next group
         await drop(model.context.bound_to(model.pool.generation), snapshot_ids)
+
+
+def expire_results(journal: Journal, ttl: float) -> None:
+    """Drop the bytes of requests that were last used over `ttl` seconds ago."""
+    for _ in range(_EXPIRE_CALLS):
+        if journal.results.expire(ttl, _EXPIRED_AT_ONCE) < _EXPIRED_AT_ONCE:
+            return
 
 
 def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
