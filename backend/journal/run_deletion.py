@@ -2,8 +2,10 @@
 
 A deleted run's row is kept without its texts, so no other run gets its id, and `database.get_owned` no longer finds it.
 The deleting transaction drops the bytes of the run's requests and samples, removes its figures, metrics and events,
-ends its history and marks its checkpoints as deleted. The engine's sweeps remove the files of checkpoints, snapshots
-and histories afterwards, even after a crash in between. Usage and the audit log are kept.
+ends its history and marks its checkpoints as deleted. Most figures and metrics are removed before, in transactions of
+_ROWS_AT_ONCE, because a long run has millions of them, and others wait for the write lock. The engine's sweeps remove
+the files of checkpoints, snapshots and histories afterwards, even after a crash in between. Usage and the audit log are
+kept.
 """
 
 from __future__ import annotations
@@ -14,17 +16,18 @@ from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
 from tinkerflow.backend.core.errors import UserError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import exists, mark_deleted
-from tinkerflow.backend.journal.database import Aggregate, RowLock, get_owned, in_id_order, insert_if_absent
+from tinkerflow.backend.journal.database import Aggregate, RowLock, Table, get_owned, in_id_order, insert_if_absent
 from tinkerflow.backend.journal.history import HistorySegment
 from tinkerflow.backend.journal.quotas import lock_project, uncount_kept
 from tinkerflow.backend.journal.results import EXPIRED, dropped_values
 from tinkerflow.backend.journal.run_events import RunEventRow
-from tinkerflow.backend.journal.run_metrics import delete_metrics
+from tinkerflow.backend.journal.run_metrics import RunMetricValue, delete_metrics
 from tinkerflow.backend.journal.samples import is_named_save, is_unnamed_save
 from tinkerflow.backend.journal.tables import (
     TAKES_WORK,
@@ -39,6 +42,21 @@ from tinkerflow.backend.journal.tables import (
 from tinkerflow.backend.journal.training_runs import kept_texts
 from tinkerflow.backend.spec.history import Segment
 from tinkerflow.backend.spec.run_metadata import OUTCOME, REASON
+
+_ROWS_AT_ONCE = 10_000
+
+
+def _part_of(table: type[Table], *key: Mapped[Any]) -> sa.Delete:
+    """The statement that deletes `at_most` rows of the run `run_id`. key: the primary key after the run's id."""
+    of_run = Table.metadata.tables[str(table.__tablename__)].c.model_id == sa.bindparam("run_id")
+    some = sa.select(*key).where(of_run).limit(sa.bindparam("at_most"))
+    return sa.delete(table).where(of_run, sa.tuple_(*key).in_(some))
+
+
+_PARTS = (
+    _part_of(TrainingStep, col(TrainingStep.seq_id)),
+    _part_of(RunMetricValue, col(RunMetricValue.name), col(RunMetricValue.step)),
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +86,20 @@ class RunDeletions(Aggregate):
         key_id: the deleting key, for the audit log.
         """
         for run_id in run_ids:
+            for part in _PARTS:
+                while self._delete_part(run_id, owner, part) == _ROWS_AT_ONCE:
+                    continue
             with self._write() as connection:
                 lock_project(connection, owner)
                 run = _ended_run(connection, run_id, owner, lock="change")
                 _delete(connection, run, audit.actor_of_key(key_id), self._now())
+
+    def _delete_part(self, run_id: str, owner: str, part: sa.Delete) -> int:
+        """Delete rows of an ended run with a statement of _PARTS. Returns their number."""
+        with self._write() as connection:
+            lock_project(connection, owner)
+            _ended_run(connection, run_id, owner, lock="change")
+            return connection.execute(part, {"run_id": run_id, "at_most": _ROWS_AT_ONCE}).rowcount
 
     def _contents(self, connection: sa.Connection, run_id: str, owner: str) -> RunContents:
         _ended_run(connection, run_id, owner)

@@ -10,7 +10,16 @@ from tests.journal.test_history import segment
 
 from tinkerflow.backend.core.errors import NotFoundError, UserError
 from tinkerflow.backend.core.ids import model_id
-from tinkerflow.backend.journal import HistoryRules, LossMeasured, ModelState, RunQuery, StepMeasured, UsageKind, Used
+from tinkerflow.backend.journal import (
+    HistoryRules,
+    LossMeasured,
+    ModelState,
+    RunQuery,
+    StepMeasured,
+    UsageKind,
+    Used,
+    run_deletion,
+)
 from tinkerflow.backend.journal.database import Database, Table
 
 NO_RULES = HistoryRules(days=0, max_bytes=0)
@@ -59,6 +68,23 @@ def end(scene, session):
     scene.journal.sessions.finish(session, "local")
     for model in scene.journal.models.abandoned():
         scene.journal.models.end(model, ModelState.UNLOADED, "its session ended")
+
+
+def test_figures_of_a_long_run_are_deleted_in_parts(scene, full, rows, statements, monkeypatch):
+    """In one transaction, a run of 200,000 steps with three metrics held the write lock for 6 s."""
+    monkeypatch.setattr(run_deletion, "_ROWS_AT_ONCE", 2)
+    other, session = full(scene.session())[0], scene.session()
+    run, _ = full(session)
+    scene.journal.run_metrics.record(run, "local", {step: {"reward": 1.0} for step in range(3, 6)})
+    with pytest.raises(UserError, match="only runs that have ended"):
+        scene.journal.run_deletions.delete([run], "local")
+    assert len(rows("run_metric_value")) == 3 + 6 and len(rows("training_step")) == 2
+    end(scene, session)
+    with statements() as made:
+        scene.journal.run_deletions.delete([run], "local")
+    assert sum(one.startswith("DELETE FROM run_metric_value") for one in made) == 3 + 1 + 1
+    assert {row["model_id"] for name in ("run_metric_value", "training_step") for row in rows(name)} == {other}
+    assert [row["metrics"] for row in rows("project_total")] == [3]
 
 
 def test_deleted_run_leaves_only_usage_and_audit_log(scene, full, rows):
