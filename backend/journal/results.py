@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate, groupby
@@ -67,6 +67,7 @@ FIRST_SHOWN, LARGEST_SHOWN = 4, 2**18  # how many samples an acknowledgement kee
 _ACKNOWLEDGED = f"{DROPPED}: its client acknowledged it"
 _SIZE = sa.func.length(col(Request.result))
 STORED_SIZE = sa.func.length(col(Request.payload)) + sa.func.coalesce(_SIZE, 0)  # bytes of the request and its answer
+_SIZED = (col(Request.id), STORED_SIZE)
 _AFTER = (
     sa.select(col(Request.id), col(Request.completion), col(Request.state), _SIZE.label("size"))
     .where(
@@ -394,23 +395,21 @@ class Results(Aggregate):
         them. Results that were never read are kept, and ids of other clones are ignored. No other clone knows the id of
         a sample, so no other reader can need the bytes. NotFoundError: unknown or foreign sampler.
         """
-        dropped = 0
-        with self._write() as connection:
+        acknowledged = (
+            col(Request.sampler_id) == sampler_id,
+            col(Request.seq_id) >= clone * CLONE_BLOCK,
+            col(Request.seq_id) < (clone + 1) * CLONE_BLOCK,
+            col(Request.read_at).is_not(None),
+            col(Request.dropped_at).is_(None),
+            sa.or_(col(Request.seq_id) >= FIRST_SHOWN, STORED_SIZE > LARGEST_SHOWN),
+        )
+        with self._read() as connection:
             get_owned(connection, SamplerRow, sampler_id, owner)
-            for ids in in_chunks(request_ids):
-                acknowledged = in_id_order(
-                    Request,
-                    col(Request.id).in_(ids),
-                    col(Request.sampler_id) == sampler_id,
-                    col(Request.seq_id) >= clone * CLONE_BLOCK,
-                    col(Request.seq_id) < (clone + 1) * CLONE_BLOCK,
-                    col(Request.read_at).is_not(None),
-                    col(Request.dropped_at).is_(None),
-                    sa.or_(col(Request.seq_id) >= FIRST_SHOWN, STORED_SIZE > LARGEST_SHOWN),
-                )
-                values = dropped_values(_ACKNOWLEDGED, payload=b"", dropped_at=self._now())
-                dropped += connection.execute(sa.update(Request).where(acknowledged).values(**values)).rowcount
-        return dropped
+            of_ids = (
+                sa.select(*_SIZED).where(col(Request.id).in_(ids), *acknowledged) for ids in in_chunks(request_ids)
+            )
+            rows = [row for chosen in of_ids for row in connection.execute(chosen)]
+        return self._drop(rows, acknowledged, dropped_values(_ACKNOWLEDGED, payload=b"", dropped_at=self._now()))
 
     def expire(self, ttl: float, limit: int = 500) -> int:
         """Drop the payload and result of at most `limit` old requests. Returns their number.
@@ -418,13 +417,12 @@ class Results(Aggregate):
         A request is old if it was last read (or answered, if never read) over `ttl` seconds ago. Reading it afterwards
         returns an error with the reason. The payload of a request that may be replayed is kept. After the API was away,
         nothing expires for a while, because clients could not read their results.
-        A transaction drops only about _DROPPED_BYTES, because SQLite reads every dropped page while others wait.
         """
         before, now = self._ago(ttl), self._now()
         last_use = sa.func.coalesce(col(Request.read_at), col(Request.finished_at))
         still = (col(Request.dropped_at).is_(None), last_use < before)
         is_old = (*still, col(Request.finished_at) < before, sa.not_(col(Request.archives)))
-        old = sa.select(col(Request.id), STORED_SIZE).where(*is_old).order_by(col(Request.finished_at)).limit(limit)
+        old = sa.select(*_SIZED).where(*is_old).order_by(col(Request.finished_at)).limit(limit)
         with self._read() as connection:
             since = answering_since(connection, now)
             if since is not None and since > self._ago(min(ttl, _BACK_SECONDS)):
@@ -433,12 +431,23 @@ class Results(Aggregate):
         text = f"{EXPIRED}: it was kept until " + before.isoformat(timespec="seconds") + " and has been dropped"
         payload = sa.case((col(Request.replays), col(Request.payload)), else_=b"")
         values = dropped_values(text, payload=payload, dropped_at=now)
+        return self._drop(rows, still, values)
+
+    def _drop(
+        self, rows: Sequence[sa.Row[Any]], still: Sequence[sa.ColumnElement[bool]], values: Mapping[str, Any]
+    ) -> int:
+        """Set `values` in the rows that meet the conditions `still`. Returns their number. rows: of _SIZED.
+
+        A transaction drops only about _DROPPED_BYTES, because SQLite reads every dropped page while others wait.
+        """
         ends = accumulate(size for _, size in rows)
         dropped = 0
         for _, part in groupby(zip(ends, rows, strict=True), key=lambda one: one[0] // _DROPPED_BYTES):
-            chosen = in_id_order(Request, col(Request.id).in_([row.id for _, row in part]), *still)
-            with self._write() as connection:
-                dropped += connection.execute(sa.update(Request).where(chosen).values(**values)).rowcount
+            ids = [row.id for _, row in part]
+            for some in in_chunks(ids):
+                chosen = in_id_order(Request, col(Request.id).in_(some), *still)
+                with self._write() as connection:
+                    dropped += connection.execute(sa.update(Request).where(chosen).values(**values)).rowcount
         return dropped
 
 

@@ -89,6 +89,14 @@ def test_results_expire_in_transactions_of_limited_bytes(scene, clock, statement
     with statements() as made:
         assert scene.journal.results.expire(5) == 9
     assert sum(one.startswith("UPDATE request") for one in made) == 4
+    sampler = scene.sampler(scene.session())
+    ids = [scene.sample(sampler, seq) for seq in range(4, 12)]  # each 2 bytes, with its result 12
+    scene.journal.results.finish([one.done(b"0123456789", "json") for one in scene.journal.requests.pending_samples(9)])
+    for request in ids:
+        scene.journal.results.get(request, "local")
+    with statements() as made:
+        assert scene.journal.results.acknowledge(sampler, "local", ids, clone=0) == 8
+    assert sum(one.startswith("UPDATE request") for one in made) == 4
 
 
 def test_result_that_is_read_while_others_expire_is_kept(scene, clock, monkeypatch):
