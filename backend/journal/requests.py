@@ -177,25 +177,35 @@ _READY = (
     .limit(sa.bindparam("at_most"))
 )
 _SIZE = sa.func.length(col(Request.payload))
+_SAMPLES = sa.select(
+    *(column for column in sa.inspect(Request).local_table.columns if column.name not in ("payload", "result")),
+    sa.case((_SIZE > MOST_ALONG, _SIZE), else_=0).label("left"),
+    sa.case((_SIZE <= MOST_ALONG, col(Request.payload)), else_=b"").label("payload"),
+    *(column.label(f"its_{column.name}") for column in sa.inspect(SamplerRow).local_table.columns),
+).join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
+_OLDEST = (col(Request.created_at), col(Request.seq_id), col(Request.id))
 _PENDING_SAMPLES = (
-    sa.select(
-        *(column for column in sa.inspect(Request).local_table.columns if column.name not in ("payload", "result")),
-        sa.case((_SIZE > MOST_ALONG, _SIZE), else_=0).label("left"),
-        sa.case((_SIZE <= MOST_ALONG, col(Request.payload)), else_=b"").label("payload"),
-        *(column.label(f"its_{column.name}") for column in sa.inspect(SamplerRow).local_table.columns),
-    )
-    .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
-    .where(
+    _SAMPLES.where(
         IS_PENDING,
         col(Request.sampler_id).is_not(None),
         of_base(SamplerRow),
         col(Request.id).not_in(sa.bindparam("exclude", expanding=True)),
-        sa.or_(sa.bindparam("of_owner", type_=sa.String).is_(None), col(Request.owner) == sa.bindparam("of_owner")),
     )
-    .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
+    .order_by(*_OLDEST)
     .limit(sa.bindparam("at_most"))
 )
 _PENDING_INTERACTIVE = _PENDING_SAMPLES.where(col(Request.interactive))
+
+
+def _of_owner(pending: sa.Select[Any]) -> sa.Select[Any]:
+    """The statement for one owner. It reads only this owner's samples, and sorts them without their payloads."""
+    of_owner = pending.where(col(Request.owner) == sa.bindparam("of_owner"))
+    ids = of_owner.with_only_columns(col(Request.id), maintain_column_froms=True).correlate(None)
+    return _SAMPLES.where(col(Request.id).in_(ids)).order_by(*_OLDEST)
+
+
+_OF_ANY = (_PENDING_SAMPLES, _PENDING_INTERACTIVE)
+_OF_OWNER = (_of_owner(_PENDING_SAMPLES), _of_owner(_PENDING_INTERACTIVE))
 _PAYLOAD = sa.select(col(Request.payload)).where(col(Request.id) == sa.bindparam("row_id"), IS_PENDING)
 _TO_CANCEL = sa.select(col(Request.kind), col(Request.state), col(Request.sampler_id), col(Request.seq_id)).where(
     is_owned(Request)
@@ -263,12 +273,13 @@ class Requests(Aggregate):
         exclude: ids of requests to leave out. odd_interactive: whether the middle place of an odd limit is interactive.
         """
         most = (limit + odd_interactive) // 2
+        pending, interactive = _OF_ANY if owner is None else _OF_OWNER
         values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner}
         with self._read() as connection:
-            oldest = list(connection.execute(_PENDING_SAMPLES, {**values, "at_most": limit}))
+            oldest = list(connection.execute(pending, {**values, "at_most": limit}))
             first = [row for row in oldest if row.interactive][:most]
             if len(oldest) == limit and len(first) < most:  # there may be more interactive samples beyond the limit
-                first = list(connection.execute(_PENDING_INTERACTIVE, {**values, "at_most": most}))
+                first = list(connection.execute(interactive, {**values, "at_most": most}))
         taken = {row.id for row in first}
         rows = [*first, *(row for row in oldest if row.id not in taken)][:limit]
         return [Pending.of(row, as_view(SamplerView, row, prefix="its_"), row.left) for row in rows]
