@@ -135,7 +135,8 @@ def close_samplers(connection: sa.Connection, session_id: str, detail: str, now:
 
     Four statements, because a session may have thousands of samplers.
     """
-    live = (col(SamplerRow.session_id) == session_id, col(SamplerRow.state) == SamplerState.LIVE)
+    # Not `state = 'live'`, for which SQLite reads the live samplers of all sessions.
+    live = (col(SamplerRow.session_id) == session_id, col(SamplerRow.state) != SamplerState.CLOSED)
     if not locked_ids(connection, SamplerRow, *live):
         return []
     closed = sa.update(SamplerRow).where(*live).values(state=SamplerState.CLOSED, detail=detail, **NEXT_COMPLETION)

@@ -78,6 +78,7 @@ def test_the_partial_index_is_used(scene, url, statements, call, index):
     scans = [line for line in plan if line.startswith("SCAN request")]
     assert all(line.endswith((index, WAITING_SAMPLES, WAITING_INTERACTIVE)) for line in scans), plan
     assert not any("(sampler_id=?)" in line for line in plan if index != OF_SAMPLER), plan
+    assert not any("ix_sampler_state" in line for line in plan), plan
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
