@@ -1,7 +1,9 @@
 """Migration of a database to the current schema with Alembic, and the check that it has that schema.
 
-New revisions are written by hand in migrations/versions. The schema is never downgraded. A test compares the migrated
-database with the tables and lists the differences.
+New revisions are written by hand in migrations/versions, one after the other. The schema is never downgraded. A test
+compares the migrated database with the tables and lists the differences.
+
+Alembic is imported only to change a schema, because it takes 0.2 s, and 15 ms more to read all revisions.
 """
 
 from __future__ import annotations
@@ -10,14 +12,12 @@ from contextlib import closing
 from pathlib import Path
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 
 from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.backend.journal.database import Database, connecting_first
 
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_REVISIONS = sorted(file.name.partition("_")[0] for file in (_MIGRATIONS / "versions").glob("v*.py"))
 _LOCK = 0x74696E6B  # any number, the same in every process
 
 
@@ -34,7 +34,14 @@ def migrate(url: str, revision: str = "head") -> None:
     with closing(Database(url)) as database, connecting_first(), database.write() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-        config = _config()
+        if revision == "head" and _revision(connection) == _REVISIONS[-1]:
+            return
+        from alembic import command
+        from alembic.config import Config
+
+        config = Config()
+        config.set_main_option("script_location", _MIGRATIONS.as_posix().replace("%", "%%"))
+        config.set_main_option("path_separator", "os")
         config.attributes["connection"] = connection
         command.upgrade(config, revision)
 
@@ -44,22 +51,21 @@ def check_revision(database: Database) -> None:
 
     UserError: the server refuses the database's URL.
     """
-    scripts = ScriptDirectory.from_config(_config())
-    newest = scripts.get_current_head()
+    newest = _REVISIONS[-1]
     with connecting_first(), database.read() as connection:
-        found = MigrationContext.configure(connection).get_current_revision()
+        found = _revision(connection)
     if found != newest:
         name = sa.make_url(database.url).render_as_string(hide_password=True)
         text = f"database {name}: its schema is at revision {found}, this version needs {newest}; "
         if found is None:
             raise NoTablesError(text + "`tinkerflow up` creates the tables")
-        if found in {script.revision for script in scripts.walk_revisions()}:
+        if found in _REVISIONS:
             raise ServerError(text + "the database is of an earlier version: `tinkerflow up` upgrades it")
         raise ServerError(text + "the database is of a later version: install that version")
 
 
-def _config() -> Config:
-    config = Config()
-    config.set_main_option("script_location", (Path(__file__).parent / "migrations").as_posix().replace("%", "%%"))
-    config.set_main_option("path_separator", "os")
-    return config
+def _revision(connection: sa.Connection) -> str | None:
+    """The database's revision, in Alembic's table; None before the first migration."""
+    if not sa.inspect(connection).has_table("alembic_version"):
+        return None
+    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
