@@ -55,9 +55,9 @@ class FairThreads:
                 self._queue.withdraw(ticket)
             del result, ticket  # an error's traceback contains this frame; such a cycle would keep the call's arguments
 
-    def close(self) -> None:
-        """End the threads, after the calls that have begun."""
-        self._threads.shutdown()
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads after the calls that have begun. wait: return only then."""
+        self._threads.shutdown(wait)
 
     def _begin_calls(self) -> None:
         while self._busy.total() < self._count:

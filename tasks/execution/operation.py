@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
 from tinkerflow.backend.catalog.model_card import ModelCard
@@ -74,6 +73,7 @@ MOST_DEATHS = 6  # ended groups, crashes included
 _MOST = 64  # outcomes in one transaction
 Finish = Callable[[Sequence[Outcome]], object]
 _DECODERS = 4  # threads; one project uses at most half of them
+_STORE_CALLS = 32  # likewise
 INLINE_BYTES = 64 * 1024  # decoded in less than 1 ms; a thread's round trip takes a third of that
 
 
@@ -82,7 +82,7 @@ class ExecutionContext:
     """One base model: its worker group, its saves and snapshots, and the journal, store and clock of all base models.
 
     generation: the only worker group that may execute these commands; None for any serving group.
-    owner: the project whose share of training is charged; "" if the commands serve all projects.
+    owner: the project whose share of training and of store calls is charged; "" if the commands serve all projects.
     drift_limits: limits of `DRIFT_FIGURES`; a forward_backward that reaches one is logged. recheck_share: the share of
     intervals between snapshots that are executed a second time (recheck.py). max_stored_bytes: the quota of a
     project that requests a fork, 0 for none. inflight_kv_cache, prefill_answers, routing_replay, support_replay: see
@@ -112,7 +112,7 @@ class ExecutionContext:
     full_models: FullModelQueue = field(default_factory=FullModelQueue)
     forks: SingleFlight[int] = field(default_factory=SingleFlight)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
-    storing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32, thread_name_prefix="store"))
+    storing: FairThreads = field(default_factory=lambda: FairThreads("store", _STORE_CALLS))
     decoders: FairThreads = field(default_factory=lambda: FairThreads("decode", _DECODERS))
 
     def bound_to(self, generation: int, owner: str = "") -> ExecutionContext:
@@ -132,8 +132,8 @@ class ExecutionContext:
         return await retry(ask, on=AWAY, pauses=READ_PAUSES, what="the journal cannot be read", log=log)
 
     async def in_store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the store in a thread for such calls, because it may block for long."""
-        return await asyncio.get_running_loop().run_in_executor(self.storing, partial(function, *args, **kwargs))
+        """Call a method of the store in a thread of the context's project, because it may block for long."""
+        return await self.storing.run(self.owner, function, *args, **kwargs)
 
     async def decode(self, owner: str, size: int, function: Callable[[], T]) -> T:
         """Call `function`, which processes `size` bytes of a project, in a thread if it would block the event loop."""
@@ -151,7 +151,7 @@ class ExecutionContext:
     def close(self) -> None:
         """End the threads."""
         self.readers.shutdown()
-        self.storing.shutdown(wait=False)
+        self.storing.close(wait=False)
         self.decoders.close()
 
     async def _reply(self, command: Command, kind: type[R]) -> R:

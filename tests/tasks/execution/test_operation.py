@@ -324,3 +324,14 @@ async def test_long_database_outage_is_an_error() -> None:
     with pytest.raises(OperationalError):
         await line.put(outcome("a"))
     await line.close()
+
+
+async def test_store_calls_of_one_project_leave_threads_to_other_projects(context: Any) -> None:
+    release = threading.Event()
+    flood = [asyncio.create_task(replace(context, owner="ann").in_store(release.wait, 60)) for _ in range(100)]
+    await asyncio.sleep(0)  # all of them are queued now
+    try:
+        assert await asyncio.wait_for(replace(context, owner="bob").in_store("b".upper), 60) == "B"
+    finally:
+        release.set()
+    assert all(await asyncio.gather(*flood))
