@@ -60,12 +60,14 @@ def _not_found(module: str, name: str) -> str:
     parent = sys.modules.get(package)
     if parent is not None and last == "py":
         return f"a module is named without .py: write {package}:{name}"
-    installed = {sysconfig.get_path("stdlib"), *site.getsitepackages(), sysconfig.get_path("purelib")}
     folders = [*getattr(parent, "__path__", sys.path)]
     near = [found.name for found in pkgutil.iter_modules(folders)]
-    own = [folder or "." for folder in folders if folder not in installed and not folder.endswith((".zip", "-dynload"))]
-    searched = f"searched {', '.join(own)}, and installed packages" if parent is None else f"searched {', '.join(own)}"
-    return f"there is no module {module!r}{did_you_mean(last, near)}; {searched}"
+    where = ", ".join(folders)
+    if parent is None:
+        installed = (sysconfig.get_path("stdlib"), *site.getsitepackages(), sysconfig.get_path("purelib"))
+        own = [folder or "." for folder in folders if not folder.startswith(installed) and not folder.endswith(".zip")]
+        where = ", ".join([*own, "and installed packages"])
+    return f"there is no module {module!r}{did_you_mean(last, near)}; searched {where}"
 
 
 async def call_in_thread(function: Callable[..., T], *arguments: object) -> T:

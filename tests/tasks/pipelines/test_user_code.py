@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import site
 import sys
+import xml
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,13 +37,16 @@ def refused(path: str) -> str:
     return raised.value.message
 
 
-def test_invalid_path_is_answered_with_similar_names_and_folders(folder: Path) -> None:
+def test_invalid_path_is_answered_with_similar_names_and_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(site.getsitepackages()[0] + "/grpc_tools/_proto")  # as an import of grpc_tools adds it
     assert callable(import_named("reward", "their_rewards:letters"))
     error = refused("their_reward:letters")
     assert error.startswith("reward 'their_reward:letters': there is no module 'their_reward'")
     assert "(did you mean 'their_rewards'?); searched " + str(folder) in error and "site-packages" not in error
     error = refused("their_package.iner:f")
     assert f"no module 'their_package.iner' (did you mean 'inner'?); searched {folder / 'their_package'}" in error
+    error = refused("xml.iner:f")
+    assert error.endswith(f"no module 'xml.iner'; searched {Path(xml.__file__).parent}")
     assert refused("their_rewards.py:letters").endswith("without .py: write their_rewards:letters")
     file = folder / "their_rewards.py"
     assert refused("their_rewards:leters").endswith(f"{file} has no 'leters' (did you mean 'letters'?)")
