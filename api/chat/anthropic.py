@@ -27,11 +27,17 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 class MessageAnswer:
     """The answer to one request, whole or in events."""
 
-    def __init__(self, generation: Generation, prompt: Prompt, reader: AnswerReader) -> None:
-        """generation: a sample that follows `prompt`. reader: reads it."""
+    def __init__(
+        self, generation: Generation, prompt: Prompt, reader: AnswerReader, *, reports_edits: bool = False
+    ) -> None:
+        """generation: a sample that follows `prompt`. reader: reads it.
+
+        reports_edits: whether to report that no edit of `context_management` was applied.
+        """
         self._generation = generation
         self._prompt = prompt
         self._reader = reader
+        self._edits: Json = {"context_management": {"applied_edits": []}} if reports_edits else {}
         self._open: str | None = None  # the type of the block that receives deltas
         self._index = -1  # number of the newest block
         self._calls = iter(reader.answer.calls)  # calls not sent yet
@@ -49,7 +55,7 @@ class MessageAnswer:
                     content.append(_tool_use(call.name) | {"input": call.values})
         if not self._reader.answer.content and not self._reader.answer.calls:
             self._add(content, "text", "")
-        return {**self._message(content), **self._ending(), "usage": self._usage(result)}
+        return {**self._message(content), **self._ending(), **self._edits, "usage": self._usage(result)}
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as a stream of events, in Anthropic's order."""
@@ -65,7 +71,7 @@ class MessageAnswer:
             for part in self._close():
                 yield part
             result = await generation.result()
-            yield _event("message_delta", delta=self._ending(), usage=self._usage(result))
+            yield _event("message_delta", delta=self._ending(), **self._edits, usage=self._usage(result))
             yield _event("message_stop")
 
     def _add(self, content: list[Json], kind: str, text: str, **more: str) -> None:

@@ -144,6 +144,8 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
 def _rendered(template: ChatTemplate, spec: ParserSpec, conversation: Chat, control: ControlTokens) -> str:
     """The text of the prompt. Control tokens in the conversation's texts are hidden unless `special_tokens`."""
     messages: Sequence[Mapping[str, Any]] = shown(conversation.messages)
+    if any(message["role"] == "system" for message in messages[1:]) and not template.shows_later_system:
+        messages = _with_reminders(messages)
     tools: Sequence[Mapping[str, Any]] = [tool.shown() for tool in conversation.tools]
     options = conversation.options
     if not conversation.special_tokens:
@@ -151,6 +153,32 @@ def _rendered(template: ChatTemplate, spec: ParserSpec, conversation: Chat, cont
     messages = spec.prepared(messages, tools) if spec.prepared is not None else messages
     text = template.render(messages, tools, options)
     return text.encode("utf-8", "replace").decode()  # arguments of earlier calls may contain lone surrogates
+
+
+def _with_reminders(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with at most one of the system, the first. Later ones become parts of adjacent user messages.
+
+    The mark around them is the one that coding agents use.
+    """
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        last = merged[-1]["role"] if merged else "system"
+        if role == "system" != last:
+            role, content = "user", f"<system-reminder>\n{content}\n</system-reminder>"
+        if merged and role == last and role in ("system", "user"):
+            merged[-1]["content"] = _appended(merged[-1]["content"], content)
+        else:
+            merged.append({**message, "role": role, "content": content})
+    return merged
+
+
+def _appended(first: str | list[dict[str, Any]], second: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Two contents of a message as one."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in (first, second))
+    return [part for content in parts for part in content]
 
 
 def _call_schema(tools: Sequence[Tool]) -> dict[str, Any]:

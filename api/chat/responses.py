@@ -29,11 +29,18 @@ class ResponseAnswer:
     """The answer to one request, whole or in events: items of the types reasoning, message and function_call."""
 
     def __init__(
-        self, generation: Generation, prompt: Prompt, reader: AnswerReader, created: int, echoed: Mapping[str, Any]
+        self,
+        generation: Generation,
+        prompt: Prompt,
+        reader: AnswerReader,
+        created: int,
+        echoed: Mapping[str, Any],
+        groups: Mapping[str, tuple[str, str]],
     ) -> None:
         """generation: a sample that follows `prompt`. reader: reads it. created: seconds since 1970.
 
-        echoed: the fields of the request that a response repeats.
+        echoed: the fields of the request that a response repeats. groups: the group and the name of each function in a
+        group, by its name in calls.
         """
         self._generation = generation
         self._prompt = prompt
@@ -46,6 +53,7 @@ class ResponseAnswer:
             "error": None,
             **echoed,
         }
+        self._groups = groups
         self._items: list[Json] = []
         self._calls = iter(reader.answer.calls)  # calls that are not items yet
         self._open = False  # whether the last item receives deltas
@@ -106,7 +114,9 @@ class ResponseAnswer:
                 return []
             case CallEnds():
                 call = next(self._calls)
-                item = {"type": "function_call", "call_id": call_id(), "name": call.name, "arguments": ""}
+                group, name = self._groups.get(call.name, ("", call.name))
+                grouped = {"namespace": group} if group else {}
+                item = {"type": "function_call", "call_id": call_id(), "name": name, **grouped, "arguments": ""}
                 begin = self._begin(item)
                 self._items[-1]["arguments"] = call.arguments
                 delta = self._of_item("response.function_call_arguments.delta", delta=call.arguments)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +36,16 @@ class ChatTemplate:
     text: str
     with_tools: str
     specials: Mapping[str, str]
+
+    @cached_property
+    def shows_later_system(self) -> bool:
+        """Whether a message of the system that is not the first one is part of the prompt. Some templates omit it."""
+        turns = (("system", "a"), ("user", "b"), ("assistant", "c"), ("system", "later-system"), ("user", "d"))
+        try:
+            text = self.render([{"role": role, "content": text} for role, text in turns], (), {})
+        except UserError:
+            return False
+        return "later-system" in text
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]

@@ -30,7 +30,8 @@ Blocks = str | list[dict[str, Any]]
 class AnthropicTool(Strict):
     """A tool that the model may call.
 
-    strict, cache_control: ignored. Arguments follow the schema if a call is required, and prompts are always cached.
+    strict, cache_control, eager_input_streaming: ignored. Arguments follow the schema if a call is required, prompts
+    are always cached, and a call is sent when it is complete.
     """
 
     type: Literal["custom"] | None = None
@@ -39,6 +40,7 @@ class AnthropicTool(Strict):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
 
 
 class ToolChoice(Strict):
@@ -74,15 +76,30 @@ class OutputConfig(Strict):
     format: JsonFormat | None = None
 
 
-class AnthropicMessage(Strict):
-    """A message. content: a text, or blocks of the types text, image, thinking, tool_use and tool_result."""
+class ContextEdit(Wire):
+    """A part of the conversation that Anthropic may remove from the prompt. Here, none is removed."""
 
-    role: Literal["user", "assistant"]
+    type: str
+
+
+class ContextManagement(Strict):
+    """Edits of the conversation. The answer reports that none was applied."""
+
+    edits: list[ContextEdit] = Field(default_factory=list)
+
+
+class AnthropicMessage(Strict):
+    """A message. content: a text, or blocks of the types text, image, thinking, tool_use and tool_result.
+
+    The content of `system` has only texts.
+    """
+
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
 class Counting(Strict):
-    """The fields of a request that determine its prompt. cache_control: ignored.
+    """The fields of a request that determine its prompt. cache_control, context_management: ignored.
 
     allow_special_tokens: see `AnswerFields`.
     """
@@ -95,6 +112,7 @@ class Counting(Strict):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
     allow_special_tokens: bool = False
 
 
@@ -140,7 +158,8 @@ async def _begin(call: Call) -> tuple[Generation, MessageAnswer, bool]:
         generation = await sampled(call, target, prompt, params, stream=body.stream)
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     prompt = replace(prompt, images=())
-    answer = MessageAnswer(generation, prompt, AnswerReader(target, prompt, stops, one_call=one_call))
+    reader = AnswerReader(target, prompt, stops, one_call=one_call)
+    answer = MessageAnswer(generation, prompt, reader, reports_edits=body.context_management is not None)
     return generation, answer, body.stream
 
 
@@ -214,6 +233,8 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
         return [{"role": message.role, "content": message.content}]
     if not message.content:
         raise broken(field, [], "text or at least one block")
+    if message.role == "system":
+        return [{"role": "system", "content": text_of(message.content, field)}]
     parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []

@@ -26,7 +26,7 @@ from tinkerflow.api.endpoints.generation import Generation
 from tinkerflow.api.endpoints.images import Picture
 from tinkerflow.api.errors import naming
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.schemas import OPEN_API, Strict
+from tinkerflow.api.schemas import OPEN_API, Strict, Wire
 from tinkerflow.api.submit import parsed_prompt
 from tinkerflow.backend.core.errors import broken
 
@@ -51,6 +51,21 @@ class ResponseTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class Namespace(Strict):
+    """Functions of a group. The model calls them `GROUP__FUNCTION`. description: ignored, as in chat templates."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: list[ResponseTool] = Field(max_length=MAX_TOOLS)
+
+
+class WebSearch(Wire):
+    """OpenAI's web search, which agents always send. It is left out of the prompt, so the model cannot call it."""
+
+    type: Literal["web_search"]
 
 
 class ToolByName(Strict):
@@ -87,8 +102,9 @@ class ResponsesBody(Strict):
     """A request. input: a text, or items of the types message, function_call, function_call_output and reasoning.
 
     Responses are not stored, so `previous_response_id` is an unknown field. service_tier, allow_special_tokens: see
-    `AnswerFields`. store, user, safety_identifier, prompt_cache_key and truncation are ignored. metadata is only
-    repeated in the response. `include` of encrypted reasoning is ignored, because reasoning is shown in plain text.
+    `AnswerFields`. store, user, safety_identifier, prompt_cache_key, truncation and client_metadata, which Codex sends,
+    are ignored. metadata is only repeated in the response. `include` of encrypted reasoning is ignored, because
+    reasoning is shown in plain text.
     """
 
     model: str
@@ -97,7 +113,9 @@ class ResponsesBody(Strict):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = None
-    tools: list[ResponseTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: list[Annotated[ResponseTool | Namespace | WebSearch, Field(discriminator="type")]] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
     tool_choice: Literal["none", "auto", "required"] | ToolByName = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
@@ -112,6 +130,20 @@ class ResponsesBody(Strict):
     allow_special_tokens: bool = False
     service_tier: Literal["auto", "default", "flex"] | None = None
     truncation: Literal["disabled"] | None = None
+    client_metadata: dict[str, Any] | None = None
+
+    def functions(self) -> list[tuple[str, ResponseTool]]:
+        """The tools that the model may call, each with its group, or "" without one."""
+        functions: list[tuple[str, ResponseTool]] = []
+        for tool in self.tools:
+            match tool:
+                case ResponseTool():
+                    functions.append(("", tool))
+                case Namespace():
+                    functions += [(tool.name, inner) for inner in tool.tools]
+                case WebSearch():
+                    pass
+        return functions
 
 
 @router.post("/responses", openapi_extra=takes(ResponsesBody))
@@ -135,7 +167,8 @@ async def _begin(call: Call) -> tuple[Generation, ResponseAnswer, bool]:
         "metadata": body.metadata or {},
     }
     created = int(call.services.clock.now().timestamp())
-    return generation, ResponseAnswer(generation, prompt, reader(), created, echoed), body.stream
+    groups = {_in_group(group, tool.name): (group, tool.name) for group, tool in body.functions() if group}
+    return generation, ResponseAnswer(generation, prompt, reader(), created, echoed, groups), body.stream
 
 
 # ------------------------------------------------------------------ from OpenAI's format
@@ -146,7 +179,10 @@ def _fields(body: ResponsesBody) -> AnswerFields:
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tools": [{"function": tool.model_dump(exclude={"type"})} for tool in body.tools],
+        "tools": [
+            {"function": tool.model_dump(exclude={"type"}) | {"name": _in_group(group, tool.name)}}
+            for group, tool in body.functions()
+        ],
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "service_tier": body.service_tier,
@@ -160,7 +196,12 @@ def _fields(body: ResponsesBody) -> AnswerFields:
     if form is not None and form.type != "text":
         schema = {} if form.schema_ is None else {"json_schema": {"name": form.name, "schema": form.schema_}}
         asked["response_format"] = {"type": form.type, **schema}
-    return AnswerFields.model_validate(asked)
+    return AnswerFields.from_values(asked)  # UserError: for example, a name with its group is too long
+
+
+def _in_group(group: str, name: str) -> str:
+    """The name of a function in chat templates and calls."""
+    return f"{group}__{name}" if group else name
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -202,6 +243,7 @@ def _of_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 answer |= thought(str(_content(item.get(part) or "", f"{field}.{part}")))
             case "function_call" if answer is not None:
                 call_id, name, arguments = (string_in(item, key, field) for key in ("call_id", "name", "arguments"))
+                name = _in_group(item.get("namespace") or "", name)
                 called[call_id] = name
                 call = called_tool(call_id, name, arguments, f"{field}.arguments")
                 answer.setdefault("tool_calls", []).append(call)

@@ -50,6 +50,10 @@ def request_error(error: ValidationError, model: type[BaseModel], prefix: str = 
         return UserError(f"the request body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if first["type"] == "extra_forbidden":
         return UserError(f"{path} is not supported by this endpoint: must be left out")
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):  # the union's members differ in this field
+        context = first["ctx"]
+        path, tags = f"{path}.{context['discriminator'].strip(chr(39))}", context.get("expected_tags", "")
+        return broken(path, context.get("tag"), " or ".join(tags.rsplit(", ", 1)) or "given")
     same_field = [detail for detail, (other, _) in zip(details, located, strict=True) if other == name]
     rule = " or ".join(dict.fromkeys(_rule(detail, field) for detail in same_field))
     if first["type"] == "missing":

@@ -127,6 +127,28 @@ def test_answer_with_thinking_can_be_sent_in_the_next_turn(claude: Any, speaker:
         assert f"<|im_start|>tool\nwet{END}" in speaker.prompt
 
 
+def test_fields_that_coding_agents_always_send(claude: Any, speaker: Speaker) -> None:
+    said = [{"role": "system", "content": [{"type": "text", "text": text}]} for text in ("Be brief.", "Be kind.")]
+    asked: Any = {
+        **ASKED,
+        "messages": [said[0], *HI, said[1]],
+        "tools": [{**tool, "eager_input_streaming": True} for tool in TOOLS],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
+    speaker.says(TEXT)
+    whole = claude.beta.messages.create(**asked)
+    assert speaker.prompt.startswith("<|im_start|>system\nBe brief.")
+    assert f"<|im_start|>user\nHi{END}\n<|im_start|>system\nBe kind.{END}\n" in speaker.prompt
+    speaker.says(TEXT)
+    with claude.beta.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for done in (whole, streamed):
+        assert done.context_management.applied_edits == []
+        assert done.content[-1].name == "weather"
+
+
 def test_token_count_equals_the_usage_of_the_answer(claude: Any, speaker: Speaker) -> None:
     speaker.says(f"x{END}")
     claude.messages.create(**ASKED, tools=TOOLS)

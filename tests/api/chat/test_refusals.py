@@ -144,7 +144,12 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": [USER, {**CALLED, "arguments": "["}]}, "input[1].arguments is '[': must be a JSON object as text"),
     ({"input": [USER, {"type": "function_call_output", "output": "wet"}]}, "input[1].call_id is None"),
     ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output is None"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': must be 'function'"),
+    ({"tools": [{"type": "mcp"}]}, "tools[0].type is 'mcp': must be 'function', 'namespace' or 'web_search'"),
+    ({"tools": [{}]}, "tools[0].type is None: must be given"),
+    (
+        {"tools": [{"type": "namespace", "name": "a" * 128, "tools": [{"type": "function", "name": "b"}]}]},
+        "tools[0].function.name is",
+    ),
     ({"tool_choice": {"type": "function"}}, "tool_choice.name is missing"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is None: must be given"),
     (
@@ -165,7 +170,8 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
 MESSAGES: list[tuple[dict[str, Any], str]] = [
     *(({"messages": [{"role": role}]}, "messages[0].content is missing") for role in ("user", "assistant")),
     *((content(none), "messages[0].content is") for none in (None, [])),
-    (content("x", "system"), "messages[0].role is 'system': must be 'user' or 'assistant'"),
+    (content("x", "bot"), "messages[0].role is 'bot': must be 'user', 'assistant' or 'system'"),
+    (content([{"type": "image"}], "system"), "messages[0].content[0].type is 'image': must be text"),
     (content([{"type": "tool_result"}]), "messages[0].content[0].tool_use_id is None"),
     (content([{"type": "image", "source": {}}]), f"messages{NO_IMAGES}"),
     (

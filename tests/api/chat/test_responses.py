@@ -116,3 +116,27 @@ def test_broken_call_is_text_and_its_format_is_kept(gpt: openai.OpenAI, speaker:
         model=BASE, input="Hi", tools=TOOLS, tool_choice={"type": "function", "name": "weather"}
     )
     assert done.output[0].name == "weather"
+
+
+def test_groups_of_functions_and_other_fields_that_codex_sends(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    spawn = {"type": "function", "name": "weather", "description": "Look", "parameters": {"type": "object"}}
+    tools: Any = [
+        *TOOLS,
+        {"type": "namespace", "name": "agents", "description": "Others", "tools": [spawn]},
+        {"type": "web_search", "external_web_access": False},
+    ]
+    asked: Any = {"model": BASE, "input": "Hi", "tools": tools, "include": ["reasoning.encrypted_content"]}
+    more = {"client_metadata": {"turn": "1"}, "reasoning": {"summary": "auto"}, "prompt_cache_key": "x"}
+    speaker.says(f"{CALL.replace('weather', 'agents__weather')}\n{CALL}{END}")
+    done: Any = gpt.responses.create(**asked, extra_body=more)
+    assert [(call.name, call.namespace) for call in done.output] == [("weather", "agents"), ("weather", None)]
+    assert '"agents__weather"' in speaker.prompt
+    assert "web_search" not in speaker.prompt
+    speaker.says(f"{CALL.replace('weather', 'agents__weather')}{END}")
+    with gpt.responses.stream(**asked, extra_body=more) as stream:
+        (call,) = stream.get_final_response().output
+    assert (call.type == "function_call") and (call.name, call.namespace) == ("weather", "agents")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "wet"}
+    speaker.says(f"It rains.{END}")
+    gpt.responses.create(model=BASE, tools=tools, input=[call.model_dump(exclude_none=True), output])
+    assert '{"name": "agents__weather", "arguments": {"city": "Köln"}}' in speaker.prompt
