@@ -23,7 +23,7 @@ from tinkerflow.api.sampler_sessions import EndpointSamplers
 from tinkerflow.api.schemas import API, Wire
 from tinkerflow.api.text import Tokenizers
 from tinkerflow.backend.core.clock import Clock
-from tinkerflow.backend.core.threads import FairThreads
+from tinkerflow.backend.core.threads import FairThreads, project
 from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
@@ -122,6 +122,10 @@ class Call:
     request: Request
     identity: Identity
     services: Services
+
+    def __post_init__(self) -> None:
+        """Let the request's journal calls take turns with those of other projects."""
+        project.set(self.owner)
 
     @property
     def owner(self) -> str:

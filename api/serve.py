@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import uvicorn
@@ -20,6 +19,7 @@ from tinkerflow.api.errors import cause_of
 from tinkerflow.backend.core import tracing
 from tinkerflow.backend.core.clock import every_second
 from tinkerflow.backend.core.errors import ServerError
+from tinkerflow.backend.core.threads import TurnThreads
 from tinkerflow.backend.journal import AWAY, Journal
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
@@ -51,7 +51,7 @@ def serve(
 
 async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Callable[[], None]) -> None:
     tracing.export("api")
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "journal"))
+    asyncio.get_running_loop().set_default_executor(TurnThreads(_THREADS, "journal"))
     turning = asyncio.create_task(every_second(on_turn), name="turns")
     journal = await _opened(settings)
     try:

@@ -1,11 +1,13 @@
-"""Threads that projects share, for slow work: a long text to tokenize, a grammar to compile, a body to decode."""
+"""Threads that projects share, for slow work (a long text to tokenize, a body to decode) and for journal calls."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -14,6 +16,38 @@ from tinkerflow.backend.core.fairness import FairQueue
 
 P = ParamSpec("P")
 T = TypeVar("T")
+project: ContextVar[str] = ContextVar("project", default="")  # of the current request; "" for the service's own work
+
+
+class TurnThreads(ThreadPoolExecutor):
+    """Threads for short calls, as an event loop's default executor. The current `project`s take turns.
+
+    A project with thousands of calls therefore delays a call of another project by the calls that have begun.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        """Start no thread yet. count: the most threads. name: the threads' name."""
+        super().__init__(count, name)
+        self._calls: FairQueue[tuple[Future[Any], Callable[[], Any]]] = FairQueue()
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue `fn(*args, **kwargs)` for the current project. Returns the future of its result."""
+        result: Future[T] = Future()
+        with self._lock:
+            self._calls.push(project.get(), (result, partial(fn, *args, **kwargs)))
+        super().submit(self._call_next)
+        return result
+
+    def _call_next(self) -> None:
+        with self._lock:
+            result, call = self._calls.serve(self._calls.firsts()[0])
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(call())
+            except BaseException as error:  # noqa: BLE001  for the caller
+                result.set_exception(error)
+                del result, call  # the error's traceback contains this frame; a cycle would keep the call's arguments
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,6 +26,7 @@ from tinkerflow.api.serve import ApiServer
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core.errors import TinkerflowError
 from tinkerflow.backend.core.ids import sampler_id
+from tinkerflow.backend.core.threads import TurnThreads
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
@@ -366,7 +366,7 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
         ready = threading.Event()
 
         async def main() -> None:
-            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
+            asyncio.get_running_loop().set_default_executor(TurnThreads(8, "journal"))
             async with journal.result_subscriptions(recheck_seconds=recheck_seconds) as subscriptions:
                 started["app"] = app = create_app(settings, journal, subscriptions, store, clock=clock)
                 started["server"] = server = ApiServer(app, settings, ready.set)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tests.api.test_auth import routes_of
 from tests.api.test_uploads import ASKED as UPLOAD
 from tests.api.test_uploads import FILES as ADAPTER_FILES
 from tests.catalog.test_peft_import import CONFIG as TINY
+from tests.waiting import wait_for
 from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
 
 from tinkerflow.api import console
@@ -447,3 +450,32 @@ def test_published_checkpoints_are_read_by_all_keys_and_changed_by_their_owner(p
         it = ann.ids[one.kind]
         status, text = bob.outcome(one.route[0], one.path(it), one.body(it, bob), follow=one.follow)
         assert (status, "error" in text) == (200, False), (str(one), text)
+
+
+def test_call_of_a_project_precedes_waiting_calls_of_another_project(
+    server: Running, people: tuple[Person, Person], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that opens thousands of samples would otherwise delay other projects until all of them are stored."""
+    turns, begun = threading.Semaphore(0), list[str | None]()
+    found = server.journal.results.get
+
+    def get(request_id: str, owner: str | None, **more: Any) -> Any:
+        begun.append(owner)
+        assert turns.acquire(timeout=60)
+        return found(request_id, owner, **more)
+
+    monkeypatch.setattr(server.journal.results, "get", get)
+    ann, bob = people
+    waiting = server.app.state.services.subscriptions._requests
+    with ThreadPoolExecutor(31) as pool:
+        polls = [pool.submit(ann.poll, ann.ids["request"]) for _ in range(30)]
+        try:
+            wait_for(lambda: len(begun) == 8 and len(waiting[ann.ids["request"]]) == 30, 60)  # 8: all threads are busy
+            polls.append(pool.submit(bob.poll, bob.ids["request"]))
+            wait_for(lambda: bob.ids["request"] in waiting, 60)
+            turns.release()
+            wait_for(lambda: len(begun) == 9, 60)
+        finally:
+            turns.release(100)
+        assert [one.result()[0] for one in polls] == [200] * 31
+    assert begun[8] == "team-bob"

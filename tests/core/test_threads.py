@@ -7,10 +7,12 @@ import contextlib
 import gc
 import threading
 import weakref
+from concurrent.futures import Future
+from contextvars import copy_context
 
 import pytest
 
-from tinkerflow.backend.core.threads import FairThreads
+from tinkerflow.backend.core.threads import FairThreads, TurnThreads, project
 
 
 async def test_slow_work_of_one_project_leaves_threads_to_other_projects() -> None:
@@ -109,3 +111,40 @@ async def test_cancelled_call_frees_its_arguments_although_other_calls_still_wai
     finally:
         release.set()
     await asyncio.gather(first, second)
+
+
+def test_a_projects_call_is_next_although_calls_of_another_project_wait() -> None:
+    threads, release, done = TurnThreads(1, "test"), threading.Event(), list[str]()
+
+    def submit(owner: str) -> Future[None]:
+        project.set(owner)
+        return threads.submit(done.append, owner)
+
+    first = threads.submit(release.wait, 60)
+    calls = [copy_context().run(submit, owner) for owner in ("ann", "ann", "ann", "bob")]
+    assert calls[1].cancel()
+    failing = threads.submit(int, "x")
+    release.set()
+    threads.shutdown()
+    assert first.result()
+    assert done == ["ann", "bob", "ann"], "the cancelled call was never made"
+    with pytest.raises(ValueError, match="invalid literal"):
+        failing.result()
+
+
+def test_failed_calls_free_their_arguments_immediately() -> None:
+    class Argument:
+        def fail(self) -> None:
+            raise ValueError("wrong")
+
+    argument = Argument()
+    freed = weakref.ref(argument)
+    gc.disable()  # a reference cycle would keep the argument until the collector runs
+    try:
+        with TurnThreads(1, "test") as threads:
+            result = threads.submit(argument.fail)
+        assert isinstance(result.exception(), ValueError)
+        del argument, result
+        assert freed() is None
+    finally:
+        gc.enable()
