@@ -94,8 +94,11 @@ def test_experts_and_shares_equal_transformers(tmp_path):
     layer = random_model("glm4_moe", {**SHAPE, **FAMILY_SHAPE["glm4_moe"]}).model.layers[1].mlp
     cfg = load_config(build(tmp_path, "glm4_moe", tied=False).folder)
     y = torch.randn(40, 32)
+    routes: list[Any] = []
+    layer.experts.register_forward_pre_hook(lambda _, inputs: routes.append(inputs[1:]))
     with torch.no_grad():
-        experts, shares = layer.route_tokens_to_experts(layer.gate(y))
+        layer(y[None])
+    experts, shares = routes[0]
     weights = {"router": layer.gate.weight, "router_correction": layer.gate.e_score_correction_bias}
     weights = {name: jnp.asarray(tensor.detach().numpy()) for name, tensor in weights.items()}
     assert cfg.mixture is not None

@@ -65,8 +65,13 @@ def test_image_patches_equal_those_of_the_processor(sees):
     # Learned positions, interpolated.
     learned = sees[0].model.visual
     found = (learned.pos_embed.weight.detach().numpy()[patches.corners_P4] * patches.shares_P4[..., None]).sum(1)
-    interpolated = learned.fast_pos_embed_interpolate(torch.tensor([[1, 6, 10]])).detach().numpy()
-    np.testing.assert_allclose(found[:count], interpolated, atol=1e-6)
+    given: list[torch.Tensor] = []  # to the first block: the positions alone, because the patches are zeros
+    with (
+        learned.patch_embed.register_forward_hook(lambda _, inputs, patches: torch.zeros_like(patches)),
+        learned.blocks[0].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0])),
+    ):
+        learned(inputs_of(example)["pixel_values"], torch.tensor([[1, 6, 10]]))
+    np.testing.assert_allclose(found[:count], given[0].detach().numpy(), atol=1e-6)
 
 
 def test_image_positions_equal_transformers(sees):
