@@ -234,6 +234,8 @@ class Database:
             event.listen(self.engine, "handle_error", _leave_unwritable)
             event.listen(self.engine, "connect", _set_up_postgres)
         event.listen(self.engine, "handle_error", _name_fault)
+        event.listen(self.engine, "checkin", self._close_returned)
+        self._closed = False
         # The threads of a process wait here, because SQLite's busy handler sleeps up to 100 ms between attempts.
         self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
 
@@ -267,7 +269,14 @@ class Database:
                 raise JournalBusyError(f"journal {self.url}: its last commit is not on disk yet ({error})") from error
 
     def close(self) -> None:
+        """Close all connections. Another thread's connection is closed at the end of its transaction."""
+        self._closed = True
         self.engine.dispose()
+
+    def _close_returned(self, _connection: Any, record: Any) -> None:
+        """Close a connection that a thread returns after the close, because no pool would ever close it."""
+        if self._closed:
+            record.invalidate()
 
 
 class Aggregate:

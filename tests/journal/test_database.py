@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -278,6 +279,20 @@ def test_the_end_of_a_silent_session_blocks_no_rows_that_refer_to_it(scene, cloc
         sample.execute("SELECT 1 FROM session FOR KEY SHARE")  # as a foreign key of a new request or of its usage
         sample.rollback()
         assert ended.result() == [session]
+
+
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_a_connection_that_is_used_during_or_after_the_close_is_closed(url, opened):
+    """Python 3.13 warns about others. The threads of a stopped engine use such connections."""
+    database = Database(url)
+    if opened == "after":
+        database.close()
+    with database.read() as connection:
+        driver = connection.connection.driver_connection
+        database.close()
+        assert connection.scalar(sa.text("SELECT 1")) == 1
+    with pytest.raises((sqlite3.ProgrammingError, psycopg.OperationalError), match="closed"):
+        driver.execute("SELECT 1")
 
 
 def test_an_exception_rolls_back(url):
