@@ -23,7 +23,7 @@ from tinkerflow.api.sampler_sessions import EndpointSamplers
 from tinkerflow.api.schemas import API, Wire
 from tinkerflow.api.text import Tokenizers
 from tinkerflow.backend.core.clock import Clock
-from tinkerflow.backend.core.threads import FairThreads, project
+from tinkerflow.backend.core.threads import FairThreads, current_project
 from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
@@ -125,7 +125,7 @@ class Call:
 
     def __post_init__(self) -> None:
         """Let the request's journal calls take turns with those of other projects."""
-        project.set(self.owner)
+        current_project.set(self.owner)
 
     @property
     def owner(self) -> str:

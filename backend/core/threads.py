@@ -16,11 +16,12 @@ from tinkerflow.backend.core.fairness import FairQueue
 
 P = ParamSpec("P")
 T = TypeVar("T")
-project: ContextVar[str] = ContextVar("project", default="")  # of the current request; "" for the service's own work
+# The project of the request; "" for the service's own work.
+current_project: ContextVar[str] = ContextVar("current_project", default="")
 
 
 class TurnThreads(ThreadPoolExecutor):
-    """Threads for short calls, as an event loop's default executor. The current `project`s take turns.
+    """Threads for short calls, as an event loop's default executor. Projects (`current_project`) take turns.
 
     A project with thousands of calls therefore delays a call of another project by the calls that have begun.
     """
@@ -35,7 +36,7 @@ class TurnThreads(ThreadPoolExecutor):
         """Queue `fn(*args, **kwargs)` for the current project. Returns the future of its result."""
         result: Future[T] = Future()
         with self._lock:
-            self._calls.push(project.get(), (result, partial(fn, *args, **kwargs)))
+            self._calls.push(current_project.get(), (result, partial(fn, *args, **kwargs)))
         super().submit(self._call_next)
         return result
 

@@ -12,7 +12,7 @@ from contextvars import copy_context
 
 import pytest
 
-from tinkerflow.backend.core.threads import FairThreads, TurnThreads, project
+from tinkerflow.backend.core.threads import FairThreads, TurnThreads, current_project
 
 
 async def test_slow_work_of_one_project_leaves_threads_to_other_projects() -> None:
@@ -117,7 +117,7 @@ def test_a_projects_call_is_next_although_calls_of_another_project_wait() -> Non
     threads, release, done = TurnThreads(1, "test"), threading.Event(), list[str]()
 
     def submit(owner: str) -> Future[None]:
-        project.set(owner)
+        current_project.set(owner)
         return threads.submit(done.append, owner)
 
     first = threads.submit(release.wait, 60)

@@ -149,7 +149,7 @@ class Experts:
 
         if not self.clamp:
             return activated(self.activation, gate_MF) * up_MF
-        # A value exactly at its bound, which is common in bfloat16, gets the whole slope, as in torch.
+        # A value exactly at its bound, which is common in bfloat16, gets the whole slope, as in torch before 2.14.
         gate_MF = jnp.where(gate_MF > self.clamp, self.clamp, gate_MF)
         up_MF = jnp.where(jnp.abs(up_MF) > self.clamp, jnp.sign(up_MF) * self.clamp, up_MF)
         return gate_MF * jax.nn.sigmoid(SWIGLU_ALPHA * gate_MF) * (up_MF + 1)
