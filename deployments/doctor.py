@@ -247,7 +247,7 @@ FIXES = {  # fixes for errors of libraries, which suggest no fix
     "processes": "check TINKERFLOW_DATABASE_URL, and that the database runs",
     "recovery": "check TINKERFLOW_DATABASE_URL, and that the database runs",
     "devices": "run nvidia-smi by hand, and install the driver that it asks for",
-    "store": "check TINKERFLOW_STORE, its credentials, and that this user may write there",
+    "store": "check TINKERFLOW_STORE, its credentials, its free space, and that this user may write there",
     "base models": "check TINKERFLOW_BASE_MODELS, and fetch them with `tinkerflow models fetch`",
     "prefect": "start `tinkerflow up` again; its log is logs/prefect.log in the data dir",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -87,6 +87,7 @@ class AnswerFields(SamplingFields):
     safety_identifier, prompt_cache_key and modalities are accepted only with values that change nothing.
     """
 
+    replaces_nul: ClassVar[bool] = True  # in outputs of tools
     model: str
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi.responses import Response
 from pydantic import Field
@@ -104,6 +104,7 @@ class Counting(Strict):
     allow_special_tokens: see `AnswerFields`.
     """
 
+    replaces_nul: ClassVar[bool] = True  # in outputs of tools
     model: str
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Blocks | None = None

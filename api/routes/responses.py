@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.responses import Response
 from pydantic import Field
@@ -107,6 +107,7 @@ class ResponsesBody(Strict):
     reasoning is shown in plain text.
     """
 
+    replaces_nul: ClassVar[bool] = True  # in outputs of tools
     model: str
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import orjson
 from pydantic import (
@@ -29,7 +29,7 @@ from tinkerflow.backend.core.ids import NAME_RULE, is_name
 from tinkerflow.backend.wire.request_errors import request_error
 
 _MAX_DEPTH = 254  # of nested lists and objects: orjson can read deeper values, but cannot write them
-_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL, and not an escaped backslash before u0000
+_NUL = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")  # an escaped NUL, and not an escaped backslash before u0000
 STORED: Final = "stored"
 _NUMBERS = ("int", "float", "bool")  # types of pydantic's schemas
 _NOT_SCHEMAS = ("metadata", "serialization", "function")  # keys of pydantic's schemas without a schema to validate
@@ -85,9 +85,13 @@ class WireModel(BaseModel):
 
     A field with an alias is read only by the alias, because its own name is not part of the protocol. `model_` is an
     ordinary prefix of names, not pydantic's own namespace.
+
+    replaces_nul: whether a NUL character in a body becomes U+FFFD. By default it is refused, because Postgres cannot
+    store it.
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
+    replaces_nul: ClassVar[bool] = False
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -133,7 +137,9 @@ class WireModel(BaseModel):
     def from_json(cls, body: bytes) -> Self:
         """The model of a JSON body as received. UserError names the field, its value and the rule."""
         if rb"\u0000" in body and _NUL.search(body) is not None:
-            raise UserError("the request body contains a NUL character (\\u0000): must have none")
+            if not cls.replaces_nul:
+                raise UserError("the request body contains a NUL character (\\u0000): must have none")
+            body = _NUL.sub(rb"\1\\ufffd", body)
         try:
             return cls.model_validate_json(body)
         except ValidationError as e:

@@ -328,3 +328,15 @@ def test_answer_ends_where_the_template_ends_a_turn(
     speaker.says("Hi.")
     gpt.chat.completions.create(model=BASE, messages=[{"role": "user", "content": "Hello"}])
     assert speaker.params.stop_token_ids == [2, 3]
+
+
+def test_nul_characters_in_chats_are_replaced(post: Callable[..., Any], speaker: Speaker) -> None:
+    asked = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
+    for path, field in asked.items():
+        speaker.says(f"Hello{END}")
+        text = "a\0b \\u0000 \\\0\0"
+        length = "max_output_tokens" if path == "responses" else "max_tokens"
+        answer = post(path, {"model": BASE, length: 9, field: [{"role": "user", "content": text}]})
+        assert answer.status_code == 200, answer.text
+        assert f"user\n{text.replace(chr(0), chr(0xFFFD))}{END}" in speaker.prompt
+    assert post("completions", {"model": BASE, "prompt": "a\0"}).status_code == 400
