@@ -1,8 +1,9 @@
 """The torch functions that a traced loss may call, in jax.numpy. `backend/spec/torch_names.py` lists their names.
 
 Values are arrays, Python numbers (sizes), tuples and dtypes. Where a function has a corner, its slope is the same as in
-torch. clamp passes the slope at its bounds. An absolute value has the slope 0 at 0, and so do `0 ** 0`, `xlogy(0, y)`
-with y <= 0, and a deviation of 0. A maximum over a dimension passes the slope to one place.
+torch. clamp passes the slope at its bounds, as in torch before 2.14; later versions do not. An absolute value has the
+slope 0 at 0, and so do `0 ** 0`, `xlogy(0, y)` with y <= 0, and a deviation of 0. A maximum over a dimension passes the
+slope to one place.
 """
 
 from __future__ import annotations
