@@ -130,7 +130,7 @@ async def test_action_with_several_fields_is_json(renderer: Renderer, tokenizer:
                          "[" * 2000, '{"x": 0, "y": 5}')  # fmt: skip
     assert episode.reward == 8.0
     moved, left, listed, wrong, deep = (message["content"] for message in episode.messages[2::2])
-    assert deep.startswith("The action must be a JSON object: maximum recursion depth")
+    assert deep.startswith("The action must be a JSON object: ")  # some versions of Python read it to its end
     assert moved == '{"text": "moved", "x": 2}' and listed.endswith("it is not an object")
     assert left.startswith("The action must be a JSON object: ") and "x" in wrong and "y" in wrong
 
