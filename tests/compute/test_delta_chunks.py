@@ -55,4 +55,5 @@ def test_kernels_equal_the_loop(branching: bool, k: int, v: int, monkeypatch: py
     close(end.reshape(S.shape), expected_end.reshape(S.shape), ulps=64)
     jax.tree.map(lambda one, other: close(one, other, ulps=256), gradients, expected)
     rounded, _ = _by_kernel(S, parts, turns, dtype=jnp.bfloat16)
-    np.testing.assert_array_equal(rounded, o.astype(jnp.bfloat16))
+    error = 64 * jnp.finfo(jnp.float32).eps * jnp.maximum(abs(o), jnp.sqrt(jnp.mean(o * o)))  # as `close` allows
+    assert ((o - error).astype(jnp.bfloat16) <= rounded).all() and (rounded <= (o + error).astype(jnp.bfloat16)).all()
