@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tinkerflow.backend.catalog.model_card import ModelCard
 from tinkerflow.backend.core import tracing
@@ -32,14 +32,15 @@ from tinkerflow.flows.compile_status import CompileStatusWatch
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel, group_config
 from tinkerflow.flows.lease import hold_lease
-from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
-from tinkerflow.flows.prefect.mirror import Mirror
-from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.observers import EngineObserver, Unobserved
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.full_model_queue import FullModelQueue
 from tinkerflow.tasks.execution.operation import AnswerWriter, ExecutionContext
 from tinkerflow.tasks.execution.sampling_snapshots import Snapshots
 from tinkerflow.tasks.execution.sequencer import Saves
+
+if TYPE_CHECKING:
+    from tinkerflow.flows.prefect.connection import PrefectConnection
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,8 @@ async def _run(
         raise UserError("base_models is empty: the engine must be given at least one base model")
     tracing.export("engine")
     make_folder(settings.data_dir)
+    if settings.prefect != "off":  # otherwise Prefect is not imported, which takes a second of CPU time
+        import tinkerflow.flows.prefect.mirror  # noqa: F401  before the heartbeats, which it would delay
     async with AsyncExitStack() as stack:
         _run_beside(stack, every_second(on_turn), "heartbeats")
         if (opened := await _unless(stop, _open_journal(settings, stack))) is None:
@@ -108,19 +111,19 @@ async def _run(
         ]
         stack.push_async_callback(_stop_pools, starting)
         # The Prefect server takes seconds of CPU to start, so it starts while the pools do.
-        connection = await stack.enter_async_context(open_prefect(settings, on_progress))
+        connection = await _open_prefect(settings, on_progress, stack)
         if (pools := await _unless(stop, asyncio.gather(*starting))) is None:
             return
-        mirror = await _open_mirror(settings, journal, store, connection, cards)
+        observer = await _open_observer(settings, journal, store, connection, cards)
         cards = [card.served_by(pool.info) if pool.ready else card for card, pool in zip(cards, pools, strict=True)]
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
         answers = AnswerWriter(journal.results.finish)
         stack.push_async_callback(answers.close)
         served = [
-            _serve_base_model(settings, journal, store, answers, card, pool, mirror, stack)
+            _serve_base_model(settings, journal, store, answers, card, pool, observer, stack)
             for card, pool in zip(cards, pools, strict=True)
         ]
-        await _serve_until(stop, Dispatcher(settings, journal, mirror, served), on_ready, lease)
+        await _serve_until(stop, Dispatcher(settings, journal, observer, served), on_ready, lease)
 
 
 def _run_beside(stack: AsyncExitStack, work: Coroutine[object, object, None], name: str) -> None:
@@ -143,10 +146,24 @@ async def _open_journal(
     return journal, cards, lease
 
 
-async def _open_mirror(
-    settings: Settings, journal: Journal, store: Store, connection: PrefectConnection, cards: Sequence[ModelCard]
-) -> Mirror:
-    """Open the mirror that shows runs in Prefect, and emit an event that the engine has started."""
+async def _open_prefect(settings: Settings, say: Say, stack: AsyncExitStack) -> PrefectConnection | None:
+    """Open the connection to Prefect until the stack is closed; None if nothing is tracked."""
+    if settings.prefect == "off":
+        return None
+    from tinkerflow.flows.prefect.connection import open_prefect
+
+    return await stack.enter_async_context(open_prefect(settings, say))
+
+
+async def _open_observer(
+    settings: Settings, journal: Journal, store: Store, connection: PrefectConnection | None, cards: Sequence[ModelCard]
+) -> EngineObserver:
+    """Open the mirror that shows runs in Prefect, if there is one. Emit an event that the engine has started."""
+    if connection is None:
+        return Unobserved()
+    from tinkerflow.flows.prefect.mirror import Mirror
+    from tinkerflow.flows.prefect.pacing import Pacing
+
     pacing = Pacing(settings.tracked_runs_per_second, SystemClock())
     api_url = settings.public_url.rstrip("/") or url_of(settings.host, settings.port)
     mirror = Mirror(
@@ -173,7 +190,7 @@ def _serve_base_model(
     answers: AnswerWriter,
     card: ModelCard,
     pool: Pool,
-    mirror: Mirror,
+    observer: EngineObserver,
     stack: AsyncExitStack,
 ) -> ServedModel:
     """Make the parts that serve one base model. card, pool: the base model's. The other arguments are the engine's."""
@@ -198,7 +215,7 @@ def _serve_base_model(
     )
     stack.callback(context.close)
     _run_beside(stack, CompileStatusWatch(journal, pool, card).watch(), "compile status")
-    sampling = SamplingRunner(context, mirror.observe_sampling(card.name), most_waiting=4 * settings.sample_slots)
+    sampling = SamplingRunner(context, observer.observe_sampling(card.name), most_waiting=4 * settings.sample_slots)
     return ServedModel(card, context, pool, sampling)
 
 

@@ -116,3 +116,21 @@ class EngineObserver(Protocol):
 
     async def watch(self, controls: RunControls) -> None:
         """Apply people's changes to the runs through `controls`, until cancelled."""
+
+
+class Unobserved:
+    """The `EngineObserver` of an engine that shows nothing."""
+
+    is_on = False
+
+    def observe_training_run(self, *_: object) -> Sequence[RunObserver]:
+        return ()
+
+    def observe_sampling(self, base_model: str) -> Sequence[RunObserver]:
+        return ()
+
+    def emit(self, event: str, name: str, of: str = "base-model", **payload: object) -> None:
+        pass
+
+    async def watch(self, controls: RunControls) -> None:
+        pass

@@ -260,6 +260,7 @@ def test_importing_tinkerflow_loads_no_other_module() -> None:
             "backend.compute.executor backend.pool.worker",
             {*HEAVY, "google.protobuf", "fsspec", "gcsfs", "pyrage", "sqlalchemy"},
         ),
+        ("flows.engine", {"prefect"}),  # unless it is to be used
         ("backend.catalog.model_card", {*JAX, "torch"}),
         ("backend.spec.commands", {*JAX, "google.protobuf", "fsspec", "pydantic", "msgpack"}),
         ("backend.spec.losses backend.spec.optimizers", {*JAX, "google.protobuf", "pydantic"}),

@@ -223,7 +223,8 @@ async def send_event(client: PrefectClient, event: Event) -> None:
 async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncIterator[PrefectConnection]:
     """Open the connection of the settings, with the embedded server if there is one. Applies Prefect's settings inside.
 
-    A server that does not start, ends or falls silent is restarted indefinitely. Meanwhile work continues untracked.
+    settings: `prefect` is not "off". A server that does not start, ends or falls silent is restarted indefinitely.
+    Meanwhile work continues untracked.
     """
     if settings.prefect == "external" and not os.environ.get("PREFECT_API_URL"):
         raise UserError("prefect is 'external': the variable PREFECT_API_URL must name the server to use")
@@ -239,8 +240,7 @@ async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncI
             stack.enter_context(connection.settings(credential))
             await stack.enter_async_context(_embedded_server(settings, listener, connection))
         else:
-            external = os.environ["PREFECT_API_URL"] if settings.prefect == "external" else ""
-            connection = PrefectConnection(external, *names)
+            connection = PrefectConnection(os.environ["PREFECT_API_URL"], *names)
             stack.enter_context(connection.settings())
         stack.push_async_callback(connection.close)
         yield connection

@@ -264,9 +264,9 @@ async def test_links_to_an_ipv6_service_contain_its_address_in_brackets(
 ) -> None:
     mirror = AsyncMock(emit=Mock())
     opened = Mock(return_value=mirror)
-    monkeypatch.setattr(engine_module, "Mirror", opened)
+    monkeypatch.setattr("tinkerflow.flows.prefect.mirror.Mirror", opened)
     settings = Settings(data_dir=tmp_path, host="::1", port=8000)
-    await engine_module._open_mirror(settings, Mock(leases=Mock(epoch=1)), Mock(), Mock(), [])
+    await engine_module._open_observer(settings, Mock(leases=Mock(epoch=1)), Mock(), Mock(), [])
     assert opened.call_args.kwargs["api_url"] == "http://[::1]:8000"
 
 
