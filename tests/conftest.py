@@ -72,7 +72,8 @@ SHARE_A_SERVICE = (
     ("tests/e2e/test_environments.py", "tests/e2e/test_rewards.py"),
     ("tests/flows/test_prefect.py", "tests/flows/test_prefect_access.py"),
 )
-LONGEST = ("tests/e2e/test_tutorials.py", *SHARE_A_SERVICE[0], *SHARE_A_SERVICE[1])  # the first files that use the SDK
+_LONG = tuple(f"tests/e2e/test_{name}.py" for name in ("tutorials", "crash_loop", "quickstart"))
+LONGEST = (*_LONG, *SHARE_A_SERVICE[0], *SHARE_A_SERVICE[1])  # the first files that use the SDK
 # Rooms whose tests must leave the process unchanged; the others have not been run with this check yet.
 GUARDED = ("core", "deployments", "supervise", "tasks", "tracking")
 _QUICK_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
@@ -95,7 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         (kept if _is_chosen(item, config) else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
-    items[:] = sorted(kept, key=lambda item: (_uses_the_sdk(item), not item.nodeid.startswith(LONGEST)))
+    items[:] = sorted(
+        kept, key=lambda item: (_uses_the_sdk(item), [not item.nodeid.startswith(one) for one in LONGEST])
+    )
     for item in filter(_uses_the_sdk, items):
         item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
         item.add_marker(
