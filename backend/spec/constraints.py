@@ -22,7 +22,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinkerflow.backend.core.errors import UserError
-from tinkerflow.backend.spec.json_schemas import exact_schema
+from tinkerflow.backend.spec.json_schemas import ExactSchema, exact_schema
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
@@ -85,7 +85,7 @@ def check_constraint(name: str, kind: Kind, text: str) -> None:
         raise UserError(f"{name} has {len(text)} characters: must have at most {MAX_CHARACTERS}")
     try:
         if kind == "json_schema":
-            small = len(text) <= _SMALL and exact_schema(json.loads(text)).expressions <= _FEW_EXPRESSIONS
+            small = len(text) <= _SMALL and _is_small(exact_schema(json.loads(text)))
         else:
             small = len(text) <= _SMALL and not (kind == "grammar" and "%json" in text)
         problem = on_large_stack(lambda: _problem_of(kind, text)) if small else _problem_in_process(kind, text)
@@ -93,6 +93,10 @@ def check_constraint(name: str, kind: Kind, text: str) -> None:
         problem = str(error)
     if problem:
         raise UserError(f"{name} is not a {kind} that can be enforced: {first_lines(problem)}")
+
+
+def _is_small(exact: ExactSchema) -> bool:
+    return exact.inlined <= _SMALL and exact.expressions <= _FEW_EXPRESSIONS
 
 
 def _problem_of(kind: Kind, text: str) -> str:

@@ -14,6 +14,7 @@ The target of each `$ref` is rewritten once, and moves to `$defs` of the whole s
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from urllib.parse import unquote
 
 MAX_DEPTH = 200  # keywords and names on the way to a schema
 MAX_SCHEMAS = 20_000  # of a rewritten schema; inlined alternatives can multiply them
+MAX_INLINED = 2**18  # characters of all inlined alternatives, because a short one may hold a long `const`
 EXACT = 2**53  # doubles hold every integer up to here
 _DIGITS = 15  # every parser of doubles reads decimals with at most this many digits exactly
 _LONGEST = 2**31  # no answer that fits a context is longer
@@ -71,10 +73,13 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class ExactSchema:
-    """A rewritten schema. expressions: the number of regular expressions in its compilation."""
+    """A rewritten schema. expressions: the number of regular expressions in its compilation. inlined: the number of
+    characters of its inlined alternatives.
+    """
 
     schema: dict[str, Any]
     expressions: int
+    inlined: int
 
 
 def exact_schema(schema: Mapping[str, Any]) -> ExactSchema:
@@ -83,7 +88,7 @@ def exact_schema(schema: Mapping[str, Any]) -> ExactSchema:
     ValueError: llguidance could not enforce the schema. The error names the keyword, its value and the rule.
     """
     rewriter = _Rewriter(schema)
-    return ExactSchema(rewriter.rewrite(), rewriter.expressions)
+    return ExactSchema(rewriter.rewrite(), rewriter.expressions, rewriter.inlined)
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,12 @@ class _Rewriter:
         self._names: dict[int, str] = {}  # of the targets of references, by identity
         self._pending: list[tuple[str, _Place]] = []
         self._multiples: set[Decimal] = set()
+        self._targets: dict[tuple[int, str], tuple[Any, Mapping[str, Any]]] = {}  # by resource and reference
+        self._anchors: dict[int, dict[str, Any]] = {}  # by resource
+        self._sizes: dict[int, int] = {}  # characters of inlined targets, by identity
         self._count = 0
         self.expressions = 0
+        self.inlined = 0
 
     def rewrite(self) -> dict[str, Any]:
         """Rewrite the schema, with its referenced definitions."""
@@ -186,6 +195,12 @@ class _Rewriter:
             if place.schema.keys() - {"$ref", "title", "description"} or place.depth > MAX_DEPTH:
                 break
             place = self._target(place.at(place.schema["$ref"], "$ref"))
+            if (size := self._sizes.get(id(place.schema))) is None:
+                size = self._sizes[id(place.schema)] = len(json.dumps(place.schema))
+            self.inlined += size
+            if self.inlined > MAX_INLINED:
+                rule = f"its alternatives have at most {MAX_INLINED} characters after each $ref is replaced"
+                raise ValueError(f"oneOf is too large: must be such that {rule}")
         return place
 
     def _definition(self, target: _Place) -> str:
@@ -199,11 +214,19 @@ class _Rewriter:
         """The target of a reference."""
         reference = here.schema
         _check(isinstance(reference, str), here, "a string")
+        key = (id(here.root), reference)
+        if key not in self._targets:
+            self._targets[key] = self._search(here, reference)
+        target, root = self._targets[key]
+        return _Place(target, root, reference, here.depth)
+
+    def _search(self, here: _Place, reference: str) -> tuple[Any, Mapping[str, Any]]:
+        """The target of a reference, and the resource that contains it."""
         resource, _, fragment = reference.partition("#")
         root = self._resources.get(resource) if resource else here.root
         target: Any = root
         if root is not None and fragment and not fragment.startswith("/"):
-            target = next((each for each in _schemas(root) if each.get("$anchor") == fragment), None)
+            target = self._anchors_of(root).get(fragment)
         elif root is not None:
             for step in unquote(fragment).split("/")[1:]:
                 name = step.replace("~1", "/").replace("~0", "~")
@@ -211,7 +234,16 @@ class _Rewriter:
                 root = target if isinstance(target, Mapping) and isinstance(target.get("$id"), str) else root
         if target is None or root is None:
             _fail(here.path, reference, "a reference to a place in this schema")
-        return _Place(target, root, reference, here.depth)
+        return target, root
+
+    def _anchors_of(self, root: Mapping[str, Any]) -> dict[str, Any]:
+        """The schemas of a resource by `$anchor`; the first one of each name."""
+        if (found := self._anchors.get(id(root))) is None:
+            found = self._anchors[id(root)] = {}
+            for each in _schemas(root):
+                if isinstance(anchor := each.get("$anchor"), str):
+                    found.setdefault(anchor, each)
+        return found
 
     # ------------------------------------------------------------------ values
     def _restriction(self, key: str, here: _Place) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import random
 import re
@@ -203,7 +204,8 @@ REFUSED = [
     ({"enum": 3}, "enum is 3: must be a list of values"),
     ({"required": [3]}, "required is [3]: must be a list of names"),
     (json.loads('{"items":' * 250 + "{}" + "}" * 250), "it nests more than 200 keywords"),
-    ({**DOUBLING["0"], "$defs": DOUBLING}, "more than 20000 schemas"),
+    ({"prefixItems": [{}] * 20_000}, "more than 20000 schemas"),
+    ({**DOUBLING["0"], "$defs": DOUBLING}, "its alternatives have at most 262144 characters after each $ref"),
     *((pattern(text), f"has {part!r}") for text, part in [(r"^\Aa\z", r"\A"), ("^[]a]$", "[]"), ("a{,2}", "{,")]),
     *((pattern(text), f"has {part!r}") for text, part in [(r"[\d-x]", r"\d-"), ("[a--b]", "--"), (r"^\x01$", r"\x01")]),
     *(({key: value}, f"{key} is not supported") for key, value in [
@@ -212,6 +214,34 @@ REFUSED = [
         ("unevaluatedProperties", False), ("unevaluatedItems", False), ("$dynamicRef", "#a"), ("$recursiveRef", "#"),
     ]),
 ]  # fmt: skip
+
+
+def inlined_often(target: str, **definitions: Any) -> dict[str, Any]:
+    """A schema of few characters that inlines a target 8,000 times."""
+
+    def often(reference: str, times: int) -> Any:
+        return {"properties": {str(i): {"oneOf": [{"$ref": reference}]} for i in range(times)}}
+
+    levels = {"a": often("#/$defs/b", 20), "b": often("#/$defs/c", 20), "c": often(target, 20)}
+    return {"oneOf": [{"$ref": "#/$defs/a"}], "$defs": {**levels, **definitions}}
+
+
+CHAIN = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(90)} | {"90": NULL}
+COSTLY = {
+    "values": inlined_often("#/$defs/v", v={"const": [0] * 700}),
+    "chain of references": inlined_often("#/$defs/0", **CHAIN),
+    "anchor": inlined_often("#z", first={"$anchor": "z", **NULL}, many={"prefixItems": [{}] * 700}),
+}
+
+
+@pytest.mark.parametrize("schema", COSTLY.values(), ids=COSTLY)
+def test_a_short_schema_does_not_take_long_to_rewrite(schema: Any) -> None:
+    assert len(json.dumps(schema)) < 6000
+    calls = cProfile.Profile(builtins=False)
+    with pytest.raises(ValueError, match="at most 262144 characters after each"):
+        calls.runcall(exact_schema, schema)
+    # 10 to 45 million when only schemas were counted
+    assert sum(each.callcount for each in calls.getstats()) < 2_000_000
 
 
 @pytest.mark.parametrize(("schema", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])

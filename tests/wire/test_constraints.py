@@ -10,6 +10,7 @@ import pytest
 from tests.wire.test_sample import body, decode
 
 from tinkerflow.backend.core.errors import UserError
+from tinkerflow.backend.spec import constraints
 from tinkerflow.backend.spec.commands import Constraint
 from tinkerflow.backend.spec.constraints import on_large_stack
 
@@ -129,6 +130,14 @@ def test_a_large_constraint_may_be_cheap() -> None:
         assert decode(constrained("json_schema", schema)).constraint is not None
     with pytest.raises(UserError, match="Unable to determine if regex is empty"):
         decode(constrained("json_schema", met(9, 200)))
+
+
+def test_a_short_schema_that_inlines_much_is_checked_in_a_subprocess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "_problem_in_process", lambda *_: "checked in a process")
+    objects = {"properties": {str(i): {"oneOf": [{"$ref": "#/$defs/v"}]} for i in range(50)}}
+    assert decode(constrained("json_schema", {**objects, "$defs": {"v": {"const": 1}}})).constraint is not None
+    with pytest.raises(UserError, match="checked in a process"):
+        decode(constrained("json_schema", {**objects, "$defs": {"v": {"const": [0] * 500}}}))
 
 
 def test_only_the_constraint_thread_has_a_large_stack() -> None:
