@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -350,8 +351,10 @@ async def test_serve_follows_the_prefect_server_of_its_data_dir_only(
             file.write_text(f"deployments:\n- {sft}data: {{url: a.jsonl}}}}}}}}\n")
             serving = await asyncio.create_subprocess_exec(*command, stdout=last, stderr=asyncio.subprocess.STDOUT)
             await _until_logged(end, url)
+            serving.send_signal(signal.SIGSTOP)  # a long start of the next server would be an outage for it
             await server.stop()
             server = await start_server(tmp_path / "restored", listening)
+            serving.send_signal(signal.SIGCONT)
             assert url == f"Prefect: {server.access.api_url}\n"
             assert await asyncio.wait_for(serving.wait(), 240) == 1
         finally:
