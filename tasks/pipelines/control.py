@@ -131,7 +131,11 @@ class Control:
         self.stop()
 
     def stopped(self, text: str) -> NoReturn:
-        """End the run after its last step: raise StoppedError, or Prefect's Pause if the run is suspended."""
+        """End the run after its last step: raise StoppedError, or Prefect's Pause if the run is suspended.
+
+        The work on the way out, such as the release of a model, is not interrupted.
+        """
+        self._limit = None
         if self._suspended is not None:
             raise Pause(text, state=self._suspended)
         raise StoppedError(text)

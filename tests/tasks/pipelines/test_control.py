@@ -83,6 +83,21 @@ async def test_work_before_the_first_step_is_interrupted_unless_it_ends_itself()
     assert steps == ["saved"]
 
 
+async def test_a_stopped_run_releases_its_model_and_names_its_last_step() -> None:
+    released = []
+    with pytest.raises(StoppedError, match="after step 3"):
+        async with stoppable("no step was running"):
+            try:
+                async with controlled() as control:
+                    control.stop()
+                    control.stopped("stopped after step 3")
+            finally:
+                control.stop()  # the run reads its state again
+                await asyncio.sleep(0.05)
+                released.append("model")
+    assert released == ["model"]
+
+
 async def _asked(control: Control) -> bool:
     control.pause()
     return await control.may_go_on()
