@@ -58,9 +58,9 @@ class ChatTemplate:
         for name in options:
             if name in OWN:
                 raise broken(f"chat_template_kwargs[{name!r}]", options[name], "left out, because other fields set it")
-        variables = {**self.specials, **options, "messages": messages, "tools": tools or None}
+        own = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
         try:
-            return _compiled(self.with_tools if tools else self.text).render(**variables, add_generation_prompt=True)
+            return _compiled(self.with_tools if tools else self.text).render({**self.specials, **options, **own})
         except TemplateError as error:
             raise UserError(f"messages: the chat template of {self.model} rejects them: {error}") from error
         except Exception as error:  # templates are programs, which may fail in any way

@@ -448,10 +448,10 @@ async def test_deadline_starts_when_the_earlier_commands_were_answered(start_poo
 async def test_answer_received_before_the_deadline_check_is_in_time(start_pool: StartPool) -> None:
     pool = await start_pool()
     late = asyncio.create_task(pool.submit(Ping(), deadline=0.2))
-    behind = asyncio.create_task(pool.submit(sleep(1.5)))
+    behind = asyncio.create_task(pool.submit(sleep(2.5)))
     for _ in range(10):
         await asyncio.sleep(0)
-    time.sleep(0.5)  # noqa: ASYNC251  (this loop must read no answers meanwhile)
+    time.sleep(1.5)  # noqa: ASYNC251  (this loop must read no answers meanwhile)
     assert await late == Done()
     assert await behind == Done()
     assert pool.generation == 1

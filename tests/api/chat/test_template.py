@@ -117,3 +117,9 @@ def test_options_do_not_replace_the_request(tmp_path: Path) -> None:
     assert found is not None
     with pytest.raises(UserError, match=r"chat_template_kwargs\['messages'\] is \[\]: must be left out"):
         found.render(MESSAGES, [], {"messages": []})
+
+
+def test_an_option_may_have_any_name(tmp_path: Path) -> None:
+    found = load_template(folder_with(tmp_path, "{{ mode }}"), "tiny")
+    assert found is not None
+    assert found.render(MESSAGES, [], {"self": 1, "not a name": 2, "mode": "fast"}) == "fast"
