@@ -117,7 +117,6 @@ class _Rewriter:
         self._multiples: set[Decimal] = set()
         self._targets: dict[tuple[int, str], tuple[Any, Mapping[str, Any]]] = {}  # by resource and reference
         self._anchors: dict[int, dict[str, Any]] = {}  # by resource
-        self._sizes: dict[int, int] = {}  # characters of inlined targets, by identity
         self._count = 0
         self.expressions = 0
         self.inlined = 0
@@ -195,9 +194,7 @@ class _Rewriter:
             if place.schema.keys() - {"$ref", "title", "description"} or place.depth > MAX_DEPTH:
                 break
             place = self._target(place.at(place.schema["$ref"], "$ref"))
-            if (size := self._sizes.get(id(place.schema))) is None:
-                size = self._sizes[id(place.schema)] = len(json.dumps(place.schema))
-            self.inlined += size
+            self.inlined += len(json.dumps(place.schema))
             if self.inlined > MAX_INLINED:
                 rule = f"its alternatives have at most {MAX_INLINED} characters after each $ref is replaced"
                 raise ValueError(f"oneOf is too large: must be such that {rule}")
