@@ -92,12 +92,13 @@ class Control:
 
     @contextmanager
     def gradually(self) -> Iterator[None]:
-        """Do not interrupt the block, because it ends by itself after a request to stop."""
+        """Do not interrupt the block, because it ends by itself after a request to stop.
+
+        If it raises, the work on the way out, such as the release of a model, is not interrupted either.
+        """
         self._gradual += 1
-        try:
-            yield
-        finally:
-            self._gradual -= 1
+        yield
+        self._gradual -= 1
 
     @property
     def ends_itself(self) -> bool:
@@ -131,11 +132,7 @@ class Control:
         self.stop()
 
     def stopped(self, text: str) -> NoReturn:
-        """End the run after its last step: raise StoppedError, or Prefect's Pause if the run is suspended.
-
-        The work on the way out, such as the release of a model, is not interrupted.
-        """
-        self._limit = None
+        """End the run after its last step: raise StoppedError, or Prefect's Pause if the run is suspended."""
         if self._suspended is not None:
             raise Pause(text, state=self._suspended)
         raise StoppedError(text)

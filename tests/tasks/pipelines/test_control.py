@@ -11,6 +11,7 @@ import pytest
 from prefect.exceptions import Pause
 from prefect.states import Cancelling, Paused, Running, Suspended
 
+from tinkerflow.backend.core.errors import ServerError
 from tinkerflow.tasks.pipelines import control as module
 from tinkerflow.tasks.pipelines.control import Control, StoppedError, controlled, obey, stoppable
 from tinkerflow.tasks.pipelines.user_code import InterruptedCodeError, call_in_loop
@@ -96,6 +97,18 @@ async def test_a_stopped_run_releases_its_model_and_names_its_last_step() -> Non
                 await asyncio.sleep(0.05)
                 released.append("model")
     assert released == ["model"]
+
+
+async def test_a_stop_does_not_replace_the_error_of_a_step() -> None:
+    with pytest.raises(ServerError, match="step 3 failed"):
+        async with stoppable("no step was running"):
+            try:
+                async with controlled() as control:
+                    control.stop()
+                    raise ServerError("step 3 failed")
+            finally:
+                control.stop()
+                await asyncio.sleep(0.05)
 
 
 async def _asked(control: Control) -> bool:
